@@ -1,0 +1,50 @@
+"""The methods, by name. To add one: write its file, its dataclass, and a line in ``METHODS``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.quest import Quest
+
+METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Quest,)}
+
+__all__ = ["METHODS", "Quest", "Selection", "SparseMethod", "make_method"]
+
+
+def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:
+    """Turn a method's name and its hyperparameters into the method; a method that is made already passes through.
+
+    Raises
+    ------
+    TypeError
+        ``method`` is neither, or hyperparameters were given beside a method that is made already.
+    ValueError
+        An unknown name or hyperparameter (the nearest known one is named), or a value out of range.
+    """
+    if isinstance(method, SparseMethod):
+        if hyperparameters:
+            raise TypeError(
+                f"hyperparameters ({', '.join(hyperparameters)}) go with a method's name, or inside {method!r}, not beside it"
+            )
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"method must be a name ({', '.join(METHODS)}) or a SparseMethod, got {method!r}")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}{_near_match(method, METHODS)}; known: {', '.join(METHODS)}")
+    method_class = METHODS[method]
+    known = [field.name for field in fields(method_class)]
+    for parameter in hyperparameters:
+        if parameter not in known:
+            raise ValueError(
+                f"{method} has no parameter {parameter!r}{_near_match(parameter, known)}; it takes {', '.join(known)}"
+            )
+    return method_class(**hyperparameters)
+
+
+def _near_match(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,0 +1,131 @@
+"""The contract between a sparse-attention method and the rest of the package."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from hf_sparse_attn_kernels import sparse_decode
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache import SparseLayer
+
+
+class Selection(NamedTuple):
+    """The blocks of cached tokens that one decode step reads.
+
+    Blocks are counted from each row's first token (``layer.seq_start``), so left padding never shifts them, and every
+    query head of a GQA group reads the same ones.
+    """
+
+    block_indices: torch.Tensor
+    """int32 [batch, kv_heads, n]: valid entries first, ``-1`` after them, no duplicates."""
+    block_counts: torch.Tensor
+    """int32 [batch, kv_heads]: how many entries are valid."""
+    block_size: int
+    """Tokens in a block; 1 for methods that select single tokens."""
+
+
+@dataclass(frozen=True)
+class SparseMethod(ABC):
+    """A sparse-attention method: its hyperparameters as fields, its rules as methods, no state.
+
+    All state (keys, values, metadata, lengths) lives in the :class:`~hf_sparse_attn.cache.SparseLayer` that each call
+    receives. A subclass adds fields for its paper's parameters, sets the class variables below, and implements
+    :meth:`select`; it overrides the others where it differs.
+
+    Parameters
+    ----------
+    token_budget
+        Cached tokens whose K and V a KV head reads in a decode step, sink and recent tokens included.
+    dense_layers
+        The first ``dense_layers`` layers attend to the whole cache.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
+    extends_positions: ClassVar[bool] = False
+    """Whether prompts may be longer than the positions that the model was trained on."""
+
+    token_budget: int = 1024
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters; subclasses extend this.
+
+        Raises
+        ------
+        TypeError
+            A whole number was expected and something else was given.
+        ValueError
+            A value is out of range.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", int) and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{field.name} must be a whole number, got {value!r}")
+        self._require("token_budget", self.token_budget >= 1, "at least 1")
+        self._require("dense_layers", self.dense_layers >= 0, "0 or more")
+
+    def _require(self, parameter: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.name}: {parameter} must be {allowed}, got {getattr(self, parameter)!r}")
+
+    def covers(self, length: int) -> bool:
+        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more."""
+        return length <= self.token_budget
+
+    def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
+        """Allocate what the method keeps beside K and V, for ``layer.capacity`` tokens.
+
+        Every tensor starts with the batch dimension. When a layer grows, this is called again and the old contents are
+        copied into the leading part of the new tensors.
+        """
+        return {}
+
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:  # noqa: B027 -- nothing to do is a fine default
+        """Bring ``layer.metadata`` up to date, in place, after ``num_new`` tokens were appended to every row."""
+
+    def crop_metadata(self, layer: SparseLayer) -> None:  # noqa: B027
+        """Bring ``layer.metadata`` up to date, in place, after tokens were removed from the end of every row."""
+
+    @abstractmethod
+    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
+        """Choose what a decode step reads.
+
+        Parameters
+        ----------
+        query
+            [batch, q_heads, head_dim], after RoPE.
+        layer
+            Holds K, V (the current token's included) and the metadata.
+        scale
+            What the model multiplies q.k with, usually ``head_dim ** -0.5``.
+        """
+
+    def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor | int:
+        """Bytes of metadata that :meth:`select` reads in the current step, all rows and KV heads together.
+
+        A device tensor where it depends on the rows' lengths: the decode path never waits for the device.
+        """
+        return 0
+
+    def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
+        """Attend to the selected blocks only: [batch, q_heads, head_dim] to the same shape, exact over what is read."""
+        output = sparse_decode(
+            query,
+            layer.keys,
+            layer.values,
+            selection.block_indices,
+            selection.block_counts,
+            layer.seq_start,
+            layer.seq_end,
+            block_size=selection.block_size,
+            scale=scale,
+        )
+        assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
+        return output

@@ -1,0 +1,139 @@
+"""Quest: query-aware page selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from hf_sparse_attn_kernels import page_bounds, page_scores, select_blocks
+
+from hf_sparse_attn.methods.base import Selection, SparseMethod
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache import SparseLayer
+
+GROUP_REDUCTIONS = ("softmax", "mean", "max")
+MIN_PAGES = 3
+
+
+@dataclass(frozen=True)
+class Quest(SparseMethod):
+    """Read the pages whose keys could score highest (Quest, arXiv 2406.10774, section 3).
+
+    Each page keeps the elementwise minimum m and maximum M of its keys after RoPE. A page's score,
+    ``sum_i max(q_i m_i, q_i M_i)``, bounds q.k from above for every key in it (the paper's algorithm 1); the
+    ``K = max(3, token_budget // page_size)`` best pages are read. Prefill stays dense, and so do the first layers.
+
+    Parameters
+    ----------
+    token_budget
+        Cached tokens that a KV head reads per step. Fewer than three pages are read as three, the paper's floor.
+    page_size
+        Tokens in a page: a power of two. The paper's value is 16.
+    dense_layers
+        The first layers attend to everything; the paper's value is 2.
+    sink_tokens
+        The pages that hold the first ``sink_tokens`` tokens are always read and count in the budget. The paper reads
+        them only when they score high (0); attention sinks often do not, and forcing the first page costs one page.
+    group_reduce
+        How the scores of the query heads that share a KV head become one. ``"softmax"`` (default) normalises each
+        head's scores over the pages before summing, so that no head drowns the others: of the three it keeps the most
+        attention mass on real weights. ``"mean"`` and ``"max"`` reduce the raw scores. With one query head per KV head
+        (the paper's case) all three choose the same pages.
+
+    The page being filled is always read and counts in the budget.
+    """
+
+    name: ClassVar[str] = "quest"
+    summary: ClassVar[str] = "top-k pages by an upper bound of q.k from each page's key range"
+    paper: ClassVar[str] = "arXiv 2406.10774"
+
+    token_budget: int = 1024
+    page_size: int = 16
+    dense_layers: int = 2
+    sink_tokens: int = 16
+    group_reduce: str = "softmax"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters.
+
+        Raises
+        ------
+        TypeError
+            A whole number was expected and something else was given.
+        ValueError
+            A value is out of range.
+        """
+        super().__post_init__()
+        is_power_of_two = self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0
+        self._require("page_size", is_power_of_two, "a power of two, such as 16")
+        self._require("token_budget", self.token_budget >= self.page_size, f"at least one page ({self.page_size} tokens)")
+        most_sink_tokens = (self.num_pages - 1) * self.page_size  # the page being filled takes one
+        self._require(
+            "sink_tokens",
+            0 <= self.sink_tokens <= most_sink_tokens,
+            f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} less the page being filled)",
+        )
+        self._require("group_reduce", self.group_reduce in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
+
+    @property
+    def num_pages(self) -> int:
+        """K, the pages that a KV head reads per step (the paper's section 4.1)."""
+        return max(MIN_PAGES, self.token_budget // self.page_size)
+
+    def covers(self, length: int) -> bool:
+        """Whether all pages of ``length`` tokens would be read."""
+        return length <= self.num_pages * self.page_size
+
+    def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
+        """Page bounds in the keys' dtype: ``page_min`` and ``page_max``, [batch, kv_heads, pages, head_dim]."""
+        batch, kv_heads, capacity, head_dim = layer.keys.shape
+        pages = -(-capacity // self.page_size)
+        return {bound: layer.keys.new_empty(batch, kv_heads, pages, head_dim) for bound in ("page_min", "page_max")}
+
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
+        """Take the last ``num_new`` tokens into the bounds of the pages that hold them."""
+        page_bounds(
+            layer.keys,
+            layer.metadata["page_min"],
+            layer.metadata["page_max"],
+            layer.seq_start,
+            layer.seq_end,
+            page_size=self.page_size,
+            num_new=num_new,
+        )
+
+    def crop_metadata(self, layer: SparseLayer) -> None:
+        """Recompute the page that now ends the sequence: it may have lost tokens. Pages after it are never scored."""
+        self.update_metadata(layer, num_new=1)
+
+    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
+        """Score every page, keep the best; see :meth:`SparseMethod.select` for the arguments."""
+        scores = page_scores(
+            query,
+            layer.metadata["page_min"],
+            layer.metadata["page_max"],
+            layer.seq_start,
+            layer.seq_end,
+            page_size=self.page_size,
+            scale=scale,
+            group_reduce=self.group_reduce,
+            num_pages=layer.max_blocks(self.page_size),
+        )
+        block_indices, block_counts = select_blocks(
+            scores,
+            layer.seq_start,
+            layer.seq_end,
+            block_size=self.page_size,
+            max_blocks=self.num_pages,
+            sink_blocks=-(-self.sink_tokens // self.page_size),
+            recent_blocks=1,
+        )
+        return Selection(block_indices, block_counts, self.page_size)
+
+    def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
+        """Both bounds of every page that holds a token."""
+        _, kv_heads, _, head_dim = layer.keys.shape
+        pages = (layer.row_lengths() + self.page_size - 1) // self.page_size
+        return pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
