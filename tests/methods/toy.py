@@ -1,0 +1,103 @@
+"""Methods for the tests alone: they prove that the frame takes what the real ones will need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from hf_sparse_attn_kernels import select_blocks
+
+from hf_sparse_attn.methods import Selection, SparseMethod
+
+
+@dataclass(frozen=True)
+class TokenTopK(SparseMethod):
+    """Single tokens (block size 1): the ``token_budget`` keys with the largest q.k, summed over the GQA group."""
+
+    name: ClassVar[str] = "toy-token-top-k"
+    summary: ClassVar[str] = "exact top-k tokens"
+    paper: ClassVar[str] = "none"
+
+    def select(self, query, layer, scale):
+        batch, kv_heads, _, head_dim = layer.keys.shape
+        keys = layer.keys[:, :, : layer.length]
+        positions = layer.seq_start[:, None] + torch.arange(layer.max_blocks(1), device=query.device)
+        positions = positions.clamp_max(layer.length - 1)[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
+        from_first_token = keys.gather(2, positions.long())
+        grouped = query.view(batch, kv_heads, -1, head_dim).float()
+        scores = torch.einsum("bhgd,bhtd->bht", grouped, from_first_token.float())
+        indices, counts = select_blocks(
+            scores, layer.seq_start, layer.seq_end, block_size=1, max_blocks=self.token_budget, recent_blocks=1
+        )
+        return Selection(indices, counts, 1)
+
+
+@dataclass(frozen=True)
+class MassThreshold(SparseMethod):
+    """As many blocks as it takes to hold ``threshold`` of the estimated mass: the count differs per head and step."""
+
+    name: ClassVar[str] = "toy-mass-threshold"
+    summary: ClassVar[str] = "blocks by mean key, up to a share of the mass"
+    paper: ClassVar[str] = "none"
+
+    threshold: float = 1.0
+    block_size: int = 8
+
+    def init_metadata(self, layer):
+        batch, kv_heads, capacity, head_dim = layer.keys.shape
+        blocks = -(-capacity // self.block_size)
+        return {"key_sum": torch.zeros(batch, kv_heads, blocks, head_dim, device=layer.keys.device)}
+
+    def update_metadata(self, layer, num_new):
+        for row, start in enumerate(layer.seq_start.tolist()):
+            first_block = max(layer.length - num_new - start, 0) // self.block_size
+            for block in range(first_block, -(-max(layer.length - start, 0) // self.block_size)):
+                begin = start + block * self.block_size
+                keys = layer.keys[row, :, begin : min(begin + self.block_size, layer.length)]
+                layer.metadata["key_sum"][row, :, block] = keys.float().sum(1)
+
+    def crop_metadata(self, layer):
+        self.update_metadata(layer, 1)
+
+    def select(self, query, layer, scale):
+        batch, kv_heads, _, head_dim = layer.keys.shape
+        num_blocks = layer.max_blocks(self.block_size)
+        first_tokens = torch.arange(num_blocks, device=query.device) * self.block_size
+        held = (layer.row_lengths()[:, None] - first_tokens).clamp(0, self.block_size)  # [batch, blocks]
+        means = layer.metadata["key_sum"][:, :, :num_blocks] / held.clamp_min(1)[:, None, :, None]
+        grouped = query.view(batch, kv_heads, -1, head_dim).float().mean(2)
+        scores = torch.einsum("bhd,bhnd->bhn", grouped, means) * scale
+        mass = (scores + held.log()[:, None]).softmax(-1)
+        mass, order = mass.sort(dim=-1, descending=True)
+        counts = ((mass.cumsum(-1) - mass) < self.threshold).sum(-1)
+        counts = torch.minimum(counts, (held > 0).sum(-1)[:, None])
+        ranks = torch.arange(num_blocks, device=query.device)
+        indices = order.masked_fill(ranks >= counts[..., None], -1)
+        return Selection(indices.int(), counts.int(), self.block_size)
+
+
+@dataclass(frozen=True)
+class Window(SparseMethod):
+    """StreamingLLM's pattern: the first block and the last ones, whatever the query (arXiv 2309.17453)."""
+
+    name: ClassVar[str] = "toy-window"
+    summary: ClassVar[str] = "attention sinks and a sliding window"
+    paper: ClassVar[str] = "arXiv 2309.17453"
+
+    block_size: int = 16
+
+    def select(self, query, layer, scale):
+        batch, kv_heads = layer.keys.shape[:2]
+        scores = torch.zeros(batch, kv_heads, layer.max_blocks(self.block_size), device=query.device)
+        max_blocks = self.token_budget // self.block_size
+        indices, counts = select_blocks(
+            scores,
+            layer.seq_start,
+            layer.seq_end,
+            block_size=self.block_size,
+            max_blocks=max_blocks,
+            sink_blocks=1,
+            recent_blocks=max_blocks - 1,
+        )
+        return Selection(indices, counts, self.block_size)

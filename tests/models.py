@@ -1,0 +1,72 @@
+"""Tiny random models of every supported family, and the methods that run through the contract tests."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_sparse_attn import METHODS, SparseMethod
+from tests.methods.toy import MassThreshold, TokenTopK
+
+VOCABULARY = 97
+POSITIONS = 512
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 7, "num_key_value_heads": 1}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"num_attention_heads": 4, "num_key_value_heads": 4}),
+}
+METHOD_CLASSES: dict[str, type[SparseMethod]] = {
+    **METHODS,
+    TokenTopK.name: TokenTopK,
+    MassThreshold.name: MassThreshold,
+}
+
+
+def make_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
+    """A fresh random model; weights large enough for attention and the choice of tokens to be sharp."""
+    config_class, model_class, heads = FAMILIES[family]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": heads["num_attention_heads"] * 16,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": POSITIONS,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        **heads,
+    }
+    if family == "mistral":
+        settings["sliding_window"] = None
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**settings, **overrides}))
+    return model.to(DEVICE, dtype).eval()
+
+
+@cache
+def shared_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model that tests share; each leaves it unpatched."""
+    return make_model(family, dtype=dtype)
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """[batch, length] token ids, none of them padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator).to(DEVICE)

@@ -1,0 +1,247 @@
+"""What every method keeps, on every supported family: a budget that covers everything changes no token."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from tests.models import DEVICE, FAMILIES, METHOD_CLASSES, make_model, random_ids, shared_model
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+COVERS_ALL = 1024
+
+families = pytest.mark.parametrize("family", FAMILIES)
+methods = pytest.mark.parametrize("method_name", METHOD_CLASSES)
+
+
+@pytest.fixture
+def model(family):
+    """The family's model, which must come back unpatched."""
+    model = shared_model(family)
+    yield model
+    assert model.config._attn_implementation == "sdpa"
+
+
+def always_sparse(method_name, monkeypatch, **hyperparameters):
+    """A method that never takes the dense short cut, so that its kernels do the work even where all is selected."""
+    method_class = METHOD_CLASSES[method_name]
+    monkeypatch.setattr(method_class, "covers", lambda self, length: False)
+    return method_class(**{"token_budget": COVERS_ALL, **hyperparameters})
+
+
+def padded_batch(lengths=(70, 41, 57)):
+    ids = random_ids(len(lengths), max(lengths), seed=3)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = 0
+        mask[row, : max(lengths) - length] = 0
+    return ids, mask
+
+
+def single(model, make_cache):
+    return model.generate(random_ids(1, 83), **GREEDY)
+
+
+def left_padding(model, make_cache):
+    ids, mask = padded_batch()
+    return model.generate(ids, attention_mask=mask, **GREEDY)
+
+
+def beam_search(model, make_cache):
+    ids, mask = padded_batch((50, 33))
+    return model.generate(ids, attention_mask=mask, num_beams=3, num_return_sequences=2, **GREEDY)
+
+
+def multi_turn(model, make_cache):
+    cache = make_cache()
+    first = model.generate(random_ids(2, 40), past_key_values=cache, **GREEDY)
+    second = torch.cat([first, random_ids(2, 75, seed=5)], dim=1)
+    mask = torch.ones_like(second)  # a generated token may be the padding token
+    return model.generate(second, attention_mask=mask, past_key_values=cache, **GREEDY)
+
+
+def chunked_prefill(model, make_cache):
+    ids, mask = padded_batch((70, 9, 57))  # the second row's padding fills whole chunks
+    return model.generate(ids, attention_mask=mask, prefill_chunk_size=24, **GREEDY)
+
+
+def assisted(model, make_cache):
+    assistant = make_model("llama", seed=1, num_hidden_layers=1)
+    return model.generate(random_ids(1, 60), assistant_model=assistant, num_assistant_tokens=5, **GREEDY)
+
+
+def prompt_lookup(model, make_cache):
+    return model.generate(random_ids(1, 30).repeat(1, 3), prompt_lookup_num_tokens=4, **GREEDY)
+
+
+def plain_forward(model, make_cache):
+    ids = random_ids(2, 90)
+    cache = model(ids[:, :60]).past_key_values
+    logits = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(60, 90)]
+    return torch.cat(logits, dim=1).argmax(-1)
+
+
+@methods
+@families
+@pytest.mark.parametrize(
+    "scenario",
+    [single, left_padding, beam_search, multi_turn, chunked_prefill, assisted, prompt_lookup, plain_forward],
+    ids=lambda scenario: scenario.__name__,
+)
+@torch.inference_mode()
+def test_full_budget_is_dense_token_for_token(scenario, family, method_name, model, monkeypatch):
+    expected = scenario(model, DynamicCache)
+    method = always_sparse(method_name, monkeypatch)
+    with sparse_attention(model, method):
+        actual = scenario(model, lambda: SparseCache.for_model(model))
+        stats = sparse_attention_stats(model)
+    assert torch.equal(actual, expected)
+    if scenario not in (assisted, prompt_lookup):  # these verify several tokens at a time: no decode steps
+        assert stats.decode_steps > 0
+        assert stats.kv_bytes == stats.dense_bytes > 0
+
+
+@methods
+@families
+@torch.inference_mode()
+def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
+    model = shared_model(family, torch.bfloat16)
+    expected = [single(model, None), left_padding(model, None)]
+    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL)):
+        actual = [single(model, None), left_padding(model, None)]
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@methods
+@families
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.inference_mode()
+def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method_name, monkeypatch):
+    ids = random_ids(2, 70)
+
+    def last_logits(model):
+        cache = model(ids[:, :-1]).past_key_values
+        return model(ids[:, -1:], past_key_values=cache).logits[:, -1].double()
+
+    exact = last_logits(shared_model(family))
+    model = shared_model(family, dtype)
+    dense_error = (last_logits(model) - exact).norm()
+    with sparse_attention(model, always_sparse(method_name, monkeypatch)):
+        sparse_error = (last_logits(model) - exact).norm()
+    assert sparse_error <= 1.5 * dense_error
+
+
+@methods
+@families
+@torch.inference_mode()
+def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name, model):
+    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
+    ids = random_ids(2, 300)
+    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+        model.generate(ids, **GREEDY)
+        stats = sparse_attention_stats(model)
+    assert stats.decode_steps == GREEDY["max_new_tokens"] - 1
+    sparse_layers = [layer for layer in stats.layers if layer.kv_bytes < layer.dense_bytes]
+    dense_layers = METHOD_CLASSES[method_name]().dense_layers
+    assert len(sparse_layers) == len(stats.layers) - dense_layers
+    assert stats.kv_bytes == sum(layer.kv_bytes for layer in stats.layers)
+    if method_name != "toy-mass-threshold":
+        kv_heads, batch = model.config.num_key_value_heads, 2
+        for layer in sparse_layers:
+            assert layer.tokens_read <= 48 * kv_heads * batch * stats.decode_steps
+
+
+@methods
+@families
+@torch.inference_mode()
+def test_padding_does_not_change_what_a_row_selects(family, method_name, model):
+    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
+    lengths = (200, 131, 160)
+    ids, mask = padded_batch(lengths)
+    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+        together = model.generate(ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
+        tokens_together = sparse_attention_stats(model).tokens_read
+        tokens_alone = 0
+        for row, length in enumerate(lengths):
+            alone = model.generate(ids[row : row + 1, -length:], **GREEDY)[:, length:]
+            assert torch.equal(alone[0], together[row])
+            tokens_alone += sparse_attention_stats(model).tokens_read
+    assert tokens_together == tokens_alone
+
+
+@methods
+@torch.inference_mode()
+def test_padding_is_never_read(method_name, monkeypatch):
+    model = shared_model("llama")
+    ids, mask = padded_batch()
+    with sparse_attention(model, always_sparse(method_name, monkeypatch)):
+        cache = SparseCache.for_model(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for layer in cache.layers:
+            if layer.is_dense:
+                continue
+            for row, start in enumerate(layer.seq_start.tolist()):
+                layer.keys[row, :, :start] = torch.nan
+                layer.values[row, :, :start] = torch.nan
+            layer.keys[:, :, layer.length + 1 :] = torch.nan
+            layer.values[:, :, layer.length + 1 :] = torch.nan
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        logits = model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits
+    assert torch.isfinite(logits).all()
+
+
+@methods
+@torch.inference_mode()
+def test_metadata_follows_every_cache_operation(method_name):
+    """After crop, reorder, repeat, select and growth, metadata is what a fresh prefill of the same tokens gives."""
+    model = shared_model("llama")
+    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
+    ids = random_ids(3, 150)
+    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        cache.crop(-29)
+        cache.reorder_cache(torch.tensor([2, 2, 0], device=DEVICE))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 1], device=DEVICE))
+        now = ids[[0, 2], :121]
+        step = random_ids(2, 1, seed=9)
+        worked_on = model(step, past_key_values=cache).logits
+        fresh_cache = SparseCache.for_model(model)
+        model(now, past_key_values=fresh_cache)
+        fresh = model(step, past_key_values=fresh_cache).logits
+        torch.testing.assert_close(worked_on, fresh, rtol=1e-4, atol=1e-4)
+
+        cache.reset()
+        model(now, past_key_values=cache)
+        torch.testing.assert_close(model(step, past_key_values=cache).logits, fresh, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # the families whose configurations mix both kinds of layers
+@torch.inference_mode()
+def test_sliding_window_layers_stay_dense(family):
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_model(family, layer_types=kinds, use_sliding_window=True, sliding_window=20)
+    ids, mask = padded_batch()
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    patch_model(model, "quest", token_budget=COVERS_ALL)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+    assert len(sparse_attention_stats(model).layers) == 2
+    unpatch_model(model)
+
+
+@torch.inference_mode()
+def test_explicit_maximum_is_kept_and_growth_changes_nothing():
+    model = shared_model("llama")
+    ids = random_ids(1, 130)
+    with sparse_attention(model, "quest", token_budget=64):
+        roomy, growing = SparseCache.for_model(model, max_cache_len=200), SparseCache.for_model(model)
+        for part in (ids[:, :60], ids[:, 60:], *random_ids(12, 1)):
+            part = part.view(1, -1)
+            logits = [model(part, past_key_values=cache).logits for cache in (roomy, growing)]
+            torch.testing.assert_close(*logits)
+        assert [layer.capacity for layer in roomy.layers] == [200] * 4
+        before = roomy.get_seq_length()
+        with pytest.raises(ValueError, match=r"60 new tokens do not fit.*142 of max_cache_len=200"):
+            model(ids[:, :60], past_key_values=roomy)
+        assert roomy.get_seq_length() == before
