@@ -40,6 +40,8 @@ _PREPARE_CACHE = "_prepare_cache_for_generation"
 class _Patch:
     method: SparseMethod
     stock_implementation: str
+    stock_instance_attributes: dict[str, Any]
+    """What ``_prepare_cache_for_generation`` was on the instance itself, where somebody had set it."""
     hook: RemovableHandle
     counters: Sequence[LayerCounter] = ()
     """Of the most recently used cache."""
@@ -89,6 +91,7 @@ def patch_model(
     patch = _Patch(
         method=made,
         stock_implementation=stock_implementation,
+        stock_instance_attributes={k: v for k, v in model.__dict__.items() if k == _PREPARE_CACHE},
         hook=model.get_decoder().register_forward_pre_hook(_DecoderHook(model), with_kwargs=True),
     )
     setattr(model, _PATCH, patch)
@@ -109,6 +112,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     patch.hook.remove()
     model.__dict__.pop(_PREPARE_CACHE, None)
     model.__dict__.pop(_PATCH)
+    model.__dict__.update(patch.stock_instance_attributes)
     model.set_attn_implementation(patch.stock_implementation)
     return model
 
