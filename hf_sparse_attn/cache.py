@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIN_CAPACITY = 64
 
 
-class SparseLayer(CacheLayerMixin):
+class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys, values and metadata, in place in buffers that double when they are full.
 
     Row ``b`` holds its tokens at positions ``seq_start[b] .. seq_end[b] - 1`` of the buffers; what lies before is left
@@ -194,7 +194,7 @@ class SparseLayer(CacheLayerMixin):
         self.metadata = {name: of_rows(tensor) for name, tensor in self.metadata.items()}
 
 
-class SparseCache(Cache):
+class SparseCache(Cache):  # type: ignore[misc]
     """The cache of a patched model: a :class:`SparseLayer` for each full-attention layer.
 
     ``generate()`` and a plain ``forward(use_cache=True)`` make their own; make one yourself to keep it over several
@@ -292,7 +292,8 @@ class SparseCache(Cache):
             raise ValueError(f"attention_mask must be 2-D, [batch, tokens], for a patched model; got {shape}")
         if attention_mask.shape[1] != cached + query_length:
             raise ValueError(
-                f"attention_mask must cover the {cached} cached and {query_length} new tokens, got {attention_mask.shape[1]}"
+                f"attention_mask must cover the {cached} cached and {query_length} new tokens, "
+                f"got {attention_mask.shape[1]}"
             )
         if query_length == 1 and cached > 0:
             return

@@ -258,7 +258,9 @@ def _check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
         raise TypeError(f"model must be a Transformers model ({supported}), got {type(model).__name__}")
     config = model.config
     if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{type(model).__name__} (model type {config.model_type!r}) is not supported; supported: {supported}")
+        raise ValueError(
+            f"{type(model).__name__} (model type {config.model_type!r}) is not supported; supported: {supported}"
+        )
     if model.training:
         raise ValueError(_NO_TRAINING)
     if config.output_attentions:

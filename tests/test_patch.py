@@ -170,7 +170,11 @@ def test_bare_decoder_can_be_patched():
         ({"dense_layers": 4}, ValueError, r"dense_layers must leave a layer to make sparse: got 4.*has 4 layers"),
         ({"sink_tokens": 1024}, ValueError, r"sink_tokens must be between 0 and 1008.*got 1024"),
         ({"group_reduce": "sum"}, ValueError, r"group_reduce must be one of softmax, mean, max, got 'sum'"),
-        ({"method": Quest(), "token_budget": 64}, TypeError, r"hyperparameters \(token_budget\) go with a method's name"),
+        (
+            {"method": Quest(), "token_budget": 64},
+            TypeError,
+            r"hyperparameters \(token_budget\) go with a method's name",
+        ),
     ],
 )
 def test_bad_arguments_are_named_and_change_nothing(model, arguments, error, message):
@@ -227,7 +231,7 @@ def test_training_is_refused(model):
         ({"output_attentions": True, "return_dict_in_generate": True}, ValueError, "output_attentions=True"),
         ({"use_cache": False}, ValueError, "use_cache=False leaves nothing to make sparse"),
         ({"cache_implementation": "static"}, ValueError, "cache_implementation='static'"),
-        ({"past_key_values": DynamicCache()}, TypeError, "must be a SparseCache .* got DynamicCache"),
+        ({"past_key_values": DynamicCache()}, TypeError, r"must be a SparseCache .* got DynamicCache"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do(model, arguments, error, message):
@@ -242,7 +246,7 @@ def test_forward_refuses_what_it_cannot_do(model):
     ids = random_ids(2, 30)
     with pytest.raises(ValueError, match="output_attentions=True"):
         model(ids, output_attentions=True)
-    with pytest.raises(TypeError, match="must be a SparseCache .* got DynamicCache"):
+    with pytest.raises(TypeError, match=r"must be a SparseCache .* got DynamicCache"):
         model(ids, past_key_values=DynamicCache())
     other = SparseCache(model.config, Quest(token_budget=96))
     with pytest.raises(ValueError, match=r"made for Quest\(token_budget=96.*patched with Quest\(token_budget=48"):
@@ -274,7 +278,9 @@ def test_a_mask_that_disappears_is_refused(model):
 def test_prompts_beyond_the_positions_are_refused_before_any_work(model):
     patch_model(model, "quest", token_budget=48)
     cache = SparseCache.for_model(model)
-    with pytest.raises(ValueError, match=rf"prompt has {POSITIONS + 1} tokens, but the model has {POSITIONS} positions"):
+    with pytest.raises(
+        ValueError, match=rf"prompt has {POSITIONS + 1} tokens, but the model has {POSITIONS} positions"
+    ):
         model(random_ids(1, POSITIONS + 1), past_key_values=cache)
     assert not any(layer.is_initialized for layer in cache.layers)
     model(random_ids(1, POSITIONS), past_key_values=cache)

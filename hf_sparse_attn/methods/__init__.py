@@ -28,7 +28,8 @@ def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMet
     if isinstance(method, SparseMethod):
         if hyperparameters:
             raise TypeError(
-                f"hyperparameters ({', '.join(hyperparameters)}) go with a method's name, or inside {method!r}, not beside it"
+                f"hyperparameters ({', '.join(hyperparameters)}) go with a method's name, "
+                f"or inside {method!r}, not beside it"
             )
         return method
     if not isinstance(method, str):

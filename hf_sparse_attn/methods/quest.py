@@ -68,7 +68,9 @@ class Quest(SparseMethod):
         super().__post_init__()
         is_power_of_two = self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0
         self._require("page_size", is_power_of_two, "a power of two, such as 16")
-        self._require("token_budget", self.token_budget >= self.page_size, f"at least one page ({self.page_size} tokens)")
+        self._require(
+            "token_budget", self.token_budget >= self.page_size, f"at least one page ({self.page_size} tokens)"
+        )
         most_sink_tokens = (self.num_pages - 1) * self.page_size  # the page being filled takes one
         self._require(
             "sink_tokens",
