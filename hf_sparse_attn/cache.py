@@ -228,7 +228,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
-        self.max_cache_len = max_cache_len
+        self._max_cache_len = max_cache_len  # Transformers before 5.18 has a property of the plain name
         self.has_padding = False
         # Transformers itself says which layer is of which kind.
         layers = DynamicCache(config=config).layers
@@ -277,9 +277,9 @@ class SparseCache(Cache):  # type: ignore[misc]
             The tokens do not fit into ``max_cache_len``, or the mask is not 2-D or masks anything but left padding.
         """
         cached = self.get_seq_length()
-        if self.max_cache_len is not None and cached + query_length > self.max_cache_len:
+        if self._max_cache_len is not None and cached + query_length > self._max_cache_len:
             raise ValueError(
-                f"{query_length} new tokens do not fit: the cache holds {cached} of max_cache_len={self.max_cache_len}"
+                f"{query_length} new tokens do not fit: the cache holds {cached} of max_cache_len={self._max_cache_len}"
             )
         if attention_mask is None:
             if self.has_padding and cached > 0:

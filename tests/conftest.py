@@ -1,10 +1,54 @@
-"""Test-wide settings: offline hub, and Triton's interpreter where no CUDA device is present."""
+"""Test-wide settings: offline hub, Triton's interpreter where no CUDA device is present, no unwanted skips in CI."""
 
 import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is decorated, so it must be set before the kernels package is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+IN_CI = os.environ.get("HF_SPARSE_ATTN_CI") == "1"
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def may_skip(reason: str) -> bool:
+    """Whether a test may be skipped in CI: for want of CUDA, or of the data folder beside the repository."""
+    if "needs CUDA" in reason:
+        return not torch.cuda.is_available()
+    return "shared/ data absent" in reason and not SHARED.exists()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def fail_unwanted_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not IN_CI or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not may_skip(reason):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} was skipped in CI: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_unwanted_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, pytest.CollectReport]:
+    report = yield  # a module-level skip (importorskip) never becomes a test
+    fail_unwanted_skip(report)
+    return report

@@ -1,0 +1,52 @@
+# `make demo` and `make test` start from a bare machine: Python 3.10+ and make. PYTHON= names another interpreter for
+# test-gpu, which installs nothing.
+
+BOOTSTRAP ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(BIN)/python
+WORKERS ?= 2
+SOURCES := hf_sparse_attn kernels tests
+
+.PHONY: help install demo test test-gpu lint format
+
+help:
+	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
+	@echo "make test      lint, types and the tests that run on CPU"
+	@echo "make test-gpu  the tests that need CUDA (PYTHON=python3 uses that interpreter and installs nothing)"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    ruff format, and what ruff can fix"
+
+install: $(STAMP)
+
+# torch comes first and alone, so that its pin decides and nothing else pulls in another build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest --token-budget 256 --passkey-tokens 2000
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# One torch thread per worker: more would only make the workers wait for each other.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+ifeq ($(PYTHON),$(BIN)/python)
+test-gpu: $(STAMP)
+endif
+test-gpu:
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest tests/ops -m "not gpu"

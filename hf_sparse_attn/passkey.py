@@ -1,0 +1,207 @@
+"""Passkey retrieval: a five-digit number hidden in filler, and the question that asks for it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+FILLER = (
+    "The sea is calm.",
+    "The wind is low.",
+    "The day is long.",
+    "We sail on.",
+    "Out and home again.",
+)
+_INTRODUCTION = "Somewhere in the text below a pass key is hidden. Find it and remember it.\n\n"
+_NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
+_QUESTION = "\n\nWhat is the pass key? The pass key is"
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """One haystack, in tokens.
+
+    Parameters
+    ----------
+    material_ids : tuple of int
+        Introduction and filler, with the needle in it.
+    question_ids : tuple of int
+        The question and the beginning of its answer.
+    answer : str
+        The five digits.
+    """
+
+    material_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+    answer: str
+
+    def found_in(self, text: str) -> bool:
+        """Whether a model's answer has the key in it."""
+        return self.answer in text
+
+
+@dataclass(frozen=True)
+class PasskeyAnswer:
+    """What a model answered, and how long it took.
+
+    Parameters
+    ----------
+    text : str
+        The decoded answer, without special tokens.
+    token_ids : tuple of int
+        The same in tokens, without the end-of-sequence token.
+    prefill_seconds : float
+        For the material.
+    decode_seconds : float
+        For the question and the answer.
+    decode_steps : int
+        Number of forward passes that ``decode_seconds`` covers.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int
+
+
+def make_passkey(
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    depth: float,
+    seed: int,
+    filler: Sequence[str] | None = None,
+) -> Passkey:
+    """Hide a five-digit key in repeated filler.
+
+    The prompt is plain text, not a chat: the question ends where the key must follow, which base and instruction
+    models both complete.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's.
+    num_tokens : int
+        Length of the material; kept exactly, by cutting the last sentence of the filler.
+    depth : float
+        Where the needle stands in the filler, 0 (start) to 1 (end), moved to the nearest sentence.
+    seed : int
+        Of the key.
+    filler : sequence of str, optional
+        Sentences that are repeated. Default: ``FILLER``.
+
+    Returns
+    -------
+    Passkey
+
+    Raises
+    ------
+    ValueError
+        If ``depth`` is out of range, the filler is empty, or ``num_tokens`` has no room for the needle.
+    """
+    if not 0.0 <= depth <= 1.0:
+        raise ValueError(f"depth={depth} is not allowed: from 0 (start of the filler) to 1 (its end)")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    sentences = [encode(f" {sentence}") for sentence in (FILLER if filler is None else filler)]
+    if not any(sentences):
+        raise ValueError(f"filler={filler!r} has no tokens; at least one sentence is needed")
+    key = str(random.Random(seed).randrange(10_000, 100_000))
+    head = list(tokenizer(_INTRODUCTION)["input_ids"])  # with the tokenizer's own first token, if it has one
+    if tokenizer.eos_token_id is not None and head[-1:] == [tokenizer.eos_token_id]:
+        head.pop()
+    needle = encode(_NEEDLE.format(key=key))
+    room = num_tokens - len(head) - len(needle)
+    if room < 0:
+        raise ValueError(
+            f"num_tokens={num_tokens} is too small: introduction and needle take {len(head) + len(needle)} tokens"
+        )
+    hay: list[int] = []
+    boundaries = [0]
+    while len(hay) < room:
+        hay += sentences[(len(boundaries) - 1) % len(sentences)]
+        boundaries.append(min(len(hay), room))
+    hay = hay[:room]
+    cut = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
+    return Passkey(
+        material_ids=(*head, *hay[:cut], *needle, *hay[cut:]), question_ids=tuple(encode(_QUESTION)), answer=key
+    )
+
+
+def answer_passkey(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    passkey: Passkey,
+    cache: Cache,
+    max_new_tokens: int = 8,
+    on_step: Callable[[], None] | None = None,
+) -> PasskeyAnswer:
+    """Let a model answer greedily.
+
+    The material is prefilled in one forward pass; the question follows token by token, so that a method that makes
+    decoding sparse reads the material through its selection, for the question as for the answer.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Patched or not.
+    tokenizer : PreTrainedTokenizerBase
+        The model's.
+    passkey : Passkey
+        See ``make_passkey``.
+    cache : Cache
+        An empty one: ``DynamicCache(config=model.config)``, or ``SparseCache.for_model(model)`` if it is patched.
+    max_new_tokens : int
+        Upper bound for the answer, at least 1.
+    on_step : callable, optional
+        Called after each forward pass.
+
+    Returns
+    -------
+    PasskeyAnswer
+
+    Raises
+    ------
+    ValueError
+        If ``max_new_tokens`` is below 1.
+    """
+    import torch
+
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is not allowed: at least 1")
+
+    def step(token_ids: Sequence[int]) -> int:
+        input_ids = torch.tensor([list(token_ids)], device=model.device)
+        with torch.no_grad():
+            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        best = int(output.logits[0, -1].argmax())  # waits for the device: the clock below is right on CUDA too
+        if on_step is not None:
+            on_step()
+        return best
+
+    stop = model.generation_config.eos_token_id if model.generation_config is not None else tokenizer.eos_token_id
+    stops = set(stop) if isinstance(stop, (list, tuple)) else {stop}
+    started = time.perf_counter()
+    step(passkey.material_ids)
+    prefilled = time.perf_counter()
+    for token_id in passkey.question_ids:
+        best = step([token_id])
+    steps = len(passkey.question_ids)
+    answer: list[int] = []
+    while best not in stops:
+        answer.append(best)
+        if len(answer) == max_new_tokens:
+            break
+        best = step([best])
+        steps += 1
+    ended = time.perf_counter()
+    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+    return PasskeyAnswer(text, tuple(answer), prefilled - started, ended - prefilled, steps)

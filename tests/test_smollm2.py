@@ -1,0 +1,73 @@
+"""Real weights: SmolLM2-135M finds the passkey with a quarter of the KV cache read, and a window does not."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn.models import load_model
+from hf_sparse_attn.passkey import answer_passkey, make_passkey
+from tests.methods.toy import Window
+
+DEPTHS = (0.0, 0.2, 0.4, 0.6, 0.8)
+BUDGET = 256
+
+pytestmark = pytest.mark.weights
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """SmolLM2 and its tokenizer on a device: fp32 on CPU, bf16 on CUDA; loaded once each."""
+    models = {}
+
+    def load(device):
+        if device not in models:
+            models[device] = load_model("smollm2", device=device)
+        return models[device]
+
+    return load
+
+
+@on_each_device
+def test_passkey_with_a_quarter_of_the_cache(loaded, device):
+    model, tokenizer = loaded(device)
+    quest = Quest(token_budget=BUDGET)
+    window = Window(token_budget=BUDGET, dense_layers=quest.dense_layers)
+    found = {"dense": 0, "quest": 0, "window": 0}
+    for seed, depth in enumerate(DEPTHS):
+        passkey = make_passkey(tokenizer, 2000, depth, seed)
+        answer = answer_passkey(model, tokenizer, passkey, DynamicCache(config=model.config))
+        found["dense"] += passkey.found_in(answer.text)
+        for name, method in (("quest", quest), ("window", window)):
+            with sparse_attention(model, method):
+                answer = answer_passkey(model, tokenizer, passkey, SparseCache.for_model(model))
+                stats = sparse_attention_stats(model)
+            found[name] += passkey.found_in(answer.text)
+            assert stats.decode_steps == answer.decode_steps
+            assert stats.kv_fraction <= 0.27
+    assert found["dense"] >= 4
+    assert found["quest"] >= found["dense"]
+    assert found["window"] == 0
+
+
+@on_each_device
+@torch.inference_mode()
+def test_patch_generate_stats_unpatch_generate(loaded, device):
+    model, tokenizer = loaded(device)
+    passkey = make_passkey(tokenizer, 500, 0.5, seed=1)
+    prompt = torch.tensor([[*passkey.material_ids, *passkey.question_ids]], device=device)
+
+    def generate():
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+
+    dense = generate()
+    patch_model(model, "quest", token_budget=4096)
+    assert torch.equal(generate(), dense)
+    patch_model(model, "quest", token_budget=128)
+    sparse = generate()
+    stats = sparse_attention_stats(model)
+    unpatch_model(model)
+    assert torch.equal(generate(), dense)
+    assert torch.equal(sparse[:, : prompt.shape[1]], prompt)
+    assert stats.kv_fraction < 0.45
