@@ -49,4 +49,4 @@ endif
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
 	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m pytest tests/ops -m "not gpu"
+	$(PYTHON) -m pytest tests/ops tests/test_contracts.py tests/test_patch.py -m "not gpu"

@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8"
+DEFAULT_DEPTHS = "0.1,0.25,0.4,0.55,0.7"
 DEFAULT_PASSKEY_TOKENS = 2000
 
 

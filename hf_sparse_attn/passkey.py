@@ -19,7 +19,7 @@ FILLER = (
     "Out and home again.",
 )
 _INTRODUCTION = "Somewhere in the text below a pass key is hidden. Find it and remember it.\n\n"
-_NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
+_NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 _QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 

@@ -1,0 +1,31 @@
+"""Models that are spread over several devices."""
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from hf_sparse_attn import SparseCache, patch_model, sparse_attention_stats
+from tests.models import make_model, random_ids
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("token_budget", [64, 1024])
+def test_layers_on_different_devices(token_budget):
+    ids = random_ids(2, 150).cpu()
+    mask = torch.ones_like(ids)
+    mask[0, :21] = 0
+    whole = patch_model(make_model("llama").cpu(), "quest", token_budget=token_budget)
+    expected = whole.generate(ids, attention_mask=mask, **GREEDY)
+
+    layers = {f"model.layers.{i}": "cpu" if i < 3 else 0 for i in range(4)}
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", **layers, "model.norm": 0, "lm_head": 0}
+    spread = dispatch_model(make_model("llama").cpu(), device_map, main_device="cpu")
+    patch_model(spread, "quest", token_budget=token_budget)
+    cache = SparseCache.for_model(spread)
+    actual = spread.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(actual.cpu(), expected)
+    assert {layer.keys.device.type for layer in cache.layers} == {"cpu", "cuda"}
+    assert sparse_attention_stats(spread) == sparse_attention_stats(whole)
