@@ -163,6 +163,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         ValueError
             ``tokens_to_remove`` is positive, or asks for more than there is.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts with a device tensor
         if tokens_to_remove > 0 or -tokens_to_remove > self.length:
             raise ValueError(
                 f"tokens_to_remove must be between -{self.length} (all tokens) and 0, got {tokens_to_remove}"

@@ -310,6 +310,9 @@ def test_crop_and_maximum_name_their_values(model):
         with pytest.raises(ValueError, match=rf"tokens_to_remove must be between -30 \(all tokens\) and 0, got {bad}"):
             cache.layers[0].crop(bad)
     assert cache.get_seq_length() == 30
+    cache.crop(torch.tensor(-3))  # as assisted decoding counts
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 27
     with pytest.raises(ValueError, match="max_cache_len must be at least 1 or None, got 0"):
         SparseCache(model.config, "quest", max_cache_len=0)
 
