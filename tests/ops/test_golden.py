@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 @pytest.fixture(scope="module")
 def vectors():
     if not (GOLDEN / "selection.safetensors").exists():
-        pytest.skip(f"no golden vectors at {GOLDEN}")
+        pytest.skip(f"shared/ data absent: no golden vectors at {GOLDEN}")
     layouts = json.loads((GOLDEN / "selection.json").read_text())
     return load_file(GOLDEN / "selection.safetensors"), layouts
 
