@@ -29,3 +29,24 @@ def test_layers_on_different_devices(token_budget):
     assert torch.equal(actual.cpu(), expected)
     assert {layer.keys.device.type for layer in cache.layers} == {"cpu", "cuda"}
     assert sparse_attention_stats(spread) == sparse_attention_stats(whole)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("token_budget", [64, 1024])
+def test_decode_steps_never_wait_for_the_device(token_budget):
+    model = patch_model(make_model("llama"), "quest", token_budget=token_budget)
+    ids, steps = random_ids(2, 150), random_ids(2, 5, seed=1)
+    mask = torch.ones(2, 155, dtype=torch.long, device="cuda")
+    mask[0, :21] = 0
+    cache = SparseCache.for_model(model)
+    model(ids, attention_mask=mask[:, :150], past_key_values=cache)
+    model(steps[:, :1], attention_mask=mask[:, :151], past_key_values=cache)  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(1, 5):
+            model(steps[:, step : step + 1], attention_mask=mask[:, : 151 + step], past_key_values=cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sparse_attention_stats(model).decode_steps == 5

@@ -19,7 +19,7 @@ def test_length_and_depth(tokenizer: PreTrainedTokenizerFast, num_tokens: int, d
     assert len(passkey.material_ids) == num_tokens
     text = tokenizer.decode(list(passkey.material_ids))
     assert text.count(f"The pass key is {passkey.answer}.") == 1
-    before, after = text.split(" The pass key is ")
+    before, after = text.split(f"The pass key is {passkey.answer}.")
     filler_before = len(tokenizer(before)["input_ids"]) - len(tokenizer(before.split("\n\n")[0] + "\n\n")["input_ids"])
     filler_after = len(tokenizer(after.split("is the pass key.")[1])["input_ids"])
     assert filler_before / (filler_before + filler_after) == pytest.approx(depth, abs=0.15)
