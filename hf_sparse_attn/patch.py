@@ -29,8 +29,20 @@ IMPLEMENTATION = "hf_sparse_attn"
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_HEAD_DIM = 256
 
+
+def _attention_mask(**arguments: Any) -> torch.Tensor | None:
+    """SDPA's mask; for a decode step always a tensor, since finding out that none is needed waits for the device.
+
+    Decode steps without padding do not come here with a mask: the decoder hook has taken it away.
+    """
+    if arguments["q_length"] == 1 and arguments.get("attention_mask") is not None:
+        arguments["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(**arguments)
+    return mask
+
+
 AttentionInterface.register(IMPLEMENTATION, sparse_attention_forward)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionMaskInterface.register(IMPLEMENTATION, _attention_mask)
 
 _PATCH = "_hf_sparse_attn_patch"  # the attribute of a patched model that holds its _Patch
 _PREPARE_CACHE = "_prepare_cache_for_generation"
@@ -242,6 +254,8 @@ class _DecoderHook:
                 return (), kwargs  # nothing cached, nothing to read sparsely: dense
             cache = kwargs["past_key_values"] = SparseCache(config, patch.method)
         cache.prepare(kwargs.get("attention_mask"), query_length)
+        if query_length == 1 and not cache.has_padding:
+            kwargs["attention_mask"] = None  # all ones: Transformers would ask the device at every step
         patch.counters = [layer.counter for layer in cache.sparse_layers]
         kwargs["sparse_cache"] = cache
         return (), kwargs
