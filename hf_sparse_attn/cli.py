@@ -136,6 +136,7 @@ def compare(
     import torch
     from transformers.utils import logging
 
+    from hf_sparse_attn import patch_model, unpatch_model
     from hf_sparse_attn.methods import make_method
     from hf_sparse_attn.models import load_model
     from hf_sparse_attn.passkey import make_passkey
@@ -150,6 +151,7 @@ def compare(
     err = Console(stderr=True)
     with err.status(f"loading {model_name}"), _user_errors():
         model, tokenizer = load_model(model_name, dtypes[dtype] if dtype else None, device)
+        unpatch_model(patch_model(model, method))  # what cannot be patched is refused before the dense side runs
 
     if text is not None:
         new_tokens = max_new_tokens or 64
@@ -209,8 +211,7 @@ def _run_both_sides(
                 progress.update(task, steps=steps)
 
             if side is patched:
-                with _user_errors():
-                    patch_model(model, method)
+                patch_model(model, method)
             try:
                 with _PeakMemory(model) as memory:
                     for index in range(prompts):
@@ -427,8 +428,10 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> 
 
 
 def _check_positions(model: PreTrainedModel, needed: int) -> None:
-    available = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if available is not None and needed > available:
+    from hf_sparse_attn.patch import max_positions
+
+    available = max_positions(model.config)
+    if needed > available:
         _fail(f"prompt and answer take {needed} tokens; the model has positions for {available}")
 
 
