@@ -1,12 +1,13 @@
 """Sparse attention for Transformers models: patch in one line, call ``generate()`` as usual."""
 
 from hf_sparse_attn.cache import SparseCache
-from hf_sparse_attn.methods import METHODS, Quest, SparseMethod
+from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod
 from hf_sparse_attn.patch import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
 __all__ = [
     "METHODS",
+    "Full",
     "LayerStats",
     "Quest",
     "SparseAttentionStats",

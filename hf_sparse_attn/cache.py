@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,6 +188,20 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep only the rows in ``indices``."""
         self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
+    def fork(self, method: SparseMethod, is_dense: bool) -> SparseLayer:
+        """Make a layer for another method over the same keys and values; see :meth:`SparseCache.fork`."""
+        fork = copy.copy(self)
+        fork.method, fork.is_dense = method, is_dense
+        fork.counter = LayerCounter()
+        fork.metadata = {}
+        if self.is_initialized:
+            fork.seq_start, fork.seq_end = self.seq_start.clone(), self.seq_end.clone()
+            if not is_dense:
+                fork.metadata = method.init_metadata(fork)
+                if self.length:
+                    method.update_metadata(fork, self.length)
+        return fork
+
     def _map_rows(self, of_rows: Any) -> None:
         if not self.is_initialized:
             return
@@ -256,6 +271,23 @@ class SparseCache(Cache):  # type: ignore[misc]
         from hf_sparse_attn.patch import patched_method  # patch.py builds on this module
 
         return cls(model.config, patched_method(model), max_cache_len)
+
+    def fork(self, method: SparseMethod | str) -> SparseCache:
+        """Make a cache for another method that starts from the tokens cached here, without copying keys or values.
+
+        Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
+        other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
+        dense prefill then serves any number of methods. What a fork costs is the new method's metadata.
+        """
+        fork = copy.copy(self)
+        fork.method = make_method(method)
+        fork.layers = [
+            layer.fork(fork.method, layer_idx < fork.method.dense_layers)
+            if isinstance(layer, SparseLayer)
+            else copy.copy(layer)  # a sliding window: its updates make new tensors, they never write in place
+            for layer_idx, layer in enumerate(self.layers)
+        ]
+        return fork
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:

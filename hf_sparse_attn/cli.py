@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from hf_sparse_attn.memory import PeakMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,7 +173,8 @@ def compare(
         def answer(index: int, sparse: bool, on_step: Callable[[], None]) -> Run:
             return _answer_passkey(model, tokenizer, passkeys[index], new_tokens, sparse, on_step)
 
-    dense, patched = _run_both_sides(model, method, prompts, answer, err)
+    with _user_errors():
+        dense, patched = _run_both_sides(model, method, prompts, answer, err)
     report = _report(model_name, model, method, dense, patched)
     if text is None:
         report["passkey_tokens"] = length
@@ -213,7 +215,7 @@ def _run_both_sides(
             if side is patched:
                 patch_model(model, method)
             try:
-                with _PeakMemory(model) as memory:
+                with PeakMemory(model.device) as memory:
                     for index in range(prompts):
                         side.runs.append(answer(index, side is patched, on_step))
                         progress.advance(task)
@@ -300,7 +302,7 @@ def _report(
         "dtype": str(model.dtype).removeprefix("torch."),
         "method": method.name,
         "parameters": asdict(method),
-        "peak_memory_measures": _PeakMemory.label(model),
+        "peak_memory_measures": PeakMemory(model.device).measures,
         "dense": dense.summary(),
         "sparse": patched.summary(),
         "agree": sum(entry["agree"] for entry in runs),
@@ -339,49 +341,6 @@ def _comparison_table(report: dict[str, Any]) -> Table:
     memory = (f"{side['peak_memory_bytes'] / 2**20:,.0f} MiB" for side in sides)
     table.add_row(f"peak memory ({report['peak_memory_measures']})", *memory)
     return table
-
-
-class _PeakMemory:
-    """Peak memory of a with-block: what torch allocated on a CUDA device, else the process's resident set, sampled."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.peak_bytes = 0
-        self._device = model.device
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    @staticmethod
-    def label(model: PreTrainedModel) -> str:
-        return "CUDA, allocated" if model.device.type == "cuda" else "process RSS, sampled"
-
-    def __enter__(self) -> _PeakMemory:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            try:
-                import psutil
-            except ImportError:
-                _fail("peak memory on CPU is measured with psutil: pip install 'hf-sparse-attn[demo]'")
-            self._process = psutil.Process()
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        else:
-            self._done.set()
-            self._thread.join()
-
-    def _sample(self) -> None:
-        while True:
-            self.peak_bytes = max(self.peak_bytes, self._process.memory_info().rss)
-            if self._done.wait(0.02):
-                return
 
 
 def _parse_settings(settings: list[str], token_budget: int | None) -> dict[str, Any]:
@@ -440,7 +399,7 @@ def _user_errors() -> Iterator[None]:
     """Report what the package raises on bad input in one line."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         _fail(str(error))
 
 

