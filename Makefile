@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels tests
+SOURCES := hf_sparse_attn kernels eval tests
 
 .PHONY: help install demo test test-gpu lint format
 
@@ -24,7 +24,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,eval,dev]"
 	touch $@
 
 demo: $(STAMP)

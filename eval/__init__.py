@@ -1,0 +1,1 @@
+"""The evaluation harness: ``python -m eval``, run from a checkout."""

@@ -1,0 +1,18 @@
+"""The benchmarks, by name. To add one: write its file, its class, and a line in ``BENCHMARKS``."""
+
+from __future__ import annotations
+
+from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.benchmarks.infinitebench import InfiniteBench
+from eval.benchmarks.longbench import LongBench
+from eval.benchmarks.needle import Needle
+from eval.benchmarks.passkey import PasskeyRetrieval
+from eval.benchmarks.pg19 import PG19
+from eval.benchmarks.ruler import Ruler
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (PasskeyRetrieval(), Needle(), Ruler(), LongBench(), InfiniteBench(), PG19())
+}
+
+__all__ = ["BENCHMARKS", "Benchmark", "Item", "Sample", "Setup"]

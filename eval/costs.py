@@ -1,0 +1,82 @@
+"""What a row cost, and on what it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_sparse_attn import SparseCache, sparse_attention_stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the single-token steps of one sample read; all None where there were none."""
+
+    kv_bytes: int | None = None
+    metadata_bytes: int | None = None
+    dense_bytes: int | None = None
+    """What dense attention reads in the same steps."""
+    kv_fraction: float | None = None
+    realised_budget: float | None = None
+    """Tokens that a KV head read in a step, mean over the layers that the method makes sparse."""
+
+
+def dense_reads(cache: SparseCache, steps: int) -> Reads:
+    """What dense attention read in the last ``steps`` steps: everything that was cached at each."""
+    if steps == 0:
+        return Reads()
+    end = cache.get_seq_length()
+    tokens = sum(range(end - steps + 1, end + 1))
+    token_bytes = sum(
+        layer.keys.shape[1] * (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
+        for layer in cache.sparse_layers
+    )
+    total = tokens * token_bytes
+    return Reads(total, 0, total, 1.0, tokens / steps)
+
+
+def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
+    """What a patched model's counters say of the cache that it used last."""
+    stats = sparse_attention_stats(model)
+    if stats.decode_steps == 0:
+        return Reads()
+    per_layer = [
+        counted.tokens_read / (counted.decode_steps * layer.keys.shape[1])
+        for counted, layer in zip(stats.layers, cache.sparse_layers, strict=True)
+        if not layer.is_dense
+    ]
+    return Reads(
+        kv_bytes=stats.kv_bytes,
+        metadata_bytes=stats.metadata_bytes,
+        dense_bytes=stats.dense_bytes,
+        kv_fraction=stats.kv_fraction,
+        realised_budget=sum(per_layer) / len(per_layer),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or how many CPU cores the process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()} CPU, {cores} cores"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what the measured code runs on."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "triton", "hf-sparse-attn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found

@@ -1,0 +1,85 @@
+"""The benchmarks' own scores, between 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.errors import EvalError
+from eval.metrics import infinitebench, longbench, retrieval, ruler
+from eval.metrics.references import as_texts
+
+_SCORERS = {
+    "longbench": longbench.SCORERS,
+    "infinitebench": infinitebench.SCORERS,
+    "ruler": ruler.SCORERS,
+    "passkey": retrieval.PASSKEY_SCORERS,
+    "needle": retrieval.NEEDLE_SCORERS,
+}
+
+
+def score(
+    benchmark: str, task: str, prediction: str, references: Any, all_classes: Sequence[str] | None = None
+) -> float:
+    """How good a prediction is, by the benchmark's official scorer.
+
+    LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b;
+    ``eval/metrics/retrieval.py`` says how passkey and needle are.
+
+    Parameters
+    ----------
+    benchmark : str
+        ``longbench``, ``infinitebench``, ``ruler``, ``passkey`` or ``needle``.
+    task : str
+        One of ``tasks(benchmark)``.
+    prediction : str
+        What the model wrote, as it wrote it: cutting to the first line and the like is done here.
+    references : str, int, float, or a list of these
+        The right answers, as the benchmark's data has them.
+    all_classes : sequence of str, optional
+        The names of all classes; needed by LongBench's ``trec`` and ``lsht``, and ignored by the others.
+
+    Returns
+    -------
+    float
+        From 0 to 1.
+
+    Raises
+    ------
+    EvalError
+        The benchmark or task is unknown, or the references are not what the task has.
+    """
+    check_task(benchmark, task)
+    try:
+        return float(_SCORERS[benchmark][task](prediction, as_texts(references), all_classes or ()))
+    except EvalError as error:
+        raise EvalError(f"{benchmark}/{task}: {error}") from None
+
+
+def tasks(benchmark: str) -> tuple[str, ...]:
+    """The tasks of a benchmark that ``score`` knows, in the benchmark's own order.
+
+    Raises
+    ------
+    EvalError
+        The benchmark is unknown.
+    """
+    if benchmark not in _SCORERS:
+        raise EvalError(f"benchmark={benchmark!r} has no scores; allowed are {', '.join(_SCORERS)}")
+    return tuple(_SCORERS[benchmark])
+
+
+def check_task(benchmark: str, task: Any) -> None:
+    """Raise where a benchmark has no such task.
+
+    Raises
+    ------
+    EvalError
+        The benchmark or task is unknown.
+    """
+    allowed = tasks(benchmark)
+    if task not in allowed:
+        raise EvalError(f"task={task!r} is not one of {benchmark}'s; allowed are {', '.join(allowed)}")
+
+
+__all__ = ["check_task", "score", "tasks"]

@@ -1,0 +1,123 @@
+"""LongBench's scores (arXiv 2308.14508, table 1); where there are several references, the best one counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from rapidfuzz import fuzz
+
+from eval.errors import EvalError
+from eval.metrics import text
+from eval.metrics.references import Scorer
+
+_FIRST_LINE_TASKS = ("trec", "triviaqa", "samsum", "lsht")
+_NO_CODE_MARKS = ("`", "#", "//")
+
+_Pair = Callable[[str, str, Sequence[str]], float]
+
+
+def qa_f1(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """F1 over normalised words."""
+    return text.f1(text.words(prediction), text.words(reference))
+
+
+def qa_f1_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """F1 over normalised words as jieba cuts them."""
+    return text.f1(text.words_zh(prediction), text.words_zh(reference))
+
+
+def rouge(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """ROUGE-L F."""
+    return text.rouge_l(prediction, reference)
+
+
+def rouge_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """ROUGE-L F over words as jieba cuts them."""
+    return text.rouge_l_zh(prediction, reference)
+
+
+def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
+    """One over the number of classes that the prediction names, if the right one is among them.
+
+    Raises
+    ------
+    EvalError
+        ``all_classes`` is empty.
+    """
+    if not all_classes:
+        raise EvalError("all_classes is empty or missing; it must name all classes, the reference among them")
+    named = [name for name in all_classes if name in prediction]
+    position = 0
+    while position < len(named):
+        name = named[position]
+        if name != reference and name in reference:
+            named.remove(name)  # named only as a part of the right one's name
+        # Moving on after a removal too leaves the next class unchecked: the official scores are made so.
+        position += 1
+    return 1.0 / len(named) if reference in named else 0.0
+
+
+def count(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """Which share of the numbers in the prediction is the right one."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """``count`` of the number that the reference has after the word for a paragraph."""
+    return count(prediction, _number_after("Paragraph ", reference), ())
+
+
+def retrieval_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """``retrieval`` for references in Chinese."""
+    return count(prediction, _number_after("段落", reference), ())
+
+
+def code_similarity(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """Edit similarity, in whole hundredths, of the prediction's first line that has no mark of a comment or fence."""
+    lines = prediction.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in _NO_CODE_MARKS)), "")
+    return round(fuzz.ratio(code, reference)) / 100
+
+
+def _number_after(word: str, reference: str) -> str:
+    found = re.search(rf"{word}(\d+)", reference)
+    if found is None:
+        raise EvalError(f"reference {reference!r} is not of the form {word + 'N'!r}, as this task's are")
+    return found[1]
+
+
+def _scorer(task: str, score_pair: _Pair) -> Scorer:
+    def best(prediction: str, references: list[str], all_classes: Sequence[str]) -> float:
+        if task in _FIRST_LINE_TASKS:
+            prediction = prediction.lstrip("\n").split("\n")[0]
+        return max(score_pair(prediction, reference, all_classes) for reference in references)
+
+    return best
+
+
+_PAIR_SCORERS: dict[str, _Pair] = {
+    "narrativeqa": qa_f1,
+    "qasper": qa_f1,
+    "multifieldqa_en": qa_f1,
+    "multifieldqa_zh": qa_f1_zh,
+    "hotpotqa": qa_f1,
+    "2wikimqa": qa_f1,
+    "musique": qa_f1,
+    "dureader": rouge_zh,
+    "gov_report": rouge,
+    "qmsum": rouge,
+    "multi_news": rouge,
+    "vcsum": rouge_zh,
+    "trec": classification,
+    "triviaqa": qa_f1,
+    "samsum": rouge,
+    "lsht": classification,
+    "passage_count": count,
+    "passage_retrieval_en": retrieval,
+    "passage_retrieval_zh": retrieval_zh,
+    "lcc": code_similarity,
+    "repobench-p": code_similarity,
+}
+SCORERS: dict[str, Scorer] = {task: _scorer(task, score_pair) for task, score_pair in _PAIR_SCORERS.items()}

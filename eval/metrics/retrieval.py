@@ -1,0 +1,28 @@
+"""Scores of the two benchmarks that hide a sentence in a text: passkey and needle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.metrics import text
+from eval.metrics.references import Scorer
+
+
+def contains(prediction: str, references: list[str], _: Sequence[str]) -> float:
+    """Whether a reference stands in the prediction, to the letter."""
+    return float(any(reference in prediction for reference in references))
+
+
+def words_found(prediction: str, references: list[str], _: Sequence[str]) -> float:
+    """Which share of the reference's different words the prediction has; of several references the best counts.
+
+    Words are those of ``eval.metrics.text.words``: lower case, no punctuation, no articles. Their order and number do
+    not matter, nor what else the prediction says.
+    """
+    predicted = set(text.words(prediction))
+    wanted = [set(text.words(reference)) for reference in references]
+    return max(len(some & predicted) / len(some) if some else 0.0 for some in wanted)
+
+
+PASSKEY_SCORERS: dict[str, Scorer] = {"filler": contains, "book": contains}
+NEEDLE_SCORERS: dict[str, Scorer] = {"essay": words_found, "book": words_found}

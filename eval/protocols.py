@@ -1,0 +1,277 @@
+"""The benchmarks' own prompts and lengths: found or fetched at a pinned commit, checked by SHA-256, never retyped."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.errors import EvalError
+from hf_sparse_attn.models import cache_dir
+
+FETCH_TIMEOUT = (4.0, 10.0)
+"""Seconds to connect and to wait for data; there is no second try."""
+
+_Reader = Callable[[Sequence[Path]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a benchmark prescribes."""
+
+    name: str
+    values: dict[str, Any]
+    sha256: str
+    """Of ``values`` (see ``values_sha256``), so it does not depend on the format of the files they were read from."""
+    origin: str
+    """Where the values were read, for the record."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a protocol comes from, and what it must be."""
+
+    repository: str
+    commit: str
+    sha256: str
+    upstream: tuple[str, ...]
+    """The files' paths in the repository."""
+    packed: tuple[str, ...]
+    """File names of the same values as plain JSON."""
+    read_upstream: _Reader
+    read_packed: _Reader
+
+
+def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
+    """Load a protocol and check it against its pinned hash.
+
+    Parameters
+    ----------
+    name : str
+        ``"longbench"``, ``"infinitebench"`` or ``"ruler"``.
+    protocol_dir : Path, optional
+        A folder with the values as JSON (``<name>/*.json``), or with the official files under their paths in the
+        official repository; either directly or in a subfolder ``<name>``. Default: the official files, fetched once
+        into ``protocols/`` of the package's cache.
+
+    Returns
+    -------
+    Protocol
+        ``values`` has the keys ``dataset2prompt`` and ``dataset2maxlen`` (longbench), ``prompts`` with ``templates``,
+        ``max_new_tokens`` and ``truncation`` (infinitebench), or ``tasks`` and ``chat_templates`` (ruler).
+
+    Raises
+    ------
+    EvalError
+        The name is unknown; files are missing, unreadable or cannot be fetched; the hash is not the pinned one.
+    """
+    if name not in _SOURCES:
+        raise EvalError(f"protocol {name!r} is unknown; known: {', '.join(_SOURCES)}")
+    source = _SOURCES[name]
+    if protocol_dir is None:
+        files, read = _fetch(name, source), source.read_upstream
+        origin = f"https://github.com/{source.repository}/tree/{source.commit}"
+    else:
+        files, read = _find(name, source, protocol_dir)
+        origin = ", ".join(str(file) for file in files)
+    listing = ", ".join(str(file) for file in files)
+    try:
+        values = read(files)
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise EvalError(f"protocol {name!r} cannot be read from {listing}: {type(error).__name__}: {error}") from error
+    digest = values_sha256(values)
+    if digest != source.sha256:
+        raise EvalError(
+            f"protocol {name!r} from {listing} has sha256 {digest}, but {source.repository} at {source.commit} has "
+            f"{source.sha256}; results would not be comparable (delete a cached copy to fetch it again)"
+        )
+    return Protocol(name=name, values=values, sha256=digest, origin=origin)
+
+
+def values_sha256(values: Mapping[str, Any]) -> str:
+    """SHA-256 of values as canonical JSON: sorted keys, no spaces, UTF-8 without escapes."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _find(name: str, source: _Source, protocol_dir: Path) -> tuple[list[Path], _Reader]:
+    places = []
+    for names, read in ((source.packed, source.read_packed), (source.upstream, source.read_upstream)):
+        for folder in (protocol_dir / name, protocol_dir):
+            files = [folder / file for file in names]
+            if all(file.is_file() for file in files):
+                return files, read
+            places.append(f"{folder} ({', '.join(names)})")
+    raise EvalError(
+        f"protocol {name!r} is not complete in --protocol-dir {protocol_dir}; looked for all of one of: "
+        f"{'; '.join(places)}. The official files are in https://github.com/{source.repository} at {source.commit}"
+    )
+
+
+def _fetch(name: str, source: _Source) -> list[Path]:
+    folder = cache_dir() / "protocols" / name / source.commit
+    files = [folder / path for path in source.upstream]
+    for path, file in zip(source.upstream, files, strict=True):
+        if not file.is_file():
+            _download(name, f"https://raw.githubusercontent.com/{source.repository}/{source.commit}/{path}", file)
+    return files
+
+
+def _download(name: str, url: str, file: Path) -> None:
+    help_text = f"put the file at {file}, or name a folder that has it with --protocol-dir"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        raise EvalError(f"protocol {name!r}: {url} is not fetched, as HF_HUB_OFFLINE is set; {help_text}")
+
+    import pooch
+    import requests
+
+    downloader = pooch.HTTPDownloader(progressbar=False, timeout=FETCH_TIMEOUT)
+    try:
+        # No hash of the file: the values are checked at every load, whichever way the file got here.
+        pooch.retrieve(url, known_hash=None, fname=file.name, path=file.parent, downloader=downloader)
+    except (requests.RequestException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EvalError(f"protocol {name!r}: {url} cannot be fetched: {reason}; {help_text}") from error
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_json_by_stem(files: Sequence[Path]) -> dict[str, Any]:
+    return {file.stem: _read_json(file) for file in files}
+
+
+def _read_infinitebench_packed(files: Sequence[Path]) -> dict[str, Any]:
+    prompts = _read_json(files[0])
+    # A sentence there, whose first word is the official code's name of the manner.
+    prompts["truncation"] = prompts["truncation"].partition(":")[0]
+    return {"prompts": prompts}
+
+
+def _read_infinitebench_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    prompt_code, utilities = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
+    sets = ("gpt4_templates", "yarn_mistral_templates", "claude2_templates", "kimi_templates")
+    return {
+        "prompts": {
+            "templates": {name: _assigned(prompt_code, name) for name in sets},
+            "max_new_tokens": _assigned(utilities, "DATA_NAME_TO_MAX_NEW_TOKENS"),
+            "truncation": _default_of(utilities, "truncate_input", "manner"),
+        }
+    }
+
+
+def _read_ruler_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    constants, task_file, chat_code = files
+    tasks = yaml.safe_load(task_file.read_text(encoding="utf-8"))
+    every_template = _assigned(ast.parse(constants.read_text(encoding="utf-8")), "TASKS")
+    return {
+        "tasks": {"templates": {task["task"]: every_template[task["task"]] for task in tasks.values()}, "tasks": tasks},
+        "chat_templates": _assigned(ast.parse(chat_code.read_text(encoding="utf-8")), "Templates"),
+    }
+
+
+def _assigned(code: ast.Module, name: str) -> Any:
+    """The literal that a module assigns to a name; nothing is executed."""
+    for statement in code.body:
+        if isinstance(statement, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == name for t in statement.targets
+        ):
+            return _literal(statement.value)
+    raise LookupError(f"no assignment to {name}")
+
+
+def _default_of(code: ast.Module, function: str, argument: str) -> Any:
+    for statement in code.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == function:
+            arguments = statement.args.args[len(statement.args.args) - len(statement.args.defaults) :]
+            defaults = zip(arguments, statement.args.defaults, strict=True)
+            for name, default in defaults:
+                if name.arg == argument:
+                    return _literal(default)
+    raise LookupError(f"no function {function}({argument}=...)")
+
+
+def _literal(node: ast.expr) -> Any:
+    """``ast.literal_eval`` that also knows dicts of strings joined with ``+``."""
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("a dict with ** is not a literal")
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _literal(value) for key, value in pairs if key is not None}
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _literal(node.left) + _literal(node.right)
+    return ast.literal_eval(node)
+
+
+# sha256 is values_sha256 of the protocol's values: in the JSON layout one key per file (the file's stem), with
+# InfiniteBench's "truncation" reduced to the manner's name. The values of both layouts are equal, and so is the hash.
+_SOURCES: dict[str, _Source] = {
+    "longbench": _Source(
+        repository="THUDM/LongBench",
+        commit="2e00731f8d0bff23dc4325161044d0ed8af94c1e",
+        sha256="64dc4c7f191ab317076cca87d7db354c17e50c6457e9176e0fbfd5cc16305d27",
+        upstream=("LongBench/config/dataset2prompt.json", "LongBench/config/dataset2maxlen.json"),
+        packed=("dataset2prompt.json", "dataset2maxlen.json"),
+        read_upstream=_read_json_by_stem,
+        read_packed=_read_json_by_stem,
+    ),
+    "infinitebench": _Source(
+        repository="OpenBMB/InfiniteBench",
+        commit="88b3daa6989da2fbe0077170d7a3c84c25d5ae58",
+        sha256="f644fe55cef9a3d4f6bf863f49d159671bd1bf0f653da2d1a8741d2d2bf5f7f6",
+        upstream=("src/prompt.py", "src/eval_utils.py"),
+        packed=("prompts.json",),
+        read_upstream=_read_infinitebench_upstream,
+        read_packed=_read_infinitebench_packed,
+    ),
+    "ruler": _Source(
+        repository="NVIDIA/RULER",
+        commit="c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
+        sha256="547da7248cc3f90248ea71e0097b53185c0da6f942763091edc257e7414e5b41",
+        upstream=("scripts/data/synthetic/constants.py", "scripts/synthetic.yaml", "scripts/data/template.py"),
+        packed=("tasks.json", "chat_templates.json"),
+        read_upstream=_read_ruler_upstream,
+        read_packed=_read_json_by_stem,
+    ),
+}
+
+
+class _Attachment:
+    """Stands for ``{file:{context}}`` in templates of services that upload files: the text itself."""
+
+    def __format__(self, text: str) -> str:
+        return text
+
+
+def render_prompt(template: str, context: str, **fields: Any) -> tuple[str, int]:
+    """Fill an official template, and measure what comes after the context.
+
+    Parameters
+    ----------
+    template : str
+        For ``str.format``; the context is its field ``context`` (some of InfiniteBench's: ``document``, ``fcontext``).
+    context : str
+        The material. Braces in it stay as they are.
+    **fields
+        The template's other fields.
+
+    Returns
+    -------
+    text : str
+        What ``template.format`` gives.
+    question_chars : int
+        How many of its last characters stand after the context.
+    """
+    # Found before the context is put in, so the context may contain anything.
+    mark = "\0context\0"
+    shell = template.format(context=mark, document=mark, fcontext=mark, file=_Attachment(), **fields)
+    head, _, question = shell.rpartition(mark)
+    return head + context + question, len(question)

@@ -1,0 +1,261 @@
+"""The plots of a section."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.config import DENSE
+from eval.report.rows import Row
+from eval.report.sections import Column, Section, label
+from eval.report.style import Styles, from_zero, legend_below, log2_ticks, panels, percent_ticks, score_axis, wrapped
+from eval.summary import aggregate
+
+_DOTS_PER_INCH = 160
+_PAGE_PIXELS_PER_INCH = 100
+_MOST_DEPTHS = 12
+_MOST_NOTES = 9
+_MOST_WRITTEN_CELLS = 80
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot, and what it says for those who do not see it."""
+
+    name: str
+    caption: str
+    alt: str
+    figure: Figure
+
+    @property
+    def page_width(self) -> int:
+        """How wide the page shows it, in CSS pixels: letters are the same size in all pictures."""
+        return round(float(self.figure.get_size_inches()[0]) * _PAGE_PIXELS_PER_INCH)
+
+    def png(self) -> bytes:
+        """The picture's file."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
+        return buffer.getvalue()
+
+
+def draw(section: Section, styles: Styles) -> list[Picture]:
+    """Every plot that the section's rows allow, in the order of the page."""
+    plots: tuple[Callable[[Section, Styles], Picture | None], ...] = (
+        score_by_budget,
+        score_by_kv_read,
+        perplexity_by_position,
+        score_by_depth,
+        latency_by_length,
+    )
+    return [picture for plot in plots if (picture := plot(section, styles)) is not None]
+
+
+def by_method(columns: Sequence[Column]) -> Iterator[tuple[str, list[Column]]]:
+    """Each method with its columns, in order of budget."""
+    for method, members in groupby(columns, key=lambda column: column[0]):
+        yield method, list(members)
+
+
+def score_by_budget(section: Section, styles: Styles) -> Picture | None:
+    """The figure against token budget, a panel per length, dense as a level line."""
+    budgets = [float(budget) for method, budget in section.columns if method != DENSE and budget]
+    averages = {length: found for length in section.lengths if (found := section.averages(length))}
+    if not budgets or not averages:
+        return None
+    figure, axes = panels(len(averages))
+    for axis, (length, average) in zip(axes, averages.items(), strict=True):
+        for method, columns in by_method(section.columns):
+            if method == DENSE:
+                axis.axhline(average[columns[0]], color=styles.colour(DENSE), linestyle="--", label="dense")
+                continue
+            points = [(column[1], average[column]) for column in columns if column[1]]
+            axis.plot(*zip(*points, strict=True), **styles.points(method), label=method)
+        log2_ticks(axis, budgets)
+        axis.set_xlabel("token budget")
+        score_axis(axis, section.figure_name)
+        if length is not None:
+            axis.set_title(f"{length:,} tokens", fontsize="medium")
+    legend_below(figure, axes)
+    said = "; ".join(f"{length_name(length)}: {_list(average)}" for length, average in averages.items())
+    what = section.figure_name.partition(" ")[0]
+    caption = f"Average {what} against token budget{_better(section)}"
+    return Picture(f"{section.slug}-budget", caption, f"{caption}. {said}.", figure)
+
+
+def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
+    """The figure against the part of the KV cache that was read, a point per method and budget."""
+    average = section.averages()
+    reads = {column: _kv_percent(section, column) for column in section.columns}
+    points = {column: (read, average[column]) for column, read in reads.items() if read is not None and average}
+    if not any(method != DENSE for method, _ in points):
+        return None
+    figure, (axis,) = panels(1)
+    for method, columns in by_method(list(points)):
+        axis.plot(*zip(*(points[column] for column in columns), strict=True), **styles.points(method), label=method)
+        axis.lines[-1].set(linewidth=1, alpha=0.9, label="dense" if method == DENSE else method)
+        for column in columns if len(points) <= _MOST_NOTES else []:
+            if method != DENSE and column[1]:
+                axis.annotate(f"{column[1]:,}", points[column], **styles.note(method))
+    percent_ticks(axis, [read for read, _ in points.values()])
+    axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
+    score_axis(axis, section.figure_name)
+    legend_below(figure, [axis])
+    caption = f"Average {section.figure_name.partition(' ')[0]} against KV cache read{_better(section)}"
+    said = "; ".join(f"{label(column)}: {read:.1f} % read, {figure_:.2f}" for column, (read, figure_) in points.items())
+    shown = f"{caption}; {'numbers are token budgets' if len(points) <= _MOST_NOTES else 'a point for each budget'}"
+    return Picture(f"{section.slug}-kv-read", shown, f"{caption}. {said}.", figure)
+
+
+def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
+    """The perplexity at each measured position, over the samples."""
+    nll: dict[Column, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in section.rows:
+        for position, value in row.get("nll_by_position") or []:
+            nll[row["method"], row["token_budget"]][position].append(value)
+    if not nll:
+        return None
+    figure, (axis,) = panels(1)
+    for column in section.columns:
+        if column in nll:
+            positions = sorted(nll[column])
+            axis.plot(positions, [math.exp(fmean(nll[column][p])) for p in positions], **styles.line(column))
+            axis.lines[-1].set_markevery(0.15)
+    axis.set_xlabel("position (tokens)")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_ylabel("perplexity")
+    legend_below(figure, [axis])
+    caption = "Perplexity by position (lower is better)"
+    overall = {column: math.exp(fmean(v for values in nll[column].values() for v in values)) for column in nll}
+    return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
+
+
+def score_by_depth(section: Section, styles: Styles) -> Picture | None:
+    """A heatmap of depth and length for each method and budget, over the tasks that have one answer at one depth."""
+    rows = [row for row in section.rows if None not in (row["depth"], row["length"], row["score"])]
+    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    if len(lengths) * len(depths) < 2:
+        return None
+    if len(depths) > _MOST_DEPTHS:  # depths drawn at random: tenths
+        depths = [(tenth + 0.5) / 10 for tenth in range(10)]
+    columns = [column for column in section.columns if any((r["method"], r["token_budget"]) == column for r in rows)]
+    height = max(2.6, 1.3 + 0.3 * len(depths))
+    figure, axes = panels(len(columns), width=max(3.6, 1.6 + 0.7 * len(lengths)), height=height)
+    for axis, column in zip(axes, columns, strict=True):
+        grid = _grid([r for r in rows if (r["method"], r["token_budget"]) == column], lengths, depths)
+        image = _heatmap(axis, grid, [_short(n) for n in lengths], [f"{100 * depth:.0f}" for depth in depths])
+        axis.set_title(wrapped(label(column), 30), fontsize="medium")
+    figure.colorbar(image, ax=axes, label="score (%)", location="top", shrink=0.5, aspect=40, pad=0.01)
+    tasks = ", ".join(sorted({row["task"] for row in rows}))
+    caption = f"Score by depth of the answer and length ({tasks})"
+    means = {c: 100 * fmean(row["score"] for row in rows if (row["method"], row["token_budget"]) == c) for c in columns}
+    return Picture(f"{section.slug}-depth", caption, f"{caption}. Mean over all cells: {_list(means)}.", figure)
+
+
+def _grid(rows: Sequence[Row], lengths: list[int], depths: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Mean scores in percent, [depth, length], nan where there is no row."""
+    cells: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for row in rows:
+        nearest = min(range(len(depths)), key=lambda index: abs(depths[index] - row["depth"]))
+        cells[nearest, lengths.index(row["length"])].append(row["score"])
+    grid = np.full((len(depths), len(lengths)), np.nan)
+    for place, scores in cells.items():
+        grid[place] = 100 * fmean(scores)
+    return grid
+
+
+def _heatmap(
+    axis: Axes, grid: np.ndarray[Any, np.dtype[np.float64]], lengths: Sequence[str], depths: Sequence[str]
+) -> Any:
+    axis.grid(visible=False)
+    for edge in range(1, max(grid.shape)):  # lines between the cells
+        if edge < grid.shape[0]:
+            axis.axhline(edge - 0.5, color="white", linewidth=1)
+        if edge < grid.shape[1]:
+            axis.axvline(edge - 0.5, color="white", linewidth=1)
+    axis.set_facecolor("#eeeeee")  # where there is no row
+    image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    axis.set_xticks(range(len(lengths)), lengths, rotation=0 if len(lengths) < 8 else 90)
+    axis.set_yticks(range(len(depths)), depths)
+    axis.set_xlabel("length (tokens; K is 1,024)")
+    axis.set_ylabel("depth (%)")
+    if grid.size <= _MOST_WRITTEN_CELLS:
+        for (depth, length), value in np.ndenumerate(grid):
+            if not math.isnan(value):
+                ink = "black" if value > 55 else "white"
+                axis.text(length, depth, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=8)
+    return image
+
+
+def latency_by_length(section: Section, styles: Styles) -> Picture | None:
+    """Time per output token and time to first token against the prompt's tokens."""
+    buckets: dict[tuple[Column, int], list[Row]] = defaultdict(list)
+    for row in section.rows:
+        if row["error"] is None and row.get("prompt_tokens"):
+            bucket = row["length"] or _nearest_power_of_two(row["prompt_tokens"])
+            buckets[(row["method"], row["token_budget"]), bucket].append(row)
+    points = {key: aggregate(rows) for key, rows in sorted(buckets.items(), key=lambda item: item[0][1])}
+    panes = {"tpot_ms": "time per output token (ms)", "ttft_seconds": "time to first token (s)"}
+    panes = {name: title for name, title in panes.items() if any(point[name] is not None for point in points.values())}
+    if not panes:
+        return None
+    figure, axes = panels(len(panes))
+    for axis, (name, title) in zip(axes, panes.items(), strict=True):
+        drawn: list[tuple[float, float]] = []
+        for column in section.columns:
+            line = [(tokens, p[name]) for (c, tokens), p in points.items() if c == column and p[name] is not None]
+            if line:
+                axis.plot(*zip(*line, strict=True), **styles.line(column))
+                drawn += line
+        log2_ticks(axis, [tokens for tokens, _ in drawn])
+        from_zero(axis, [value for _, value in drawn])
+        axis.set_xlabel(
+            "prompt (tokens)" if section.lengths != [None] else "prompt (tokens, to the nearest power of two)"
+        )
+        axis.set_ylabel(title)
+    legend_below(figure, axes)
+    caption = "Median time per output token and time to first token against prompt length"
+    said = "; ".join(
+        f"{label(column)} at {tokens:,} tokens: "
+        + ", ".join(f"{title} {point[name]:.3g}" for name, title in panes.items() if point[name] is not None)
+        for (column, tokens), point in points.items()
+    )
+    return Picture(f"{section.slug}-latency", caption, f"{caption}. {said}.", figure)
+
+
+def _kv_percent(section: Section, column: Column) -> float | None:
+    places = section.shared_places()  # the rows that the averages are taken over
+    rows = [row for row in section.rows if (row["task"], row["length"]) in places]
+    found = aggregate([row for row in rows if (row["method"], row["token_budget"]) == column])["kv_fraction"]
+    return None if found is None else 100 * found
+
+
+def _nearest_power_of_two(tokens: int) -> int:
+    return int(2 ** round(math.log2(tokens)))
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"
+
+
+def length_name(length: int | None) -> str:
+    """A requested length, or that rows have their own."""
+    return "own length" if length is None else f"{length:,} tokens"
+
+
+def _list(figures: dict[Column, float]) -> str:
+    return ", ".join(f"{label(column)} {figure:.2f}" for column, figure in figures.items())
+
+
+def _better(section: Section) -> str:
+    return " (lower is better)" if section.is_perplexity else ""

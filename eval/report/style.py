@@ -1,0 +1,144 @@
+"""How methods look: one colour and marker each, in every plot of a report."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from eval.report.sections import Column, label
+from eval.summary import DENSE
+
+# Okabe and Ito's colours, which people with colour-blindness can tell apart; their yellow is too pale on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DENSE_COLOUR = "#222222"
+_DENSE_MARKER = "X"
+_MARKERS = ("o", "s", "^", "D", "v", "P", "*")
+_DASHES = ("-", "--", "-.", ":")
+_PERCENT_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_FACE = "#ffffff"
+PAGE_INCHES = 11.0
+"""The widest figure: the page's width at its pixels per inch."""
+
+
+class Styles:
+    """Colours and markers by method, dashes by budget, the same in all plots of a report."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._methods = sorted({method for method, _ in columns if method != DENSE})
+        self._budgets = sorted({budget or 0 for method, budget in columns if method != DENSE}, reverse=True)
+
+    def colour(self, method: str) -> str:
+        """The method's colour."""
+        return _DENSE_COLOUR if method == DENSE else _COLOURS[self._methods.index(method) % len(_COLOURS)]
+
+    def marker(self, method: str) -> str:
+        """The method's marker, so that colour is not all there is to go by."""
+        return _DENSE_MARKER if method == DENSE else _MARKERS[self._methods.index(method) % len(_MARKERS)]
+
+    def note(self, method: str) -> dict[str, Any]:
+        """What ``Axes.annotate`` takes for a note at a method's point; methods take turns left and right."""
+        right = method != DENSE and self._methods.index(method) % 2 == 1
+        return {
+            "xytext": (7 if right else -7, 0),
+            "textcoords": "offset points",
+            "ha": "left" if right else "right",
+            "va": "center",
+            "size": 8,
+            "color": self.colour(method),
+        }
+
+    def line(self, column: Column) -> dict[str, Any]:
+        """What ``Axes.plot`` takes for one method and budget."""
+        method, budget = column
+        dash = "-" if method == DENSE else _DASHES[self._budgets.index(budget or 0) % len(_DASHES)]
+        return {**self.points(method), "linestyle": dash, "label": label(column)}
+
+    def points(self, method: str) -> dict[str, Any]:
+        """What ``Axes.plot`` takes for one method over its budgets."""
+        return {
+            "color": self.colour(method),
+            "marker": self.marker(method),
+            "linewidth": 1.6,
+            # Open markers, so that one under another still shows.
+            "markersize": 7,
+            "markerfacecolor": "none",
+            "markeredgewidth": 1.6,
+        }
+
+
+def panels(count: int, width: float = 5.4, height: float = 3.7, most_across: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels side by side, then below each other; sizes in inches, ``width`` the most of each."""
+    across = 2 if count == 4 else min(count, most_across)
+    down = -(-count // across)
+    size = (min(width * across, PAGE_INCHES), height * down)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.06), facecolor=_FACE)
+    axes = [figure.add_subplot(down, across, index + 1) for index in range(count)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e4e4e4", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def log2_ticks(axis: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis in tokens, with ticks where values are and nowhere else."""
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(min(values) / 1.25, max(values) * 1.25)
+    axis.xaxis.set_major_locator(FixedLocator(_apart(sorted(set(values)))))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def percent_ticks(axis: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis in percent up to dense attention's 100, with round ticks."""
+    lowest = min(values)
+    axis.set_xscale("log")
+    axis.set_xlim(lowest / 1.6, max(130, *values))
+    axis.xaxis.set_major_locator(FixedLocator([tick for tick in _PERCENT_TICKS if tick > lowest / 1.6]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _apart(values: list[float]) -> list[float]:
+    """Those of the rising values that leave room for their labels."""
+    room = (values[-1] / values[0]) ** 0.08
+    kept: list[float] = []
+    for value in values:
+        if not kept or value >= kept[-1] * room:
+            kept.append(value)
+    return kept
+
+
+def score_axis(axis: Axes, name: str) -> None:
+    """Name the y axis, and leave scores near the ends of their range unclipped."""
+    axis.set_ylabel(name)
+    if "%" in name:
+        axis.set_ylim(-3, 103)
+
+
+def from_zero(axis: Axes, values: Sequence[float]) -> None:
+    """A y axis that starts at zero, with room above the highest value."""
+    axis.set_ylim(0, (1.1 * max(values)) or 1)
+
+
+def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, under them."""
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    width = figure.get_size_inches()[0]
+    longest = max(len(name) for name in handles)
+    columns = max(1, min(len(handles), int(width / (0.6 + 0.09 * longest))))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False)
+
+
+def wrapped(title: str, width: int = 44) -> str:
+    """A panel's title, broken where it is longer than the panel is wide."""
+    return textwrap.fill(title, width)

@@ -1,0 +1,186 @@
+"""The tables of a section, as text ready for the page."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.report.plots import length_name
+from eval.report.rows import Row
+from eval.report.sections import Column, Place, Section, label
+from eval.summary import DENSE
+
+_NOTHING = "–"  # noqa: RUF001
+_MOST_LOST = 5
+_LOST_BY = 0.5
+_MOST_CHARACTERS = 400
+
+
+@dataclass
+class Table:
+    """Text cells; the first ``text_columns`` are words, the others numbers."""
+
+    header: list[str]
+    rows: list[list[str]]
+    footer: list[list[str]] = field(default_factory=list)
+    text_columns: int = 1
+
+
+def score_table(section: Section) -> Table:
+    """Tasks and lengths against methods and budgets, averages below."""
+    by_length = section.lengths != [None]
+    header = ["task", *(["length"] if by_length else []), "samples", "errors", *map(label, section.columns)]
+    rows = []
+    for place in section.places:
+        entries = [entry for column in section.columns if (entry := section.entries.get((place, column)))]
+        samples = sorted({entry["samples"] for entry in entries})
+        rows.append(
+            [
+                place[0],
+                *([_count(place[1])] if by_length else []),
+                _range(samples),
+                _count(sum(entry["errors"] for entry in entries)),
+                *(_cell(section, place, column) for column in section.columns),
+            ]
+        )
+    return Table(header, rows, _averages(section, by_length))
+
+
+def _cell(section: Section, place: Place, column: Column) -> str:
+    """The figure, with the number of samples behind it where some failed."""
+    entry = section.entries.get((place, column))
+    figure = None if entry is None else section.figure_of(entry)
+    if entry is None or figure is None:
+        return _NOTHING
+    text = _figure(section, figure)
+    return f"{text} (n={entry['samples'] - entry['errors']})" if entry["errors"] else text
+
+
+def _averages(section: Section, by_length: bool) -> list[list[str]]:
+    lengths = [length for length in section.lengths if length is not None] if len(section.lengths) > 1 else []
+    footer = []
+    for length in [*lengths, None]:
+        averages = section.averages(length)
+        shared = len(section.shared_places(length))
+        of_all = sum(length in (None, place[1]) for place in section.places)
+        name = "average" if shared == of_all else f"average of {shared} of {of_all}"
+        figures = [_figure(section, averages[c]) if averages else _NOTHING for c in section.columns]
+        footer.append([name, *([_count(length) if length else ""] if by_length else []), "", "", *figures])
+    return footer
+
+
+def cost_table(section: Section) -> Table:
+    """What each method and budget cost at each length, against dense."""
+    header = ["method", "length", "samples", "prompt tokens", "realised budget", "KV read (% of dense)"]
+    header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
+    costs = list(section.costs())
+    dense = {length: entry["tpot_ms"] for length, column, entry in costs if column[0] == DENSE}
+    rows = []
+    for length, column, entry in costs:
+        tpot, dense_tpot = entry["tpot_ms"], dense.get(length)
+        rows.append(
+            [
+                label(column),
+                length_name(length).removesuffix(" tokens"),
+                _count(entry["samples"] - entry["errors"]),
+                _number(entry["prompt_tokens"], ",.0f"),
+                _number(entry["realised_budget"], ",.0f"),
+                _number(entry["kv_fraction"], ".1f", 100),
+                _number(entry["ttft_seconds"], ".3f"),
+                _number(tpot, ".2f"),
+                _NOTHING if not tpot or not dense_tpot else f"{dense_tpot / tpot:.2f}×",  # noqa: RUF001
+                _number(entry["peak_memory_bytes"], ",.2f", 2**-30),
+            ]
+        )
+    return Table(header, rows, text_columns=1)
+
+
+def agreement_table(section: Section) -> Table | None:
+    """How often a method answers as dense does on the same samples; None where nothing is answered."""
+    pairs: dict[Column, list[tuple[Row, Row]]] = defaultdict(list)
+    for sparse, dense in section.twins():
+        if sparse["score"] is not None and dense["score"] is not None:
+            pairs[sparse["method"], sparse["token_budget"]].append((sparse, dense))
+    if not pairs:
+        return None
+    rows = []
+    for column in section.columns:
+        if column in pairs:
+            counts: Counter[str] = Counter()
+            for sparse, dense in pairs[column]:
+                counts["same"] += sparse.get("prediction") == dense.get("prediction")
+                counts["worse"] += sparse["score"] < dense["score"]
+                counts["better"] += sparse["score"] > dense["score"]
+            paired = len(pairs[column])
+            same = f"{counts['same']} ({100 * counts['same'] / paired:.0f} %)"
+            rows.append([label(column), str(paired), same, str(counts["worse"]), str(counts["better"])])
+    return Table(["method", "samples beside dense", "same answer", "scored lower", "scored higher"], rows)
+
+
+def lost_samples(section: Section) -> list[dict[str, str]]:
+    """For each method and budget, the sample that it lost most on where dense did well."""
+    lost = [
+        (dense["score"] - sparse["score"], sparse, dense)
+        for sparse, dense in section.twins()
+        if None not in (sparse["score"], dense["score"]) and dense["score"] - sparse["score"] >= _LOST_BY
+    ]
+    worst: dict[Column, tuple[float, Row, Row]] = {}
+    for loss, sparse, dense in sorted(lost, key=lambda item: -item[0]):
+        worst.setdefault((sparse["method"], sparse["token_budget"]), (loss, sparse, dense))
+    return [
+        {
+            "sample": _name(sparse),
+            "references": shorten(_references(sparse.get("references"))),
+            "dense": shorten(dense.get("prediction") or ""),
+            "dense_score": f"{100 * dense['score']:.1f}",
+            "method": label((sparse["method"], sparse["token_budget"])),
+            "prediction": shorten(sparse.get("prediction") or ""),
+            "score": f"{100 * sparse['score']:.1f}",
+        }
+        for _, sparse, dense in list(worst.values())[:_MOST_LOST]
+    ]
+
+
+def failed_samples(section: Section) -> list[list[str]]:
+    """Section, sample, method and error of every row that failed."""
+    return [
+        [section.title, _name(row), label((row["method"], row["token_budget"])), shorten(row["error"])]
+        for row in section.rows
+        if row["error"] is not None
+    ]
+
+
+def _name(row: Row) -> str:
+    length = "" if row["length"] is None else f" at {row['length']:,} tokens"
+    return f"{row['task']} {row['sample_id']}{length}"
+
+
+def _references(references: Any) -> str:
+    if isinstance(references, list) and all(isinstance(reference, str) for reference in references):
+        return " | ".join(references)
+    return references if isinstance(references, str) else json.dumps(references, ensure_ascii=False)
+
+
+def shorten(text: str) -> str:
+    """The text's beginning, with what was cut counted."""
+    more = len(text) - _MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}… ({more:,} characters more)"
+
+
+def _figure(section: Section, value: float) -> str:
+    return f"{value:,.3f}" if section.is_perplexity else f"{value:.1f}"
+
+
+def _number(value: float | None, form: str, scale: float = 1) -> str:
+    return _NOTHING if value is None else format(value * scale, form)
+
+
+def _count(value: int | None) -> str:
+    return _NOTHING if value is None else f"{value:,}"
+
+
+def _range(values: Sequence[int]) -> str:
+    return _count(values[0]) if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"

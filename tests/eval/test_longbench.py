@@ -1,0 +1,204 @@
+"""LongBench: the real rows, truncation, chat template, and rows that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmarks.base import Item, Setup
+from eval.benchmarks.longbench import CHINESE_TASKS, ENGLISH_TASKS, WITHOUT_CHAT_TEMPLATE, LongBench
+from eval.errors import EvalError
+from eval.protocols import load_protocol
+from tests.eval.tokenizers import tiny_tokenizer
+from tests.tiny import make_tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+ROWS_AT_HAND = 187
+
+
+@pytest.fixture
+def protocols() -> Path:
+    if not (SHARED / "protocols").is_dir():
+        pytest.skip("shared/ data absent: protocols")
+    return SHARED / "protocols"
+
+
+@pytest.fixture
+def real_rows() -> Path:
+    if not (SHARED / "data/longbench").is_dir():
+        pytest.skip("shared/ data absent: data/longbench")
+    return SHARED / "data"
+
+
+def make_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "context": "START " + "filler {words} " * 40 + "END",
+        "input": "Who?",
+        "answers": ["A", "B"],
+        "length": 80,
+        "dataset": "hotpotqa",
+        "language": "en",
+        "all_classes": None,
+        "_id": "row-1",
+    }
+    return {**row, **changes}
+
+
+def items_of(
+    folder: Path, protocols: Path, task: str, *rows: dict[str, Any], max_positions: int = 10_000, **options: Any
+) -> list[Item]:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / f"{task}.jsonl").write_text(lines, encoding="utf-8")
+    options = {"tokenizer": tiny_tokenizer(chat=True), **options}
+    setup = Setup(max_positions=max_positions, tasks=(task,), data_dir=folder, protocol_dir=protocols, **options)
+    return LongBench().items(setup)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, *parts: Any) -> str:
+    return str(tokenizer.decode([token for part in parts for token in part]))
+
+
+def test_tasks_are_those_of_the_protocol(protocols: Path) -> None:
+    assert set(LongBench.tasks) == set(load_protocol("longbench", protocols).values["dataset2maxlen"])
+    assert len(LongBench.tasks) == 21
+    assert LongBench.default_tasks == ENGLISH_TASKS
+    assert len(ENGLISH_TASKS) == 16
+    assert not set(CHINESE_TASKS) & set(ENGLISH_TASKS)
+
+
+def real_setup(tasks: Sequence[str], protocols: Path, real_rows: Path) -> Setup:
+    tokenizer = tiny_tokenizer(chat=True)
+    return Setup(tokenizer, 8_000, tasks, data_dir=real_rows, protocol_dir=protocols, chat=True)
+
+
+def test_every_real_row_is_an_item(protocols: Path, real_rows: Path) -> None:
+    items = LongBench().items(real_setup(ENGLISH_TASKS, protocols, real_rows))
+    assert len(items) == len({(item.task, item.sample_id) for item in items}) == ROWS_AT_HAND
+
+
+@pytest.mark.parametrize("task", ENGLISH_TASKS)
+def test_every_real_row_builds_within_the_limit_with_its_question(task: str, protocols: Path, real_rows: Path) -> None:
+    values = load_protocol("longbench", protocols).values
+    template, max_new_tokens = values["dataset2prompt"][task], values["dataset2maxlen"][task]
+    setup = real_setup((task,), protocols, real_rows)
+    rows = [json.loads(line) for line in (real_rows / f"longbench/{task}.jsonl").open(encoding="utf-8")]
+    for row, item in zip(rows, LongBench().items(setup), strict=True):
+        sample = item.build()
+        total = len(sample.material_ids) + len(sample.question_ids)
+        assert total + max_new_tokens <= setup.max_positions
+        official, tail = template.format(**row), template.partition("{context}")[2].format(**row)
+        whole = text_of(setup.tokenizer, sample.material_ids, sample.question_ids).removeprefix("<s>")
+        question = text_of(setup.tokenizer, sample.question_ids)
+        if task not in WITHOUT_CHAT_TEMPLATE:
+            official, tail = official.strip(), tail.rstrip()
+            assert whole.startswith("<|user|>")
+            assert whole.endswith("\n<|assistant|>")
+            whole = whole.removeprefix("<|user|>").removesuffix("\n<|assistant|>")
+            question = question.removesuffix("\n<|assistant|>")
+        assert question.endswith(tail)
+        assert len(question) - len(tail) < 16  # no more than the rest of a token that holds the material's end
+        if whole != official:
+            assert total + max_new_tokens > setup.max_positions - 16  # no more is cut than must be
+            assert whole[:2000] == official[:2000]
+            assert whole[-2000:] == official[-2000:]
+        assert (item.sample_id, sample.references) == (row["_id"], row["answers"])
+        assert sample.max_new_tokens == max_new_tokens
+        assert (sample.all_classes is not None) == (task == "trec")
+        assert sample.stop_at_newline == (task == "samsum")
+
+
+def test_truncation_keeps_head_and_tail_at_each_requested_length(protocols: Path, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()  # a token per byte or word and no other, so the official cut can be told exactly
+    rows = [make_row(), make_row(_id="row-2", context="short")]
+    lengths = (480, 600)
+    items = items_of(tmp_path, protocols, "hotpotqa", *rows, lengths=lengths, tokenizer=tokenizer)
+    assert [(item.sample_id, item.length) for item in items] == [
+        ("row-1", 480),
+        ("row-2", 480),
+        ("row-1", 600),
+        ("row-2", 600),
+    ]
+    values = load_protocol("longbench", protocols).values
+    official = values["dataset2prompt"]["hotpotqa"].format(**rows[0])
+    for item, length in ((items[0], 480), (items[2], 600)):
+        sample = item.build()
+        whole = text_of(tokenizer, sample.material_ids, sample.question_ids)
+        room = length - values["dataset2maxlen"]["hotpotqa"]
+        half = room // 2
+        assert len(sample.material_ids) + len(sample.question_ids) == 2 * half
+        ids = tokenizer(official)["input_ids"]
+        assert len(ids) > room
+        assert list(sample.material_ids) + list(sample.question_ids) == ids[:half] + ids[-half:]
+        assert "Who?" in whole
+
+
+def test_limit_holds_for_each_task_and_length(protocols: Path, tmp_path: Path) -> None:
+    rows = [make_row(_id=str(index)) for index in range(5)]
+    items = items_of(tmp_path, protocols, "hotpotqa", *rows, lengths=(500, 600), limit=2)
+    assert [(item.sample_id, item.length) for item in items] == [("0", 500), ("1", 500), ("0", 600), ("1", 600)]
+
+
+def test_rows_without_lengths_have_none(protocols: Path, tmp_path: Path) -> None:
+    (item,) = items_of(tmp_path, protocols, "hotpotqa", make_row())
+    assert item.length is None
+
+
+@pytest.mark.parametrize("task", LongBench.tasks)
+def test_chat_template_only_where_the_official_code_has_it(task: str, protocols: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    for chat in (True, False):
+        (item,) = items_of(tmp_path, protocols, task, make_row(), chat=chat)
+        sample = item.build()
+        whole = text_of(tokenizer, sample.material_ids, sample.question_ids)
+        few_shot_or_code = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+        assert ("<|user|>" in whole) == (chat and task not in few_shot_or_code)
+        assert "filler {words} filler" in whole  # braces of the context are not the template's
+
+
+def test_lists_kept_as_python_source_are_read(protocols: Path, tmp_path: Path) -> None:
+    row = make_row(answers="['it\\'s', \"B\"]", all_classes="['x', 'y']", _id="")
+    (item,) = items_of(tmp_path, protocols, "trec", row)
+    sample = item.build()
+    assert sample.references == ["it's", "B"]
+    assert sample.all_classes == ["x", "y"]
+    assert item.sample_id == "0"
+    (plain,) = items_of(tmp_path, protocols, "trec", make_row(answers="one answer", all_classes=""))
+    assert plain.build().references == ["one answer"]
+    assert plain.build().all_classes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"answers": "['open"}, "answers of row 'row-1' is not a Python list"),
+        ({"answers": "[__import__('os').getcwd()]"}, "answers of row 'row-1' is not a Python list"),
+        ({"answers": [1]}, "answers of row 'row-1' is not a list of strings"),
+        ({"all_classes": {"a": 1}}, "all_classes of row 'row-1' is not a list of strings"),
+        ({"context": None}, r"hotpotqa\.jsonl:1: context is of type NoneType"),
+    ],
+)
+def test_malformed_rows_raise_before_any_work(
+    changes: dict[str, Any], problem: str, protocols: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(EvalError, match=problem):
+        items_of(tmp_path, protocols, "hotpotqa", make_row(**changes))
+
+
+def test_lengths_that_cannot_be_raise(protocols: Path, tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match="length=20000 is beyond"):
+        items_of(tmp_path, protocols, "hotpotqa", make_row(), lengths=(20_000,))
+    with pytest.raises(EvalError, match=r"length=512 leaves no room .* gov_report generates max_new_tokens=512"):
+        items_of(tmp_path, protocols, "gov_report", make_row(), max_positions=512)
+
+
+def test_absent_rows_raise_before_any_work(protocols: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    setup = Setup(tiny_tokenizer(), 4096, tasks=("lsht",), data_dir=tmp_path, protocol_dir=protocols)
+    with pytest.raises(EvalError, match=r"lsht\.jsonl.*data\.zip.*THUDM/LongBench.*--data-dir"):
+        LongBench().items(setup)

@@ -1,0 +1,134 @@
+"""The page in a real browser."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.report import write_report
+from tests.eval.report_rows import HOSTILE, needle_rows, row, write_rows, write_runs
+
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    binaries = [shutil.which("chromium"), shutil.which("chromedriver")]
+    if None in binaries:
+        pytest.skip("needs Chromium: chromium and chromedriver are not both on the path")
+    try:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+    except ImportError:
+        pytest.skip("needs Chromium: selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(binaries[0])
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(str(binaries[1])))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_runs(tmp_path_factory.mktemp("runs"))
+    # More columns than a screen has room for, and words that do not break by themselves.
+    columns = [("full", None), *(("a_method_with_a_long_name", 64 * (index + 1)) for index in range(12))]
+    wide = [row("wide", "t" * 60, 0, method, budget, prediction="x" * 300) for method, budget in columns]
+    wide[1] |= {"score": 0.0, "prediction": "y" * 300}
+    write_rows(directory / "wide" / "rows.jsonl", wide + needle_rows((8192,)))
+    (directory / "wide" / "config.json").write_text(f'{{"word": "{"z" * 400}"}}', encoding="utf-8")
+    return write_report(directory)
+
+
+@pytest.fixture
+def page(driver: Any, page_path: Path) -> Any:
+    driver.set_window_size(1200, 900)
+    driver.get(page_path.as_uri())
+    return driver
+
+
+def set_width(driver: Any, width: int) -> None:
+    """Set the page's own width, which a window's smallest size does not bound."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    assert driver.execute_script("return window.innerWidth") == width
+
+
+def cells(driver: Any, selector: str) -> list[list[str]]:
+    script = "return [...document.querySelectorAll(arguments[0])].map(r => [...r.cells].map(c => c.innerText.trim()))"
+    found: list[list[str]] = driver.execute_script(script, f"{selector} tr")
+    return found
+
+
+def test_every_image_is_shown(page: Any) -> None:
+    script = "return [...document.images].map(i => [i.complete, i.naturalWidth, i.naturalHeight, i.clientWidth, i.alt])"
+    images = page.execute_script(script)
+    assert len(images) == 14
+    for complete, width, height, shown, alt in images:
+        assert complete
+        assert width > 0
+        assert height > 0
+        assert 0 < shown <= 1160
+        assert alt
+
+
+def test_tables_show_the_figures(page: Any) -> None:
+    assert cells(page, "#\\31 -longbench .scores") == [
+        ["task", "samples", "errors", "dense", "quest 256", "quest 1024", "window 256"],
+        ["hotpotqa", "4", "1", "62.5", "25.0 (n=3)", "56.2", "31.2"],
+        ["qasper", "4", "0", "30.0", "15.0", "27.0", "15.0"],
+        ["average", "", "", "46.2", "20.0", "41.6", "23.1"],
+    ]
+    costs = cells(page, "#\\32 -needle .costs")
+    assert len(costs) == 1 + 4 * 4
+    assert costs[1][:3] == ["dense", "1,024", "5"]
+    assert cells(page, "#\\33 -pg19 .scores")[1] == ["pg19", "2", "0", "16.000", "32.000", "32.000", "32.000"]
+
+
+def test_what_a_model_wrote_stays_text(page: Any) -> None:
+    assert page.title == "Sparse attention: evaluation report"
+    assert HOSTILE.split("\u2028")[0].strip() in cells(page, "#\\31 -longbench .lost")[1][3]
+    assert page.execute_script("return document.scripts.length") == 0
+
+
+def test_console_is_silent_and_nothing_is_fetched(page: Any) -> None:
+    assert page.get_log("browser") == []
+    fetched = page.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert [name for name in fetched if not name.startswith("data:")] == []
+
+
+@pytest.mark.parametrize("width", [1200, 420])
+def test_no_horizontal_overflow(page: Any, width: int) -> None:
+    set_width(page, width)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    script = """
+        const edge = document.documentElement.clientWidth;
+        const out = [...document.querySelectorAll('body *')].filter(
+            e => !e.closest('.scroll table, .picture img') && e.getBoundingClientRect().right > edge + 0.5);
+        return out.map(e => e.outerHTML.slice(0, 80));
+    """
+    assert page.execute_script(script) == []
+
+
+def test_wide_tables_scroll_inside_their_own_box(page: Any) -> None:
+    set_width(page, 420)
+    script = """
+        const box = document.querySelector('[id$="-wide"] .scroll');
+        box.scrollLeft = 200;
+        return [box.scrollWidth > box.clientWidth, box.scrollLeft, window.scrollX];
+    """
+    assert page.execute_script(script) == [True, 200, 0]
+
+
+def test_links_lead_to_the_sections(page: Any) -> None:
+    targets = page.execute_script("return [...document.querySelectorAll('nav a')].map(a => a.hash.slice(1))")
+    assert targets == ["1-longbench", "2-needle", "3-pg19", "4-wide", "failures", "runs"]
+    assert all(page.execute_script("return !!document.getElementById(arguments[0])", target) for target in targets)
