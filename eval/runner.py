@@ -126,14 +126,16 @@ def run(
     provenance = {"seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
 
     store = Store(out, processes.rank, processes.world_size)
-    with _claimed(store, {**config.as_json(), "protocol_sha256": sha256}, processes):
-        model, tokenizer = load(config)
-        setup = _setup(config, benchmark, model, tokenizer, variants)
-        benchmark.check_methods([variant.method for variant in variants], setup)
-        items = benchmark.items(setup)
-        if not items:
-            raise EvalError(f"{config.benchmark} has no samples for these settings")
-        check_unique(items)
+    settings = {**config.as_json(), "protocol_sha256": sha256}
+    store.check(settings)  # before the model is loaded; the folder is taken only for a run that can be
+    model, tokenizer = load(config)
+    setup = _setup(config, benchmark, model, tokenizer, variants)
+    benchmark.check_methods([variant.method for variant in variants], setup)
+    items = benchmark.items(setup)
+    if not items:
+        raise EvalError(f"{config.benchmark} has no samples for these settings")
+    check_unique(items)
+    with _claimed(store, settings, processes):
         engine = Engine(model, tokenizer, config)
         order = [_key(item, variant) for item in items for variant in variants]
         done = {row_key(row) for row in store.rows() if row["error"] is None}

@@ -62,27 +62,36 @@ class Store:
         self.own_rows = folder / name
         self._lock = FileLock(folder / ".lock")
 
-    def claim(self, config: Mapping[str, Any]) -> None:
-        """Take the folder for a configuration: a new one, or one that began with the same. Main process only.
+    def check(self, config: Mapping[str, Any]) -> None:
+        """See whether a configuration can have the folder, and write nothing.
 
         Raises
         ------
         EvalError
-            The folder belongs to another configuration or another running process, holds other files, or cannot be
-            written. Nothing in it was changed.
+            The folder belongs to another configuration, or holds other files.
         """
         path = self.folder / "config.json"
         if path.exists():
             self._check_same(path, config)
-        elif self.folder.exists() and any(entry.name != ".lock" for entry in self.folder.iterdir()):
+        elif self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir()):
             raise EvalError(
                 f"out={str(self.folder)!r} holds other files and no config.json; name a new or empty folder"
             )
+
+    def claim(self, config: Mapping[str, Any]) -> None:
+        """Take the folder for a configuration: a new one, or one that began with the same.
+
+        Raises
+        ------
+        EvalError
+            As :meth:`check`; or another running process has the folder, or it cannot be written.
+        """
+        self.check(config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            if not path.exists():
-                write_json(path, config)
+            if not (self.folder / "config.json").exists():
+                write_json(self.folder / "config.json", config)
         except Timeout as error:
             raise EvalError(f"out={str(self.folder)!r} is in use by another run") from error
         except OSError as error:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.haystack import check_depths, rotated, text_haystack
+from eval.errors import EvalError
 from hf_sparse_attn.passkey import FILLER, Passkey, make_passkey
 
 MAX_NEW_TOKENS = 8
@@ -29,12 +30,18 @@ class PasskeyRetrieval(Benchmark):
     def items(self, setup: Setup) -> list[Item]:
         """``repeats`` rounds over the depths for each task and length; a length is the material's, in tokens."""
         depths = check_depths(setup.option("depths", self.options["depths"]))
-        rounds = [(repeat, depth) for repeat in range(setup.option("repeats", 1)) for depth in depths]
+        repeats = setup.option("repeats", self.options["repeats"])
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise EvalError(f"repeats={repeats!r} is not allowed: a whole number, at least 1")
+        rounds = [(repeat, depth) for repeat in range(repeats) for depth in depths]
         items = []
         for task in setup.tasks:
             sentences = list(FILLER) if task == "filler" else text_haystack(task, setup)
             for length in setup.lengths:
-                first = _make(setup, task, length, sentences, rounds[0][1], number=0)
+                try:
+                    first = _make(setup, task, length, sentences, rounds[0][1], number=0)
+                except ValueError as error:
+                    raise EvalError(f"length={length} is not allowed: {error}") from error
                 setup.check_length(length + len(first.question_ids) + MAX_NEW_TOKENS)
                 for number, (repeat, depth) in enumerate(rounds[: setup.limit]):
                     make = partial(_make, setup, task, length, sentences, depth, number)

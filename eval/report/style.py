@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from eval.config import DENSE
 from eval.report.sections import Column, label
-from eval.summary import DENSE
 
 # Okabe and Ito's colours, which people with colour-blindness can tell apart; their yellow is too pale on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

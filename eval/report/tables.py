@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.config import DENSE
 from eval.report.plots import length_name
 from eval.report.rows import Row
 from eval.report.sections import Column, Place, Section, label
-from eval.summary import DENSE
 
 _NOTHING = "–"  # noqa: RUF001
 _MOST_LOST = 5

@@ -1,0 +1,25 @@
+"""A model on disk that every test of the harness can run in a moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with 1,024 positions, and a byte-level tokenizer with a chat template."""
+    return str(save_model(tmp_path_factory.mktemp("model"), chat=True))
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A book and essays, made up."""
+    folder = tmp_path_factory.mktemp("data")
+    sentences = [f"On day {i} the boat number {i * 7 % 31} came home with {i * 3 % 17} fish." for i in range(300)]
+    (folder / "book.txt").write_text(" ".join(sentences), encoding="utf-8")
+    (folder / "PaulGrahamEssays.json").write_text('{"text": "' + " ".join(sentences[::-1]) + '"}', encoding="utf-8")
+    return folder

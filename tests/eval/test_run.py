@@ -1,0 +1,338 @@
+"""Whole runs on a tiny model: what a row says, what resumes, what fails alone, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eval.benchmarks.passkey import PasskeyRetrieval
+from eval.cli import app
+from eval.config import make_config
+from eval.engine import Engine, make_variants
+from eval.runner import Processes, run
+from eval.store import read_rows, row_key
+from hf_sparse_attn import METHODS
+from hf_sparse_attn.models import load_model
+from tests.methods.toy import Window
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSKEY = {"benchmark": "passkey", "lengths": [400], "method": ["quest"], "token_budget": [64], "limit": 2}
+SMALL = ("--lengths", "400", "--method", "full,quest", "--token-budget", "64", "--limit", "2")
+
+
+@pytest.fixture(scope="module")
+def loaded(model_dir):
+    return load_model(model_dir, torch.float32, "cpu")
+
+
+def go(out, loaded, model_dir, **values):
+    config = make_config({**PASSKEY, "model": model_dir, **values})
+    return run(config, out, lambda _: loaded, Processes())
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "eval", *arguments]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels/torch-ext")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_every_row_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded, model_dir):
+    summary = go(tmp_path, loaded, model_dir, token_budget=[64, 128])
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [(row["sample_id"], row["method"], row["token_budget"]) for row in rows] == [
+        (sample, method, budget)
+        for sample in ("0-0.1", "0-0.3")
+        for method, budget in (("full", None), ("quest", 64), ("quest", 128))
+    ]
+    for row in rows:
+        assert row["error"] is None
+        assert row["score"] in (0.0, 1.0)
+        assert row["prompt_tokens"] == 400 + row["question_tokens"]
+        assert row["peak_memory_bytes"] > 0
+        assert row["ttft_seconds"] > row["prefill_seconds"] > 0
+        assert row["versions"]["torch"] == torch.__version__
+        assert (row["seed"], row["question"], row["dtype"]) == (0, "decode", "float32")
+    for dense, small, large in (rows[:3], rows[3:]):
+        assert dense["kv_fraction"] == 1.0
+        assert 0 < small["kv_fraction"] < large["kv_fraction"] < 1
+        assert small["realised_budget"] <= 64 < large["realised_budget"] <= 128
+        assert small["metadata_bytes"] > 0
+        assert dense["kv_bytes"] == dense["dense_bytes"]
+        same_steps = dense["new_tokens"] == small["new_tokens"]
+        assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # our arithmetic against the counters
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert summary["finished"]
+    assert [(entry["method"], entry["samples"]) for entry in summary["table"]] == [
+        ("full", 2),
+        ("quest", 2),
+        ("quest", 2),
+    ]
+
+
+@pytest.mark.parametrize("question", ["decode", "prefill"])
+def test_the_answer_is_what_generate_gives(tmp_path, loaded, model_dir, question):
+    """Dense, over the shared prefill, against Transformers' own loop over the whole prompt."""
+    model, tokenizer = loaded
+    go(tmp_path, loaded, model_dir, question=question, limit=1)
+    (row,) = (row for row in read_rows(tmp_path / "rows.jsonl") if row["method"] == "full")
+    item = PasskeyRetrieval().items(_setup(tokenizer, lengths=(400,), tasks=("filler",)))[0]
+    sample = item.build()
+    prompt = torch.tensor([[*sample.material_ids, *sample.question_ids]])
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    new_ids = expected[0, prompt.shape[1] :]
+    assert row["prediction"] == tokenizer.decode(new_ids, skip_special_tokens=True)
+
+
+def _setup(tokenizer, **values):
+    from eval.benchmarks import Setup
+
+    return Setup(**{"tokenizer": tokenizer, "max_positions": 1024, **values})
+
+
+def test_the_material_is_prefilled_once_for_all_that_leave_prefill_dense(tmp_path, loaded, model_dir, monkeypatch):
+    monkeypatch.setattr(Window, "sparse_phases", ("prefill", "decode"))
+    monkeypatch.setitem(METHODS, Window.name, Window)
+    model, _ = loaded
+    lengths = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    go(tmp_path, loaded, model_dir, limit=1, token_budget=[64, 128])
+    assert [length for length in lengths if length > 1] == [400]
+    lengths.clear()
+    go(tmp_path / "own", loaded, model_dir, limit=1, method=["quest", Window.name])
+    assert [length for length in lengths if length > 1] == [400, 400]  # a method that is sparse there prefills itself
+    hook.remove()
+
+
+def test_question_prefilled_in_one_pass(tmp_path, loaded, model_dir):
+    go(tmp_path, loaded, model_dir, question="prefill", limit=1)
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        steps = row["new_tokens"] - 1 if row["new_tokens"] == 8 else row["new_tokens"]
+        per_token = row["dense_bytes"] / sum(row["prompt_tokens"] + 1 + step for step in range(steps))
+        assert per_token == 3 * 2 * 16 * 4  # layers, keys and values, head_dim, bytes
+
+
+def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
+    go(tmp_path, loaded, model_dir)
+    before = (tmp_path / "rows.jsonl").read_bytes()
+
+    def fail(*_, **__):
+        raise AssertionError("ran again")
+
+    hook = loaded[0].register_forward_pre_hook(fail)
+    summary = go(tmp_path, loaded, model_dir)
+    hook.remove()
+    assert summary["finished"]
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
+    out = tmp_path / "out"
+    arguments = command(
+        "run", "passkey", "--model", model_dir, "--lengths", "900", "--method", "quest", "--token-budget", "64",
+        "--set", "repeats=4", "--out", str(out),
+    )  # fmt: skip
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (out / "rows.jsonl").exists() and (out / "rows.jsonl").read_bytes().count(b"\n") >= 3:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    assert process.wait() == -signal.SIGKILL, process.stderr.read()
+    survived = (out / "rows.jsonl").read_bytes()
+    survived = survived[: survived.rfind(b"\n") + 1]
+    assert 3 <= survived.count(b"\n") < 40
+    assert not (out / "summary.json").exists()
+
+    subprocess.run(arguments, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    rows = read_rows(out / "rows.jsonl")
+    assert len({row_key(row) for row in rows}) == len(rows) == 40
+    done = {row_key(row): row for row in rows}
+    for line in survived.splitlines():
+        row = json.loads(line)
+        assert done[row_key(row)] == row
+    assert json.loads((out / "summary.json").read_text())["finished"]
+
+
+def test_two_processes_split_the_rows_and_merge_them(tmp_path, model_dir):
+    arguments = ["run", "passkey", "--model", model_dir, *SMALL[:-2], "--limit", "5"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "eval"]
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    subprocess.run(
+        [*launch, *arguments, "--out", str(together)], cwd=ROOT, env=environment(), check=True, capture_output=True
+    )
+    subprocess.run(
+        command(*arguments, "--out", str(alone)), cwd=ROOT, env=environment(), check=True, capture_output=True
+    )
+    assert sorted(path.name for path in together.glob("*.json*")) == ["config.json", "rows.jsonl", "summary.json"]
+    names = ("sample_id", "method", "prediction", "score", "kv_bytes", "metadata_bytes")
+    split, whole = (
+        [{name: row[name] for name in names} for row in read_rows(folder / "rows.jsonl")]
+        for folder in (together, alone)
+    )
+    assert split == whole
+    assert len(whole) == 10
+
+
+def test_one_bad_sample_is_recorded_and_the_run_goes_on(tmp_path, loaded, model_dir, monkeypatch):
+    stock = PasskeyRetrieval.items
+
+    def with_a_bad_one(self, setup):
+        items = stock(self, setup)
+
+        def broken():
+            raise OSError("the disk is gone")
+
+        object.__setattr__(items[0], "build", broken)
+        return items
+
+    with monkeypatch.context() as context:
+        context.setattr(PasskeyRetrieval, "items", with_a_bad_one)
+        summary = go(tmp_path, loaded, model_dir)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["error"] for row in rows] == ["OSError: the disk is gone"] * 2 + [None] * 2
+    assert rows[0]["score"] is None
+    assert summary["errors"] == 2
+    assert [entry["errors"] for entry in summary["table"]] == [1, 1]
+    repaired = go(tmp_path, loaded, model_dir)  # failed rows are tried again
+    assert repaired["errors"] == 0
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 4
+
+
+def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkeypatch):
+    model, tokenizer = loaded
+    config = make_config({**PASSKEY, "model": model_dir})
+    monkeypatch.setattr(METHODS["quest"], "select", lambda *_: 1 / 0)
+    sample = PasskeyRetrieval().items(_setup(tokenizer, lengths=(400,), tasks=("filler",)))[0].build()
+    (_, dense), (_, quest) = Engine(model, tokenizer, config).run(sample, make_variants(config))
+    assert dense["error"] is None
+    assert quest == {"error": "ZeroDivisionError: division by zero"}
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("passkeys",), "benchmark 'passkeys' is unknown; known: passkey, needle"),
+        (("passkey", "--tasks", "fillers"), "passkey has no task 'fillers'; it has filler, book"),
+        (("passkey", "--method", "qest"), "unknown method 'qest' (did you mean 'quest'?)"),
+        (("passkey", "--method", "quest", "--token-budget", "8"), "token_budget must be at least one page"),
+        (("passkey", "--lengths", "2000"), "is beyond what the model holds: 1024 positions"),
+        (("passkey", "--lengths", "20"), "num_tokens=20 is too small"),
+        (("passkey", "--lengths", "many"), "--lengths 'many' is not a comma-separated list"),
+        (("passkey", "--set", "depth=0"), "passkey has no setting 'depth'; it has depths, repeats"),
+        (("passkey", "--set", "depths=2"), "depths=2 is not allowed"),
+        (("passkey", "--set", "repeats=0"), "repeats=0 is not allowed"),
+        (("passkey", "--method", "quest", "--parameter", "size=2"), "parameter 'size' belongs to none of the methods"),
+        (("passkey", "--tasks", "book", "--data-dir", "/nowhere"), "/nowhere"),
+        (("pg19", "--set", "chunk=4", "--method", "quest"), "chunk=4 is not allowed with quest"),
+        (("pg19", "--lengths", "200"), "scored=256 must be less than length=200"),
+        (("needle", "--lengths", "60"), "length=60 is not allowed"),
+        (("longbench", "--protocol-dir", "/nowhere"), "/nowhere"),
+        (("passkey", "--dtype", "int8"), "dtype='int8' is not allowed"),
+        (("passkey", "--limit", "0"), "limit=0 is not allowed"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_rows(tmp_path, model_dir, data_dir, arguments, said):
+    given = [*arguments, "--model", model_dir, "--out", str(tmp_path / "out")]
+    if "--data-dir" not in given:
+        given += ["--data-dir", str(data_dir)]
+    result = invoke("run", *given)
+    assert result.exit_code == 2, result.output
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert not (tmp_path / "out").exists()  # the corrected command can have the folder
+
+
+def test_folder_of_another_configuration_is_refused(tmp_path, model_dir):
+    given = ("run", "passkey", "--model", model_dir, "--out", str(tmp_path / "out"), *SMALL)
+    assert invoke(*given).exit_code == 0
+    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    result = invoke(*given, "--seed", "1")
+    assert result.exit_code == 2
+    assert "belongs to another configuration: seed was 0 and is 1" in result.stderr
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+
+
+def test_nothing_but_errors_ends_with_code_1(tmp_path, model_dir, data_dir):
+    (tmp_path / "short.txt").write_text("A short book.")
+    result = invoke(
+        "run", "pg19", "--model", model_dir, "--out", str(tmp_path / "out"), "--data-dir", str(tmp_path),
+        "--lengths", "400",
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "1 of 1 rows are errors" in result.stderr
+
+
+def test_sweep_runs_each_in_its_own_folder_and_reports(tmp_path, model_dir, data_dir):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        f"model: {model_dir}\nmethod: quest\ntoken_budget: 64\ndata_dir: {data_dir}\nruns:\n"
+        "  - {benchmark: passkey, lengths: [300, 500], limit: 2}\n"
+        "  - {benchmark: needle, tasks: [essay, book], lengths: 800, limit: 2}\n"
+        "  - {benchmark: pg19, lengths: [400, 600], options: {scored: 96}}\n"
+    )
+    result = invoke("run", "--config", str(path), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    folders = sorted(folder.name for folder in (tmp_path / "out").iterdir())
+    assert folders == ["01-passkey", "02-needle", "03-pg19"]
+    counts = [len(read_rows(tmp_path / "out" / folder / "rows.jsonl")) for folder in folders]
+    assert counts == [8, 8, 4]
+    page = invoke("report", str(tmp_path / "out"))
+    assert page.exit_code == 0, page.output
+    assert Path(page.stdout.strip()).read_text(encoding="utf-8").count("<img") >= 3
+
+
+def test_list_names_every_benchmark_and_table():
+    text = invoke("list").stdout
+    for name in (
+        "passkey",
+        "needle",
+        "ruler",
+        "longbench",
+        "infinitebench",
+        "pg19",
+        "niah_multikey_3",
+        "quest-passkey",
+    ):
+        assert name in text
+
+
+def test_table_sets_the_papers_figures_beside_ours(tmp_path, model_dir):
+    result = invoke(
+        "table", "quest-passkey", "--model", model_dir, "--lengths", "400", "--token-budget", "64", "--limit", "1",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "2406.10774" in result.stdout
+    assert "not measured" in result.stdout
+    assert "not here yet" in result.stdout
