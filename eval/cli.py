@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eval.config import RunConfig, make_config, read_sweep
+from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
+from eval.terminal import WIDTH, integers, on_row, progress, split, summary_table
+from hf_sparse_attn.terminal import parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,8 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 ModelOption = Annotated[
     str | None,
@@ -60,11 +54,11 @@ def list_benchmarks() -> None:
     from eval.benchmarks import BENCHMARKS
     from eval.tables import table_names
 
-    table = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
+    listing = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
     for benchmark in BENCHMARKS.values():
         settings = "\n".join(f"{name}={value}" for name, value in benchmark.options.items())
-        table.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
-    _print_table(table)
+        listing.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
+    print_table(listing, WIDTH)
     typer.echo(f"tables (python -m eval table NAME): {', '.join(table_names())}")
 
 
@@ -100,19 +94,19 @@ def run(
     """
     overrides = {
         "benchmark": benchmark,
-        "tasks": _split(tasks),
+        "tasks": split(tasks),
         "model": model,
-        "method": _split(method),
-        "token_budget": _integers("--token-budget", token_budget),
-        "parameters": _parse_settings("--parameter", parameter),
-        "lengths": _integers("--lengths", lengths),
+        "method": split(method),
+        "token_budget": integers("--token-budget", token_budget),
+        "parameters": parse_settings("--parameter", parameter or []),
+        "lengths": integers("--lengths", lengths),
         "limit": limit,
         "seed": seed,
         "question": question,
         "chat": chat,
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
-        "options": _parse_settings("--set", settings),
+        "options": parse_settings("--set", settings or []),
         "dtype": dtype,
         "device": device,
     }
@@ -130,10 +124,10 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     loader = _Loader(processes)
     folders = _folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
-        with _progress(f"{config.benchmark} -> {folder}", processes) as on_row:
-            summary = run_benchmark(config, folder, loader, processes, on_row)
+        with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
+            summary = run_benchmark(config, folder, loader, processes, on_row(update))
         if processes.is_main:
-            _print_table(_summary_table(summary, folder))
+            print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
                 typer.echo(
                     f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl", err=True
@@ -177,8 +171,8 @@ def table(
     overrides = {
         "model": model,
         "limit": limit,
-        "lengths": _integers("--lengths", lengths),
-        "token_budget": _integers("--token-budget", token_budget),
+        "lengths": integers("--lengths", lengths),
+        "token_budget": integers("--token-budget", token_budget),
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "dtype": dtype,
@@ -196,7 +190,66 @@ def table(
         for printed, run in zip(as_printed, runs, strict=True):
             rows = read_rows(folders[distinct.index(run)] / "rows.jsonl")
             comparisons += compare(figures_of_run(wanted.figures, printed), summarise(rows), run.model)
-        _print_table(paper_table(comparisons, wanted.paper))
+        print_table(paper_table(comparisons, wanted.paper), WIDTH)
+
+
+@app.command()
+def docs(
+    results: Annotated[Path, typer.Option(help="Folder with a folder for each sweep, and speed/.")] = Path(
+        "eval/results"
+    ),
+    out: Annotated[Path, typer.Option(help="The Markdown file to write.")] = Path("docs/results.md"),
+) -> None:
+    """Write the page of measured tables from the results folders that are kept in the repository."""
+    from eval.markdown import write_results
+
+    with _user_errors():
+        write_results(results, out)
+    typer.echo(out)
+
+
+@app.command()
+def speed(
+    context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
+    model: ModelOption = None,
+    shape: Annotated[
+        str | None, typer.Option(help="In place of a model: an architecture with random weights and a filled cache.")
+    ] = None,
+    method: MethodOption = "quest",
+    token_budget: BudgetOption = None,
+    parameter: ParameterOption = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Runs of each side that count.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of weights, cache and prompt.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, beside the table.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Time generate(), dense and patched in one run: time to first token and ms per token, medians and quartiles."""
+    from transformers.utils import logging
+
+    from eval.speed import SpeedConfig, measure, save, speed_table
+
+    logging.set_verbosity_error()
+    with _user_errors():
+        config = SpeedConfig(
+            model=model,
+            shape=shape,
+            contexts=integers("--context", context),
+            method=split(method),
+            token_budget=integers("--token-budget", token_budget),
+            parameters=parse_settings("--parameter", parameter or []),
+            new_tokens=new_tokens,
+            repeats=repeats,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
+        with progress(f"speed of {model or shape}", is_shown=True) as update:
+            measured = measure(config, lambda what, done, total: update(done, total, what))
+        print_table(speed_table(measured), WIDTH)
+        if out is not None:
+            save(measured, out)
 
 
 def _given(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -217,8 +270,6 @@ class _Loader:
 
         from hf_sparse_attn.models import load_model
 
-        if config.dtype is not None and config.dtype not in DTYPES:
-            raise EvalError(f"dtype={config.dtype!r} is not allowed: one of {', '.join(DTYPES)}")
         key = (config.model, config.dtype, config.device)
         if self._loaded is None or key != self._key:
             self._loaded = None  # two models would not fit where one does
@@ -245,94 +296,7 @@ def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None)
     return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
 
 
-@contextmanager
-def _progress(label: str, processes: Processes) -> Iterator[Any]:
-    """A progress bar on stderr for the main process's share of the rows."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not processes.is_main) as progress:
-        task = progress.add_task(label, total=None)
-
-        def on_row(done: int, total: int, row: dict[str, Any] | None) -> None:
-            progress.update(task, completed=done, total=total)
-            if row is not None and row["error"] is not None:
-                progress.console.print(
-                    f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}", markup=False
-                )
-
-        yield on_row
-
-
-def _summary_table(summary: dict[str, Any], folder: Path) -> Table:
-    table = Table(title=str(folder))
-    for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
-        table.add_column(column, justify="left" if column in ("task", "method") else "right")
-    for entry in summary["table"]:
-        perplexity = entry.get("perplexity")
-        table.add_row(
-            entry["task"],
-            _number(entry["length"], "{:,}"),
-            entry["method"],
-            _number(entry["token_budget"], "{:,}"),
-            f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
-            _number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
-            _number(entry["kv_fraction"], "{:.1%}"),
-            _number(entry["ttft_seconds"], "{:.2f}"),
-            _number(entry["tpot_ms"], "{:.1f}"),
-        )
-    overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
-    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {_number(overhead, '{:.1%}')}"
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
-
-
-def _integers(option: str, text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in _split(text))
-    except ValueError:
-        _fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
-
-
-def _parse_settings(option: str, settings: list[str] | None) -> dict[str, Any]:
-    parsed: dict[str, Any] = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
-            _fail(f"{option} {setting!r} is not of the form name=value")
-        if name in parsed:
-            _fail(f"{option}: {name} is given twice")
-        try:
-            parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[name] = value
-    return parsed
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Report what the package and the harness raise on bad input in one line."""
+def _user_errors() -> AbstractContextManager[None]:
     from hf_sparse_attn.models import ModelLoadError
 
-    try:
-        yield
-    except (EvalError, ModelLoadError, ImportError) as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    """Print a one-line error to stderr and exit with code 2."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)
-
-
-def _print_table(table: Table) -> None:
-    """At the terminal's width, and wide enough for the longest row where the output is a file."""
-    console = Console()
-    Console(width=None if console.is_terminal or "COLUMNS" in os.environ else 140, file=sys.stdout).print(table)
+    return user_errors(EvalError, ModelLoadError, ImportError)

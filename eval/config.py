@@ -14,6 +14,7 @@ from eval.errors import EvalError
 
 QUESTION_MODES = ("decode", "prefill")
 CHAT_MODES = ("auto", "on", "off")
+DTYPES = ("float32", "bfloat16", "float16")
 DENSE = "full"
 
 
@@ -84,6 +85,8 @@ class RunConfig:
         for name, allowed in (("question", QUESTION_MODES), ("chat", CHAT_MODES)):
             if getattr(self, name) not in allowed:
                 raise EvalError(f"{name}={getattr(self, name)!r} is not allowed: one of {', '.join(allowed)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise EvalError(f"dtype={self.dtype!r} is not allowed: one of {', '.join(DTYPES)}")
         for name in ("lengths", "token_budget"):
             for value in getattr(self, name):
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:

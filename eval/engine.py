@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from eval.benchmarks.base import Sample
 from eval.config import DENSE, RunConfig
@@ -90,6 +92,21 @@ class _Continuation:
     new_tokens: int
 
 
+@contextmanager
+def _same_dense_kernels() -> Iterator[None]:
+    """Keep cuDNN's attention out.
+
+    It builds a plan for every cache length that it has not seen, for tens of milliseconds, so that dense attention,
+    which runs first, would pay for what the methods after it then get for nothing.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
 class Engine:
     """Runs samples through a model.
 
@@ -124,9 +141,10 @@ class Engine:
         prefix: _Prefix | None = None
         for variant in variants:
             try:
-                if prefix is None and variant.prefills_densely:
-                    prefix = self._prefill(sample)
-                measured = self._run_variant(sample, variant, prefix if variant.prefills_densely else None)
+                with _same_dense_kernels():
+                    if prefix is None and variant.prefills_densely:
+                        prefix = self._prefill(sample)
+                    measured = self._run_variant(sample, variant, prefix if variant.prefills_densely else None)
             except Exception as error:  # recorded in the row: one bad sample does not end a run of many
                 measured = {"error": f"{type(error).__name__}: {error}"}
             yield variant, measured

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,7 @@ def run(
                 "config": config.as_json(),
                 **engine.machine,
                 **provenance,
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "rows": len(rows),
                 "errors": sum(row["error"] is not None for row in rows),
                 "finished": {row_key(row) for row in rows} >= set(order),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.terminal import fail, parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +92,7 @@ def list_methods(
     for name, method in METHODS.items():
         parameters = "\n".join(f"{parameter.name}={parameter.default}" for parameter in fields(method))
         table.add_row(name, method.summary, method.paper, parameters, ", ".join(method.sparse_phases))
-    _print_table(table)
+    print_table(table)
 
 
 @app.command()
@@ -130,7 +129,7 @@ def compare(
     Without --prompt-file, the prompts are passkey haystacks. Progress goes to stderr.
     """
     if prompt_file is not None and passkey_tokens is not None:
-        _fail("--prompt-file and --passkey-tokens exclude each other")
+        fail("--prompt-file and --passkey-tokens exclude each other")
     needle_depths = _parse_depths(depths)
     text = _read_prompt(prompt_file) if prompt_file is not None else None
 
@@ -144,9 +143,9 @@ def compare(
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in dtypes:
-        _fail(f"--dtype {dtype!r} is unknown; allowed: {', '.join(dtypes)}")
+        fail(f"--dtype {dtype!r} is unknown; allowed: {', '.join(dtypes)}")
     with _user_errors():
-        method = make_method(method_name, **_parse_settings(settings or [], token_budget))
+        method = make_method(method_name, **_parameters(settings or [], token_budget))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     err = Console(stderr=True)
@@ -187,7 +186,7 @@ def compare(
     if as_json:
         _print_json(report)
     else:
-        _print_table(_comparison_table(report))
+        print_table(_comparison_table(report))
 
 
 def _run_both_sides(
@@ -343,19 +342,13 @@ def _comparison_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _parse_settings(settings: list[str], token_budget: int | None) -> dict[str, Any]:
-    parameters: dict[str, Any] = {} if token_budget is None else {"token_budget": token_budget}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
-            _fail(f"--set {setting!r} is not of the form name=value, such as page_size=16")
-        if name in parameters:
-            _fail(f"{name} is given twice")
-        try:
-            parameters[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parameters[name] = value  # a word, such as group_reduce=mean
-    return parameters
+def _parameters(settings: list[str], token_budget: int | None) -> dict[str, Any]:
+    parameters = parse_settings("--set", settings)
+    if token_budget is None:
+        return parameters
+    if "token_budget" in parameters:
+        fail("token_budget is given twice")
+    return {"token_budget": token_budget, **parameters}
 
 
 def _parse_depths(text: str) -> list[float]:
@@ -364,7 +357,7 @@ def _parse_depths(text: str) -> list[float]:
     except ValueError:
         depths = []
     if not depths or not all(0 <= depth <= 1 for depth in depths):
-        _fail(f"--depths {text!r} is not a comma-separated list of numbers from 0 to 1")
+        fail(f"--depths {text!r} is not a comma-separated list of numbers from 0 to 1")
     return depths
 
 
@@ -372,9 +365,9 @@ def _read_prompt(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _fail(f"--prompt-file {str(path)!r} cannot be read: {error}")
+        fail(f"--prompt-file {str(path)!r} cannot be read: {error}")
     if not text.strip():
-        _fail(f"--prompt-file {str(path)!r} is empty")
+        fail(f"--prompt-file {str(path)!r} is empty")
     return text
 
 
@@ -391,32 +384,15 @@ def _check_positions(model: PreTrainedModel, needed: int) -> None:
 
     available = max_positions(model.config)
     if needed > available:
-        _fail(f"prompt and answer take {needed} tokens; the model has positions for {available}")
+        fail(f"prompt and answer take {needed} tokens; the model has positions for {available}")
 
 
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """Report what the package raises on bad input in one line."""
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    """Print a one-line error to stderr and exit with code 2."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)
+def _user_errors() -> AbstractContextManager[None]:
+    return user_errors(ValueError, TypeError, NotImplementedError, ImportError)
 
 
 def _print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def _print_table(table: Table) -> None:
-    """At the terminal's width, and wide enough for the longest row where the output is a file."""
-    console = Console()
-    Console(width=None if console.is_terminal or "COLUMNS" in os.environ else 120).print(table)
 
 
 def _literal(text: str) -> str:

@@ -15,7 +15,7 @@ from eval.prompts import encode_prompt
 MAX_NEW_TOKENS = 24
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tallinn", "Valencia", "Hobart", "Bergen", "Cusco", "Galway")
 OBJECTS = ("lantern", "compass", "umbrella", "thermos", "notebook", "whistle", "blanket", "camera", "ladder", "violin")
-COLOURS = ("copper", "purple", "silver", "yellow", "crimson", "turquoise", "emerald", "ivory", "scarlet", "indigo")
+COLOURS = ("copper", "purple", "silver", "yellow", "crimson", "turquoise", "golden", "white", "scarlet", "violet")
 FOODS = ("figs", "walnuts", "olives", "dates", "pretzels", "almonds", "raisins", "lemons", "apricots", "chestnuts")
 _INTRODUCTION = "Read the text below. One sentence in it tells what to carry on a walk; you will be asked for it.\n\n"
 _NEEDLE = "The best thing to carry on a walk through {place} is a {colour} {object} filled with {food}."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypedDict
 
-import datasets  # type: ignore[import-untyped]
-import evaluate  # type: ignore[import-untyped]
+import datasets
+import evaluate
 
 from eval.errors import EvalError
 from eval.metrics import check_task, score, tasks

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
-
 from eval.errors import EvalError
 from eval.metrics import text
 from eval.metrics.references import Scorer, as_number
@@ -19,9 +17,6 @@ _CODE_DEBUG_MARKS = ("\n", "`", "'", '"', "-", "*", "Option", "option")
 # What may announce an answer, in the order in which it is looked for.
 _CHOICE_ANNOUNCEMENTS = ("answer is:", "answer:", "answer is", "option is")
 _CODE_DEBUG_ANNOUNCEMENTS = ("answer is:", "is:", "answer:", "correct option is:")
-
-# Sentences stand between newlines, words are not stemmed: the defaults of the `rouge` metric of `evaluate`.
-_ROUGE_LSUM = RougeScorer(["rougeLsum"])
 
 
 def first_integer(prediction: str, references: list[str], _: Sequence[str]) -> float:
@@ -42,7 +37,11 @@ def upper_case_word(prediction: str, references: list[str], _: Sequence[str]) ->
 
 def summary(prediction: str, references: list[str], _: Sequence[str]) -> float:
     """ROUGE-Lsum F."""
-    return float(max(_ROUGE_LSUM.score(reference, prediction)["rougeLsum"].fmeasure for reference in references))
+    from rouge_score.rouge_scorer import RougeScorer  # loads nltk, which no other task needs
+
+    # Sentences stand between newlines, words are not stemmed: the defaults of the `rouge` metric of `evaluate`.
+    scorer = RougeScorer(["rougeLsum"])
+    return float(max(scorer.score(reference, prediction)["rougeLsum"].fmeasure for reference in references))
 
 
 def qa(prediction: str, references: list[str], _: Sequence[str]) -> float:

@@ -6,13 +6,10 @@ import logging
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import jieba  # type: ignore[import-untyped]
-from rouge import Rouge  # type: ignore[import-untyped]
-
-jieba.setLogLevel(logging.WARNING)  # it reports on its dictionary on stderr otherwise
+from rouge import Rouge
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _DROP_ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -30,6 +27,14 @@ _DROP_PUNCTUATION = {**_DROP_ASCII_PUNCTUATION, **dict.fromkeys(_CJK_PUNCTUATION
 _RECURSION_LIMIT = 1000
 
 
+def cut(text: str) -> Iterator[str]:
+    """Cut a Chinese text into words with jieba, which is loaded only now, with its dictionary."""
+    import jieba
+
+    jieba.setLogLevel(logging.WARNING)  # it reports on its dictionary on stderr otherwise
+    yield from jieba.cut(text)
+
+
 def words(text: str) -> list[str]:
     """The words of an English text: lower case, without ASCII punctuation and articles."""
     return _ARTICLE.sub(" ", text.lower().translate(_DROP_ASCII_PUNCTUATION)).split()
@@ -42,7 +47,7 @@ def characters(text: str) -> list[str]:
 
 def words_zh(text: str) -> list[str]:
     """The words of a Chinese text as jieba cuts it, normalised like ``characters``."""
-    normalised = ("".join(characters(word)) for word in jieba.cut(text))
+    normalised = ("".join(characters(word)) for word in cut(text))
     return [word for word in normalised if word]
 
 
@@ -72,7 +77,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
     """``rouge_l`` on words as jieba cuts them."""
-    return rouge_l(" ".join(jieba.cut(prediction)), " ".join(jieba.cut(reference)))
+    return rouge_l(" ".join(cut(prediction)), " ".join(cut(reference)))
 
 
 def _longest_sentence(text: str) -> int:

@@ -1,0 +1,178 @@
+"""``docs/results.md`` from the results folders: nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.config import DENSE
+from eval.errors import EvalError
+from eval.summary import column_order
+
+_HEAD = """# Results
+
+Written by `python -m eval docs` from the files under `{results}`; a test checks that the two agree. Scores are percent,
+higher is better; perplexity is the exception. "Tokens read" is the mean over decode steps, KV heads and the layers that
+a method makes sparse; "KV read" is bytes against dense attention's, metadata included, over all layers. Times are
+medians. Small samples: a passkey cell of five samples moves by 20 points when one changes.
+"""
+_NOTHING = "-"
+
+
+def write_results(results: Path, out: Path) -> None:
+    """Write the page.
+
+    Parameters
+    ----------
+    results : Path
+        Holds a folder for each sweep (named as its file in ``eval/configs``), and ``speed`` with reports of
+        ``python -m eval speed``.
+    out : Path
+        The Markdown file.
+
+    Raises
+    ------
+    EvalError
+        There are no results, or a file cannot be read.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(results_page(results), encoding="utf-8")
+
+
+def results_page(results: Path) -> str:
+    """Return the page's text; see :func:`write_results`."""
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(results.glob("*/*/summary.json")):
+        sweeps.setdefault(path.parent.parent.name, []).append(_read(path))
+    speeds = {path.stem: _read(path) for path in sorted((results / "speed").glob("*.json"))}
+    if not sweeps and not speeds:
+        raise EvalError(f"results={str(results)!r} holds no */*/summary.json and no speed/*.json")
+    parts = [_HEAD.format(results=results.as_posix())]
+    parts += [_sweep(name, summaries, results) for name, summaries in sweeps.items()]
+    parts += [_speed(name, report) for name, report in speeds.items()]
+    return "\n".join(parts)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+    return content
+
+
+def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str:
+    first = summaries[0]
+    versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
+    errors = sum(summary["errors"] for summary in summaries)
+    harness = sum(summary["harness_seconds"] for summary in summaries)
+    model = sum(summary["model_seconds"] for summary in summaries)
+    lines = [
+        f"## {first['model']}, {first['dtype']}, {first['device']}\n",
+        f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
+        f"--out {results.as_posix()}/{name}`\n",
+        f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
+        f"the harness added {harness / model:.1%} to what the model needed.\n",
+    ]
+    for summary in summaries:
+        lines += _benchmark(summary)
+    return "\n".join(lines)
+
+
+def _benchmark(summary: dict[str, Any]) -> list[str]:
+    config, entries = summary["config"], summary["table"]
+    columns = sorted(
+        {(entry["method"], entry["token_budget"]) for entry in entries}, key=lambda key: column_order(*key)
+    )
+    names = [_column(*column) for column in columns]
+    is_perplexity = any(entry["perplexity"] is not None for entry in entries)
+    hashed = f"; protocol {summary['protocol_sha256'][:12]}" if summary["protocol_sha256"] else ""
+    heading = f"### {config['benchmark']}\n"
+    settings = f"Question: {config['question']}; seed {config['seed']}{hashed}.\n"
+    places = list(dict.fromkeys((entry["task"], entry["length"]) for entry in entries))
+    found = {(entry["task"], entry["length"], entry["method"], entry["token_budget"]): entry for entry in entries}
+    what = "perplexity" if is_perplexity else "score"
+    scores = []
+    for place in places:
+        row = [found.get((*place, *column)) for column in columns]
+        samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
+        scores.append([place[0], _number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
+    costs = [
+        [
+            *(entry["task"], _number(entry["length"], "{:,}"), _column(entry["method"], entry["token_budget"])),
+            _number(entry["prompt_tokens"], "{:,.0f}"),
+            _number(entry["realised_budget"], "{:,.0f}"),
+            _number(None if entry["kv_fraction"] is None else 100 * entry["kv_fraction"], "{:.1f}"),
+            _number(entry["ttft_seconds"], "{:.2f}"),
+            _number(entry["tpot_ms"], "{:.1f}"),
+            _number(entry["peak_memory_bytes"] and entry["peak_memory_bytes"] / 2**20, "{:,.0f}"),
+        ]
+        for entry in entries
+    ]
+    cost_names = ("task", "length", "method", "prompt tokens", "tokens read", "KV read, %", "TTFT, s", "TPOT, ms")
+    return [
+        heading,
+        settings,
+        _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
+        "<details><summary>What it cost</summary>\n",
+        _table((*cost_names, "peak memory, MiB"), costs, left=1),
+        "</details>\n",
+    ]
+
+
+def _speed(name: str, report: dict[str, Any]) -> str:
+    settings, machine = report["settings"], report["machine"]
+    given = f"--shape {settings['shape']}" if settings["shape"] else f"--model {settings['model']}"
+    contexts = ",".join(str(context) for context in settings["contexts"])
+    budgets = ",".join(str(budget) for budget in settings["token_budget"])
+    versions = ", ".join(f"{key} {value}" for key, value in machine.items() if key not in ("device", "date"))
+    rows = [
+        [
+            f"{result['context']:,}",
+            side["name"],
+            *(
+                f"{side[key]['median']:.2f} ({side[key]['q1']:.2f} to {side[key]['q3']:.2f})"
+                for key in ("ttft_ms", "tpot_ms")
+            ),
+            f"{side['ratio']['tpot']:.2f}" if side["ratio"] else _NOTHING,
+            f"{100 * side['kv_fraction']:.1f}",
+            f"{side['peak_memory_bytes'] / 2**20:,.0f}",
+        ]
+        for result in report["results"]
+        for side in result["sides"]
+    ]
+    head = ("context", "side", "TTFT, ms", "ms per token", "dense over it", "KV read, %", "peak memory, MiB")
+    return "\n".join(
+        [
+            f"## Speed through `generate()`: {name}, {settings['dtype']}, {machine['device']}\n",
+            f"`python -m eval speed {given} --context {contexts} --method {','.join(settings['method'])} "
+            f"--token-budget {budgets}`\n",
+            f"{versions}; {machine['date'][:10]}. Medians and quartiles of {settings['repeats']} runs of "
+            f"{settings['new_tokens']} tokens. TTFT covers {report['ttft_covers']}.\n",
+            _table(head, rows, left=2),
+        ]
+    )
+
+
+def _column(method: str, token_budget: int | None) -> str:
+    return "dense" if method == DENSE else f"{method} {token_budget:,}"
+
+
+def _score(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return _NOTHING
+    if entry["perplexity"] is not None:
+        return f"{entry['perplexity']:.3f}"
+    return _number(None if entry["score"] is None else 100 * entry["score"], "{:.1f}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return _NOTHING if value is None else form.format(value)
+
+
+def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    names = list(head)
+    rule = ["---" if number < left else "---:" for number in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"

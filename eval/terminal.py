@@ -1,0 +1,83 @@
+"""What the harness shows on the terminal, and reads from its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hf_sparse_attn.terminal import fail
+
+WIDTH = 140
+"""Characters of a table where the output is a file."""
+
+
+@contextmanager
+def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | None], None]]:
+    """A progress bar on stderr; what it yields is called with how many are done, of how many, and a label."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as bar:
+        task = bar.add_task(label, total=None)
+
+        def update(done: int, total: int, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=what or label)
+
+        yield update
+
+
+def on_row(update: Callable[[int, int, str | None], None]) -> Callable[[int, int, dict[str, Any] | None], None]:
+    """What a run calls after each row: it moves the progress bar, and prints the error of a row that failed."""
+
+    def show(done: int, total: int, row: dict[str, Any] | None) -> None:
+        update(done, total, None)
+        if row is not None and row["error"] is not None:
+            typer.echo(f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}", err=True)
+
+    return show
+
+
+def summary_table(summary: dict[str, Any], folder: Path) -> Table:
+    """What a run found, a line for each task, length, method and budget."""
+    table = Table(title=str(folder))
+    for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
+        table.add_column(column, justify="left" if column in ("task", "method") else "right")
+    for entry in summary["table"]:
+        perplexity = entry.get("perplexity")
+        table.add_row(
+            entry["task"],
+            _number(entry["length"], "{:,}"),
+            entry["method"],
+            _number(entry["token_budget"], "{:,}"),
+            f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
+            _number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
+            _number(entry["kv_fraction"], "{:.1%}"),
+            _number(entry["ttft_seconds"], "{:.2f}"),
+            _number(entry["tpot_ms"], "{:.1f}"),
+        )
+    overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
+    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {_number(overhead, '{:.1%}')}"
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def split(text: str | None) -> tuple[str, ...]:
+    """Read a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def integers(option: str, text: str | None) -> tuple[int, ...]:
+    """Read a comma-separated list of whole numbers; anything else ends the command with an error that names it."""
+    try:
+        return tuple(int(part) for part in split(text))
+    except ValueError:
+        fail(f"{option} {text!r} is not a comma-separated list of whole numbers")

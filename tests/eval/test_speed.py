@@ -1,0 +1,368 @@
+"""The speed measurement on a tiny shape; what it says about time is never asserted, only how it is put together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import DynamicCache, PreTrainedModel
+
+from eval import speed
+from eval.errors import EvalError
+from eval.speed import (
+    DYNAMIC,
+    PREALLOCATED,
+    SHAPES,
+    SpeedConfig,
+    build_model,
+    measure,
+    measure_model,
+    save,
+    speed_table,
+)
+from hf_sparse_attn import SparseCache
+from hf_sparse_attn.patch import is_patched
+from tests.tiny import save_model
+
+CONTEXT = 300
+NEW_TOKENS = 4
+SETTINGS: dict[str, Any] = {
+    "shape": "tiny",
+    "contexts": (CONTEXT,),
+    "token_budget": (64,),
+    "new_tokens": NEW_TOKENS,
+    "repeats": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
+SIDES = [DYNAMIC, PREALLOCATED, "quest, 64"]
+
+
+def config(**changes: Any) -> SpeedConfig:
+    return SpeedConfig(**{**SETTINGS, **changes})
+
+
+def tiny_model(seed: int = 0) -> PreTrainedModel:
+    return build_model(SHAPES["tiny"], torch.float32, torch.device("cpu"), seed)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return measure(config(contexts=(CONTEXT, 2 * CONTEXT)))
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+class Feeds:
+    """Every forward pass of a model: tokens fed, tokens cached before, the cache's class, and whether patched."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.seen: list[tuple[int, int, type, bool]] = []
+        self.position_ids: list[list[int] | None] = []
+        self.model = model
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs["past_key_values"]
+        fed = kwargs["input_ids"].shape[1]
+        self.seen.append((fed, cache.get_seq_length(), type(cache), is_patched(self.model)))
+        positions = kwargs.get("position_ids")
+        self.position_ids.append(None if positions is None else positions.flatten().tolist())
+
+
+def test_the_report_is_complete_and_json(report: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "speed.json"
+    save(report, path)
+    assert json.loads(path.read_text(encoding="utf-8")) == report
+    assert {"device", "torch", "transformers", "python", "date"} <= set(report["machine"])
+    assert report["settings"]["contexts"] == [CONTEXT, 2 * CONTEXT]
+    assert report["settings"]["dtype"] == "float32"
+    assert report["ttft_covers"] == "one token: the context is cached"
+    assert [result["context"] for result in report["results"]] == [CONTEXT, 2 * CONTEXT]
+    for result in report["results"]:
+        assert [side["name"] for side in result["sides"]] == SIDES
+        assert [side["method"] for side in result["sides"]] == ["full", "full", "quest"]
+        assert [side["token_budget"] for side in result["sides"]] == [None, None, 64]
+        for side in result["sides"]:
+            assert len(side["ttft_ms"]["all"]) == SETTINGS["repeats"]
+            assert side["peak_memory_bytes"] > 0
+
+
+def test_reads_are_dense_attention_s_or_less(report: dict[str, Any]) -> None:
+    for result in report["results"]:
+        *dense, patched = result["sides"]
+        for side in dense:
+            assert side["kv_fraction"] == 1.0
+            assert side["realised_budget"] == result["context"] + (NEW_TOKENS + 1) / 2
+            assert side["ratio"] is None
+        assert patched["kv_fraction"] < 1
+        assert 48 <= patched["realised_budget"] <= 64  # four pages, the last one not always full
+        assert patched["hyperparameters"]["page_size"] == 16
+
+
+def test_quartiles_are_ordered_and_ratios_are_quotients_of_medians(report: dict[str, Any]) -> None:
+    for result in report["results"]:
+        sides = {side["name"]: side for side in result["sides"]}
+        for side in sides.values():
+            for quantity in ("ttft_ms", "tpot_ms"):
+                assert 0 < side[quantity]["q1"] <= side[quantity]["median"] <= side[quantity]["q3"]
+        ratio = sides["quest, 64"]["ratio"]
+        for quantity in ("ttft", "tpot"):
+            medians = {name: side[f"{quantity}_ms"]["median"] for name, side in sides.items()}
+            assert medians[ratio[f"{quantity}_against"]] == min(medians[DYNAMIC], medians[PREALLOCATED])
+            assert ratio[quantity] == min(medians[DYNAMIC], medians[PREALLOCATED]) / medians["quest, 64"]
+
+
+def test_a_median_of_one_run_is_that_run() -> None:
+    side = measure(config(repeats=1, method=()))["results"][0]["sides"][0]
+    [only] = side["ttft_ms"]["all"]
+    assert side["ttft_ms"] == {"median": only, "q1": only, "q3": only, "all": [only]}
+
+
+def test_a_shape_decodes_from_the_cached_context_every_time() -> None:
+    model = tiny_model()
+    feeds = Feeds(model)
+    measure_model(model, config())
+    assert {fed for fed, *_ in feeds.seen} == {1}
+    # warm-up and two rounds of three sides, and the check with a budget for everything
+    assert len(feeds.seen) == (3 * 3 + 1) * NEW_TOKENS
+    for start in range(0, len(feeds.seen), NEW_TOKENS):
+        run = range(CONTEXT, CONTEXT + NEW_TOKENS)
+        assert [cached for _, cached, _, _ in feeds.seen[start : start + NEW_TOKENS]] == list(run)
+        positions = feeds.position_ids[start : start + NEW_TOKENS]
+        assert positions == [[position] for position in run]
+
+
+def test_rounds_are_interleaved_and_do_not_always_begin_with_the_same_side() -> None:
+    model = tiny_model()
+    feeds = Feeds(model)
+    measure_model(model, config())
+    kinds = {(DynamicCache, False): DYNAMIC, (SparseCache, False): PREALLOCATED, (SparseCache, True): "quest, 64"}
+    runs = [kinds[kind, patched] for _, _, kind, patched in feeds.seen[::NEW_TOKENS]]
+    assert runs == [*SIDES, "quest, 64", *SIDES, *SIDES[1:], SIDES[0]]
+
+
+def test_a_model_prefills_the_context(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feeds = []
+    load = speed.load_model
+
+    def spied(*args: Any) -> Any:
+        model, tokenizer = load(*args)
+        feeds.append(Feeds(model))
+        return model, tokenizer
+
+    monkeypatch.setattr(speed, "load_model", spied)
+    report = measure(config(shape=None, model=str(tiny_folder), parameters={"dense_layers": 1}))
+    assert report["ttft_covers"] == "the prefill of the context and one token"
+    fed = [(fed, cached) for fed, cached, _, _ in feeds[0].seen]
+    decoded = [(1, CONTEXT + step) for step in range(NEW_TOKENS - 1)]
+    assert fed == [(CONTEXT, 0), *decoded] * 10
+    assert [side["name"] for side in report["results"][0]["sides"]] == SIDES
+    assert report["results"][0]["sides"][0]["realised_budget"] == CONTEXT + NEW_TOKENS / 2
+
+
+def test_random_prompts_leave_special_tokens_out() -> None:
+    ids = speed._random_ids(tiny_model(), 500, special_ids=range(90), seed=0)
+    assert set(ids.flatten().tolist()) == set(range(90, 97))
+
+
+def test_the_model_is_left_unpatched() -> None:
+    model = tiny_model()
+    before = model.config._attn_implementation
+    measure_model(model, config())
+    assert not is_patched(model)
+    assert model.config._attn_implementation == before == "sdpa"
+
+
+def test_all_sides_make_dense_tokens_where_the_budget_covers_everything() -> None:
+    model, made = tiny_model(), config()
+    work = speed._Work.start(model, made, CONTEXT, ())
+    [method] = config(token_budget=(1024,)).methods()
+    sides = [
+        speed._Side(DYNAMIC, None, work.new_dynamic_cache),
+        speed._Side(PREALLOCATED, None, lambda: work.new_cache("full")),
+        speed._Side("quest", method, lambda: work.new_cache(method)),
+    ]
+    tokens = [speed._generate(model, side, work, 8).token_ids for side in sides + sides]
+    assert tokens == [tokens[0]] * 6
+
+
+def test_the_fillings_of_both_dense_caches_are_the_same() -> None:
+    model = tiny_model()
+    work = speed._Work.start(model, config(), CONTEXT, ())
+    dynamic, preallocated = work.new_dynamic_cache(), work.new_cache("full")
+    for ours, theirs in zip(preallocated.sparse_layers, dynamic.layers, strict=True):
+        assert torch.equal(ours.keys[:, :, :CONTEXT], theirs.keys)
+        assert torch.equal(ours.values[:, :, :CONTEXT], theirs.values)
+        assert not torch.equal(theirs.keys, theirs.values)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_other_tokens_under_a_covering_budget_are_an_error(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    generate_with_another_token(monkeypatch, step)
+    with pytest.raises(EvalError, match=r"quest, \d+, context=300: with a budget for everything"):
+        measure(config())
+
+
+def test_another_token_that_dense_attention_rates_alike_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate_with_another_token(monkeypatch, 2)
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[:] = model.lm_head.weight[:1]  # every token is as good as every other
+    measure_model(model, config())
+
+
+def generate_with_another_token(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    generate = speed._generate
+
+    def wrong(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
+        run = generate(model, side, work, new_tokens)
+        if side.method is not None and side.method.covers(CONTEXT):
+            run.token_ids[step] = (run.token_ids[step] + 1) % SHAPES["tiny"].vocab_size
+        return run
+
+    monkeypatch.setattr(speed, "_generate", wrong)
+
+
+def test_a_patched_run_that_reads_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_sparse_attn.methods.Quest.covers", lambda self, length: length != CONTEXT)
+    with pytest.raises(EvalError, match="quest, 64, context=300: the patched run read as much as dense attention"):
+        measure(config())
+
+
+def test_a_run_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    generate = model.generate
+
+    def one_fewer(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **{**kwargs, "max_new_tokens": NEW_TOKENS - 1, "min_new_tokens": NEW_TOKENS - 1})
+
+    monkeypatch.setattr(model, "generate", one_fewer)
+    with pytest.raises(EvalError, match=r"dense, DynamicCache, context=300: generate\(\) made 3 tokens in 3 parts"):
+        measure_model(model, config())
+
+
+def test_weights_and_prompts_are_seeded_and_leave_the_random_state_alone() -> None:
+    state = torch.random.get_rng_state()
+    first, second, other = tiny_model(1), tiny_model(1), tiny_model(2)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    one, two = (speed._Work.start(first, config(seed=seed), CONTEXT, ()) for seed in (1, 2))
+    assert one.input_ids.shape == (1, CONTEXT + 1)
+    assert not torch.equal(one.input_ids, two.input_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_built_model_is_as_asked_for_and_finite(dtype: torch.dtype) -> None:
+    model = build_model(SHAPES["tiny"], dtype, torch.device("cpu"))
+    assert not model.training
+    assert model.dtype == dtype
+    assert model.config._attn_implementation == "sdpa"
+    assert model.generation_config.eos_token_id is None
+    with torch.inference_mode():
+        assert model(torch.arange(90)[None]).logits.isfinite().all()
+
+
+# Parameters as the publishers count them.
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mistral-7b", 7_248_023_552),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_shapes_are_the_published_ones(name: str, parameters: int) -> None:
+    model = build_model(SHAPES[name], torch.bfloat16, torch.device("meta"))
+    assert model.num_parameters() == parameters
+    assert len(SparseCache(model.config).sparse_layers) == SHAPES[name].num_hidden_layers
+
+
+def test_progress_counts_every_run() -> None:
+    calls: list[tuple[str, int, int]] = []
+    measure(config(contexts=(CONTEXT, 350)), lambda *call: calls.append(call))
+    assert [done for _, done, _ in calls] == list(range(len(calls)))
+    assert {total for *_, total in calls} == {len(calls)}
+    assert calls[0][0] == "300 tokens, warm-up: dense, DynamicCache"
+
+
+def test_the_table_shows_every_side(report: dict[str, Any]) -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(speed_table(report))
+    text = capture.get()
+    assert text.count("quest, 64") == text.count(DYNAMIC) == 2
+    assert "tiny (float32" in text
+    assert "TTFT covers one token: the context is cached" in " ".join(text.split())
+    side = report["results"][0]["sides"][2]
+    tpot = side["tpot_ms"]
+    assert f"{tpot['median']:.2f} ({tpot['q1']:.2f}-{tpot['q3']:.2f})" in text
+    assert f"{side['ratio']['tpot']:.2f}x" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "llama-9"}, r"shape='llama-9' is unknown; known: llama-2-7b, llama-3.1-8b"),
+        ({"shape": None}, "exactly one of the two"),
+        ({"model": "smollm2"}, "exactly one of the two"),
+        ({"contexts": ()}, "contexts is empty"),
+        ({"contexts": (0,)}, "contexts=0 is not allowed: a whole number, at least 1"),
+        ({"contexts": (300, 300)}, "twice"),
+        ({"contexts": (True,)}, "contexts=True"),
+        ({"new_tokens": 1}, "new_tokens=1 is not allowed: a whole number, at least 2"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"warmup": 0}, "warmup=0"),
+        ({"dtype": "int8"}, "dtype='int8' is unknown; known: float32"),
+        ({"method": ("qest",)}, "unknown method 'qest' .did you mean 'quest'"),
+        ({"token_budget": (8,)}, "token_budget"),
+        ({"parameters": {"pages": 1}}, "parameter 'pages'"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_work(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvalError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "tpux"}, "device='tpux' is not a device"),
+        ({"shape": None, "model": "./not-here"}, "'./not-here'"),
+        ({"contexts": (1 << 20,)}, r"contexts=\[1048576\] with new_tokens=4 needs 1048580 positions"),
+        ({"parameters": {"dense_layers": 4}}, "method='quest': dense_layers must leave a layer"),
+    ],
+)
+def test_what_the_model_or_machine_cannot_do_is_an_error(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvalError, match=message):
+        measure(config(**changes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_cuda_where_there_is_none_is_an_error() -> None:
+    with pytest.raises(EvalError, match="device='cuda' asks for CUDA"):
+        measure(config(device="cuda"))
+
+
+def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvalError, match="cannot be written"):
+        save(report, tmp_path / "file" / "speed.json")
+
+
+@pytest.mark.gpu
+def test_on_cuda() -> None:
+    report = measure(config(shape="smollm2-135m", contexts=(2048,), dtype="bfloat16", device="cuda"))
+    dense, _, patched = report["results"][0]["sides"]
+    assert patched["kv_fraction"] < dense["kv_fraction"] == 1
+    assert report["memory_measures"].startswith("CUDA, allocated")
