@@ -99,7 +99,7 @@ def _same_dense_kernels() -> Iterator[None]:
     It builds a plan for every cache length that it has not seen, for tens of milliseconds, so that dense attention,
     which runs first, would pay for what the methods after it then get for nothing.
     """
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield

@@ -37,8 +37,9 @@ def write_results(results: Path, out: Path) -> None:
     EvalError
         There are no results, or a file cannot be read.
     """
+    page = results_page(results)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(results_page(results), encoding="utf-8")
+    out.write_text(page, encoding="utf-8")
 
 
 def results_page(results: Path) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ FILLER = (
     "We sail on.",
     "Out and home again.",
 )
+_ENCODED_AT_ONCE = 64  # a fast tokenizer spreads them over threads
 _INTRODUCTION = "Somewhere in the text below a pass key is hidden. Find it and remember it.\n\n"
 _NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
 _QUESTION = "\n\nWhat is the pass key? The pass key is"
@@ -127,14 +129,23 @@ def make_passkey(
         )
     hay: list[int] = []
     boundaries = [0]
+    encoded = encode_endlessly(tokenizer, sentences)
     while len(hay) < room:
-        hay += encode(f" {sentences[(len(boundaries) - 1) % len(sentences)]}")
+        hay += next(encoded)
         boundaries.append(min(len(hay), room))
     hay = hay[:room]
     cut = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
     return Passkey(
         material_ids=(*head, *hay[:cut], *needle, *hay[cut:]), question_ids=tuple(encode(_QUESTION)), answer=key
     )
+
+
+def encode_endlessly(tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]) -> Iterator[list[int]]:
+    """Yield each sentence's tokens, a space before it, from the first to the last and over again."""
+    endless = (f" {sentence}" for sentence in itertools.cycle(sentences))
+    while True:
+        batch = list(itertools.islice(endless, _ENCODED_AT_ONCE))
+        yield from tokenizer(batch, add_special_tokens=False)["input_ids"]
 
 
 def answer_passkey(

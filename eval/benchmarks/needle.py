@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.haystack import check_depths, rotated, text_haystack
 from eval.errors import EvalError
 from eval.prompts import encode_prompt
+from hf_sparse_attn.passkey import encode_endlessly
 
 MAX_NEW_TOKENS = 24
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tallinn", "Valencia", "Hobart", "Bergen", "Cusco", "Galway")
@@ -69,8 +71,9 @@ def _build(setup: Setup, sentences: Sequence[str], length: int, depth: float, se
     used = sum(map(len, encode(hay)))
     if used > room:
         raise EvalError(f"length={length} is not allowed: prompt and answer take {used + MAX_NEW_TOKENS} tokens alone")
-    for sentence in rotated(sentences, seed):
-        used += len(setup.tokenizer(f" {sentence}", add_special_tokens=False)["input_ids"])
+    ordered = rotated(sentences, seed)
+    for sentence, ids in zip(itertools.cycle(ordered), encode_endlessly(setup.tokenizer, ordered), strict=False):
+        used += len(ids)
         if used > room:
             break
         hay.append(sentence)

@@ -121,6 +121,15 @@ def test_the_material_is_prefilled_once_for_all_that_leave_prefill_dense(tmp_pat
     hook.remove()
 
 
+def test_dense_attention_pays_for_no_plans_of_cudnn(tmp_path, loaded, model_dir):
+    states = set()
+    hook = loaded[0].register_forward_pre_hook(lambda *_: states.add(torch.backends.cuda.cudnn_sdp_enabled()))
+    go(tmp_path, loaded, model_dir, limit=1)
+    hook.remove()
+    assert states == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_question_prefilled_in_one_pass(tmp_path, loaded, model_dir):
     go(tmp_path, loaded, model_dir, question="prefill", limit=1)
     for row in read_rows(tmp_path / "rows.jsonl"):
