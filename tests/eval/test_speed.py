@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel
 
-from eval import speed
+from eval import speed, speed_runs
 from eval.errors import EvalError
 from eval.speed import (
     DYNAMIC,
@@ -169,7 +169,7 @@ def test_a_model_prefills_the_context(tiny_folder: Path, monkeypatch: pytest.Mon
 
 
 def test_random_prompts_leave_special_tokens_out() -> None:
-    ids = speed._random_ids(tiny_model(), 500, special_ids=range(90), seed=0)
+    ids = speed_runs._random_ids(tiny_model(), 500, special_ids=range(90), seed=0)
     assert set(ids.flatten().tolist()) == set(range(90, 97))
 
 
@@ -183,20 +183,20 @@ def test_the_model_is_left_unpatched() -> None:
 
 def test_all_sides_make_dense_tokens_where_the_budget_covers_everything() -> None:
     model, made = tiny_model(), config()
-    work = speed._Work.start(model, made, CONTEXT, ())
+    work = speed.Work.start(model, made, CONTEXT, ())
     [method] = config(token_budget=(1024,)).methods()
     sides = [
-        speed._Side(DYNAMIC, None, work.new_dynamic_cache),
-        speed._Side(PREALLOCATED, None, lambda: work.new_cache("full")),
-        speed._Side("quest", method, lambda: work.new_cache(method)),
+        speed.Side(DYNAMIC, None, work.new_dynamic_cache),
+        speed.Side(PREALLOCATED, None, lambda: work.new_cache("full")),
+        speed.Side("quest", method, lambda: work.new_cache(method)),
     ]
-    tokens = [speed._generate(model, side, work, 8).token_ids for side in sides + sides]
+    tokens = [speed.generate(model, side, work, 8).token_ids for side in sides + sides]
     assert tokens == [tokens[0]] * 6
 
 
 def test_the_fillings_of_both_dense_caches_are_the_same() -> None:
     model = tiny_model()
-    work = speed._Work.start(model, config(), CONTEXT, ())
+    work = speed.Work.start(model, config(), CONTEXT, ())
     dynamic, preallocated = work.new_dynamic_cache(), work.new_cache("full")
     for ours, theirs in zip(preallocated.sparse_layers, dynamic.layers, strict=True):
         assert torch.equal(ours.keys[:, :, :CONTEXT], theirs.keys)
@@ -220,7 +220,7 @@ def test_another_token_that_dense_attention_rates_alike_is_none(monkeypatch: pyt
 
 
 def generate_with_another_token(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    generate = speed._generate
+    generate = speed.generate
 
     def wrong(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
         run = generate(model, side, work, new_tokens)
@@ -228,7 +228,8 @@ def generate_with_another_token(monkeypatch: pytest.MonkeyPatch, step: int) -> N
             run.token_ids[step] = (run.token_ids[step] + 1) % SHAPES["tiny"].vocab_size
         return run
 
-    monkeypatch.setattr(speed, "_generate", wrong)
+    monkeypatch.setattr(speed_runs, "generate", wrong)
+    monkeypatch.setattr(speed, "generate", wrong)
 
 
 def test_a_patched_run_that_reads_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def test_weights_and_prompts_are_seeded_and_leave_the_random_state_alone() -> No
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    one, two = (speed._Work.start(first, config(seed=seed), CONTEXT, ()) for seed in (1, 2))
+    one, two = (speed.Work.start(first, config(seed=seed), CONTEXT, ()) for seed in (1, 2))
     assert one.input_ids.shape == (1, CONTEXT + 1)
     assert not torch.equal(one.input_ids, two.input_ids)
 

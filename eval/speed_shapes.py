@@ -1,0 +1,67 @@
+"""Architectures of published models, with random weights: what speed is measured on where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SHAPE_POSITIONS = 1 << 20  # RoPE keeps no table, so that positions cost nothing
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The architecture of a published model, in the names of its Transformers configuration; no weights."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rope_theta: float
+    tie_word_embeddings: bool = False
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-2-7b": Shape("llama", 4096, 32, 32, 32, 128, 11008, 32000, 1e4),
+    "llama-3.1-8b": Shape("llama", 4096, 32, 32, 8, 128, 14336, 128256, 5e5),
+    "qwen2.5-7b": Shape("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 1e6),
+    "mistral-7b": Shape("mistral", 4096, 32, 32, 8, 128, 14336, 32768, 1e6),
+    "smollm2-135m": Shape("llama", 576, 30, 9, 3, 64, 1536, 49152, 1e5, tie_word_embeddings=True),
+    "tiny": Shape("llama", 64, 4, 4, 2, 16, 128, 97, 1e4),
+}
+
+
+def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """Make a model of a shape with random weights, in place on its device, in evaluation mode and with SDPA.
+
+    It has a million positions, and no token ends its text. Weights are as small as for training: outputs are finite.
+    """
+    settings = asdict(shape)
+    rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
+    config = AutoConfig.for_model(
+        **settings,
+        rope_parameters=rope,
+        max_position_embeddings=_SHAPE_POSITIONS,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with seeded(device, seed), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval()
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from the device's own generator, and leave it as it was."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
