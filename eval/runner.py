@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,40 +139,62 @@ def run(
     check_unique(items)
     with _claimed(store, settings, processes):
         engine = Engine(model, tokenizer, config)
-        order = [_key(item, variant) for item in items for variant in variants]
-        done = {row_key(row) for row in store.rows() if row["error"] is None}
-        mine = items[processes.rank :: processes.world_size]
-        todo = [(item, [v for v in variants if _key(item, v) not in done]) for item in mine]
-        total = len(mine) * len(variants)
-        count = total - sum(len(missing) for _, missing in todo)
-        on_row(count, total, None)
         started = time.perf_counter()
-        for item, missing in todo:
-            for variant, measured in _measure(engine, item, missing):
-                row = _row(config, benchmark, item, variant, measured) | engine.machine | provenance
-                store.append(row)
-                count += 1
-                on_row(count, total, row)
+        share = items[processes.rank :: processes.world_size]
+        for row in _missing_rows(engine, config, store, share, variants, on_row):
+            store.append(row | engine.machine | provenance)
         seconds = time.perf_counter() - started
         processes.wait()
         summary: dict[str, Any] = {}
         if processes.is_main:
-            rows = store.merge(order)
+            rows = store.merge([_key(item, variant) for item in items for variant in variants])
+            times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
             summary = {
                 "config": config.as_json(),
                 **engine.machine,
                 **provenance,
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                **_summed_times(out / "summary.json", times),
                 "rows": len(rows),
                 "errors": sum(row["error"] is not None for row in rows),
-                "finished": {row_key(row) for row in rows} >= set(order),
-                "model_seconds": engine.model_seconds,
-                "harness_seconds": seconds - engine.model_seconds,
+                "finished": len(rows) == len(items) * len(variants),
                 "table": summarise(rows),
             }
             write_json(out / "summary.json", summary)
         processes.wait()
     return summary
+
+
+def _missing_rows(
+    engine: Engine,
+    config: RunConfig,
+    store: Store,
+    items: Sequence[Item],
+    variants: Sequence[Variant],
+    on_row: Callable[[int, int, dict[str, Any] | None], None],
+) -> Iterator[dict[str, Any]]:
+    """Make the rows that are not there yet, or have an error, one after another."""
+    done = {row_key(row) for row in store.rows() if row["error"] is None}
+    todo = [(item, [variant for variant in variants if _key(item, variant) not in done]) for item in items]
+    total = len(items) * len(variants)
+    count = total - sum(len(missing) for _, missing in todo)
+    on_row(count, total, None)
+    for item, missing in todo:
+        for variant, measured in _measure(engine, item, missing):
+            row = _row(config, item, variant, measured)
+            yield row
+            count += 1
+            on_row(count, total, row)
+
+
+def _summed_times(former_summary: Path, times: dict[str, float]) -> dict[str, Any]:
+    """Date and times, with those of the run's earlier parts that came to an end."""
+    now: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **times}
+    if not former_summary.exists():
+        return now
+    former = json.loads(former_summary.read_text(encoding="utf-8"))
+    if times["model_seconds"] == 0:  # nothing was left to do
+        return {name: former[name] for name in now}
+    return now | {name: former[name] + value for name, value in times.items()}
 
 
 def find_benchmark(config: RunConfig) -> Benchmark:
@@ -271,9 +294,7 @@ def _measure(engine: Engine, item: Item, variants: Sequence[Variant]) -> Iterato
         yield variant, {"sample": sample, **measured}
 
 
-def _row(
-    config: RunConfig, benchmark: Benchmark, item: Item, variant: Variant, measured: dict[str, Any]
-) -> dict[str, Any]:
+def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
     measured = dict(measured)
     sample: Sample | None = measured.pop("sample", None)
     error = measured["error"]
@@ -281,12 +302,12 @@ def _row(
     if error is None and sample is not None and not sample.forced_ids:
         try:
             score = metrics.score(
-                benchmark.name, item.task, measured["prediction"], sample.references, sample.all_classes
+                config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes
             )
         except Exception as raised:  # an answer that cannot be scored is that sample's error
             error = f"{type(raised).__name__}: {raised}"
     return {
-        "benchmark": benchmark.name,
+        "benchmark": config.benchmark,
         "task": item.task,
         "sample_id": item.sample_id,
         "length": item.length,

@@ -187,7 +187,8 @@ def _heatmap(
     image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     axis.set_xticks(range(len(lengths)), lengths, rotation=0 if len(lengths) < 8 else 90)
     axis.set_yticks(range(len(depths)), depths)
-    axis.set_xlabel("length (tokens; K is 1,024)")
+    in_k = any(length.endswith("K") for length in lengths)
+    axis.set_xlabel("length (tokens; K is 1,024)" if in_k else "length (tokens)")
     axis.set_ylabel("depth (%)")
     if grid.size <= _MOST_WRITTEN_CELLS:
         for (depth, length), value in np.ndenumerate(grid):

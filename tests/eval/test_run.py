@@ -140,7 +140,8 @@ def test_question_prefilled_in_one_pass(tmp_path, loaded, model_dir):
 
 def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     go(tmp_path, loaded, model_dir)
-    before = (tmp_path / "rows.jsonl").read_bytes()
+    files = [tmp_path / name for name in ("rows.jsonl", "summary.json")]
+    before = [file.read_bytes() for file in files]
 
     def fail(*_, **__):
         raise AssertionError("ran again")
@@ -149,7 +150,7 @@ def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     summary = go(tmp_path, loaded, model_dir)
     hook.remove()
     assert summary["finished"]
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
