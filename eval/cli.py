@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from eval.terminal import WIDTH, integers, on_row, progress, split, summary_tabl
 from hf_sparse_attn.terminal import parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from eval.runner import Processes
 
@@ -121,11 +122,11 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     from eval.runner import run as run_benchmark
 
     processes = Processes.current()
-    loader = _Loader(processes)
+    models = _Models(processes)
     folders = _folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
         with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
-            summary = run_benchmark(config, folder, loader, processes, on_row(update))
+            summary = run_benchmark(config, folder, models, processes, on_row(update))
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
@@ -256,36 +257,49 @@ def _given(overrides: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in overrides.items() if value not in (None, (), {})}
 
 
-class _Loader:
+class _Models:
     """Loads a model once for all runs of a sweep that use it; other processes wait while the first fetches weights."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
+        self._described: dict[str, tuple[PreTrainedTokenizerBase, PreTrainedConfig]] = {}
         self._key: tuple[str, str | None, str | None] | None = None
-        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        self._model: PreTrainedModel | None = None
 
-    def __call__(self, config: RunConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        import torch
+    def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         from transformers.utils import logging
+
+        from hf_sparse_attn.models import load_tokenizer
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        if config.model not in self._described:
+            with self._main_process_first():
+                self._described[config.model] = load_tokenizer(config.model)
+        return self._described[config.model]
+
+    def load(self, config: RunConfig) -> PreTrainedModel:
+        import torch
 
         from hf_sparse_attn.models import load_model
 
         key = (config.model, config.dtype, config.device)
-        if self._loaded is None or key != self._key:
-            self._loaded = None  # two models would not fit where one does
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
+        if self._model is None or key != self._key:
+            self._model = None  # two models would not fit where one does
             device = config.device
             if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
                 device = f"cuda:{self._processes.local_rank}"
-            dtype = getattr(torch, config.dtype) if config.dtype else None
-            if not self._processes.is_main:
-                self._processes.wait()
-            self._loaded = load_model(config.model, dtype, device)
-            if self._processes.is_main:
-                self._processes.wait()
+            self._model, _ = load_model(config.model, getattr(torch, config.dtype) if config.dtype else None, device)
             self._key = key
-        return self._loaded
+        return self._model
+
+    @contextmanager
+    def _main_process_first(self) -> Iterator[None]:
+        if not self._processes.is_main:
+            self._processes.wait()
+        yield
+        if self._processes.is_main:
+            self._processes.wait()
 
 
 def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:

@@ -198,6 +198,7 @@ class Engine:
             sample.max_new_tokens,
             token_by_token=token_by_token,
             stop_ids=self._stop_ids | (self._newline_ids if sample.stop_at_newline else set()),
+            min_new_tokens=sample.min_new_tokens,
         )
         return _Continuation(
             result={"prediction": self.tokenizer.decode(given.token_ids, skip_special_tokens=True)},

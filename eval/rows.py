@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
+from eval.sources import is_offline
 
 HUB_TIMEOUT = 5.0
 """Seconds that the hub has to say what it has; there is no second try."""
@@ -108,11 +109,11 @@ def load_rows(
     try:
         download = _download(hub_id, hub_filename)
     except Exception as error:  # the hub's client lets errors of its HTTP library through, which differ by version
-        looked = "".join(f"{place}, " for place in places)
+        looked = ", ".join([*map(str, places), f"{hub_filename} of the hub's dataset {hub_id}"])
         raise RowsNotFoundError(
-            f"{benchmark}: no rows of {task_file}: looked for {looked}and {hub_filename} of the hub's dataset {hub_id} "
-            f"({_first_line(error)}). Put the official {task_file} into a folder and name it with --data-dir, or fetch "
-            f"it where the hub is in reach: hf download --repo-type dataset {hub_id} {hub_filename}"
+            f"{benchmark}: no rows of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
+            f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is in reach: "
+            f"hf download --repo-type dataset {hub_id} {hub_filename}"
         ) from error
     # Files in the hub's cache lie in a folder that is named after the repository's commit.
     origin = f"hub dataset {hub_id} at {download.parent.name}, {hub_filename}"
@@ -120,6 +121,37 @@ def load_rows(
         return _read_with_datasets(download, origin, required), origin
     with tempfile.TemporaryDirectory() as scratch:
         return _read_with_datasets(_unzipped(download, f"data/{task_file}", Path(scratch)), origin, required), origin
+
+
+def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
+    """Load a dataset from the hub, or from its cache where ``HF_HUB_OFFLINE=1``.
+
+    Parameters
+    ----------
+    hub_id : str
+        Dataset repository on the hub.
+    split : str
+        Such as ``"test"``.
+    instead : str
+        What to do without it, for the error.
+
+    Raises
+    ------
+    RowsNotFoundError
+        The hub is out of reach, or does not have it.
+    """
+    import datasets
+    from huggingface_hub import HfApi
+
+    try:
+        if not is_offline():
+            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT)  # one question first: the next line would go on trying
+        return datasets.load_dataset(hub_id, split=split)
+    except Exception as error:  # the clients let errors of their HTTP library through, which differ by version
+        raise RowsNotFoundError(
+            f"dataset {hub_id!r} cannot be loaded from the hub ({_first_line(error)}). {instead} A copy in the hub's "
+            "cache is used with HF_HUB_OFFLINE=1"
+        ) from error
 
 
 def unique_ids(rows: Sequence[dict[str, Any]], field: str) -> list[str]:

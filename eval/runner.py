@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eval import metrics
 from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
@@ -20,10 +20,11 @@ from eval.errors import EvalError
 from eval.protocols import load_protocol
 from eval.store import RowKey, Store, row_key, write_json
 from eval.summary import summarise
+from hf_sparse_attn import sparse_attention
 from hf_sparse_attn.patch import max_positions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MEASURED = (
     "prediction",
@@ -45,7 +46,15 @@ MEASURED = (
 )
 """Fields that are null in a row whose sample failed."""
 
-ModelLoader = Callable[[RunConfig], "tuple[PreTrainedModel, PreTrainedTokenizerBase]"]
+
+class ModelSource(Protocol):
+    """Where a run has its model from."""
+
+    def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+        """Return the model's tokenizer and configuration, which samples are made with."""
+
+    def load(self, config: RunConfig) -> PreTrainedModel:
+        """Return the model itself, which takes longer."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Processes:
 def run(
     config: RunConfig,
     out: Path,
-    load: ModelLoader,
+    source: ModelSource,
     processes: Processes,
     on_row: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, row: None,
 ) -> dict[str, Any]:
@@ -107,8 +116,8 @@ def run(
         The run; dense attention is added to its methods.
     out : Path
         The results folder.
-    load : callable
-        Makes the model and its tokenizer. Called once everything that needs no model was checked.
+    source : ModelSource
+        Asked for the model once everything that needs no weights was checked.
     processes : Processes
         Each takes its share of the items.
     on_row : callable
@@ -129,14 +138,16 @@ def run(
 
     store = Store(out, processes.rank, processes.world_size)
     settings = {**config.as_json(), "protocol_sha256": sha256}
-    store.check(settings)  # before the model is loaded; the folder is taken only for a run that can be
-    model, tokenizer = load(config)
-    setup = _setup(config, benchmark, model, tokenizer, variants)
+    store.check(settings)  # looks only: the folder is taken for a run that can be
+    tokenizer, model_config = source.describe(config)
+    setup = _setup(config, benchmark, model_config, tokenizer, variants)
     benchmark.check_methods([variant.method for variant in variants], setup)
     items = benchmark.items(setup)
     if not items:
         raise EvalError(f"{config.benchmark} has no samples for these settings")
     check_unique(items)
+    model = source.load(config)
+    check_patchable(model, variants)
     with _claimed(store, settings, processes):
         engine = Engine(model, tokenizer, config)
         started = time.perf_counter()
@@ -218,6 +229,22 @@ def find_benchmark(config: RunConfig) -> Benchmark:
     return benchmark
 
 
+def check_patchable(model: PreTrainedModel, variants: Sequence[Variant]) -> None:
+    """Raise where the model cannot be patched with a method; the model is left as it was.
+
+    Raises
+    ------
+    EvalError
+        One of the methods does not go with the model.
+    """
+    for variant in variants:
+        try:
+            with sparse_attention(model, variant.method):
+                pass
+        except (TypeError, ValueError) as error:
+            raise EvalError(f"method {variant.method.name!r} cannot be used: {error}") from error
+
+
 def check_unique(items: Sequence[Item]) -> None:
     """Raise where two items would be one row.
 
@@ -253,14 +280,14 @@ def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iter
 def _setup(
     config: RunConfig,
     benchmark: Benchmark,
-    model: PreTrainedModel,
+    model_config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     variants: Sequence[Variant],
 ) -> Setup:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat == "on" and not has_template:
         raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template")
-    positions = max_positions(model.config)
+    positions = max_positions(model_config)
     if any(variant.method.extends_positions for variant in variants):
         positions = max(positions, 2 * max(config.lengths, default=0))
     return Setup(

@@ -65,6 +65,7 @@ def answer(
     *,
     token_by_token: bool = True,
     stop_ids: Collection[int] = (),
+    min_new_tokens: int = 0,
     on_step: Callable[[], None] | None = None,
 ) -> GreedyAnswer:
     """Answer a question greedily, behind what the cache holds.
@@ -84,6 +85,8 @@ def answer(
         material through its selection for the question as for the answer; otherwise one pass for all of it.
     stop_ids : collection of int
         Tokens that end the answer.
+    min_new_tokens : int
+        Before that many tokens, none of ``stop_ids`` is chosen.
     on_step : callable, optional
         Called after each forward pass.
 
@@ -94,19 +97,25 @@ def answer(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} is not allowed: at least 1")
+    import torch
+
     if not question_ids:
         raise ValueError("question_ids is empty; at least one token is needed")
 
-    def step(token_ids: Sequence[int]) -> int:
-        best = int(forward(model, cache, token_ids).argmax())  # waits for the device: the clocks are right on CUDA too
+    def step(token_ids: Sequence[int], may_stop: bool) -> int:
+        logits = forward(model, cache, token_ids)
+        if not may_stop:
+            ended = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
+            logits = logits.index_fill(0, ended, -torch.inf)
+        best = int(logits.argmax())  # waits for the device: the clocks are right on CUDA too
         if on_step is not None:
             on_step()
         return best
 
     started = time.perf_counter()
     parts = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]
-    for part in parts:
-        best = step(part)
+    for number, part in enumerate(parts, start=1):
+        best = step(part, may_stop=number < len(parts) or min_new_tokens == 0)
     first = time.perf_counter()
     token_ids: list[int] = []
     steps = 0
@@ -114,7 +123,7 @@ def answer(
         token_ids.append(best)
         if len(token_ids) == max_new_tokens:
             break
-        best = step([best])
+        best = step([best], may_stop=len(token_ids) >= min_new_tokens)
         steps += 1
     ended = time.perf_counter()
     return GreedyAnswer(tuple(token_ids), first - started, ended - first, len(parts), steps)

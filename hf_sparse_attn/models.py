@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import platformdirs
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE_VARIABLE = "HF_SPARSE_ATTN_CACHE"
 _BLOCK_BYTES = 1 << 22
@@ -117,14 +118,45 @@ def load_model(
         raise ModelLoadError(f"device={str(device)!r} asks for CUDA, which torch does not find here")
     if dtype is None:
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
-    try:
+    with _load_errors(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+    return model.to(target).eval(), tokenizer
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Load a model's tokenizer and configuration, without its weights.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        As for :func:`load_model`; the weights behind an alias are fetched, since they hold the tokenizer.
+
+    Returns
+    -------
+    tuple of PreTrainedTokenizerBase and PreTrainedConfig
+
+    Raises
+    ------
+    ModelLoadError
+        If there is no such model, or it cannot be fetched, verified or read.
+    """
+    source, options = _locate(name_or_path)
+
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _load_errors(name_or_path):
+        return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+
+
+@contextmanager
+def _load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(
             f"model {os.fspath(name_or_path)!r} could not be loaded: {_first_line(error)} (allowed: {_allowed()})"
         ) from error
-    return model.to(target).eval(), tokenizer
 
 
 def fetch_weights(alias: str) -> Path:

@@ -33,6 +33,8 @@ class Sample:
     all_classes: Sequence[str] | None = None
     stop_at_newline: bool = False
     """Whether a newline ends the answer, beside the model's own end-of-sequence tokens."""
+    min_new_tokens: int = 0
+    """Tokens that the answer has at least: before, none that would end it is chosen."""
     forced_ids: Sequence[int] = ()
     """Tokens after the question whose likelihood is measured in place of an answer (perplexity)."""
     forced_chunk: int = 1

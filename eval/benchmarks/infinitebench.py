@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,9 +101,10 @@ class InfiniteBench(Benchmark):
             task = _Task(name, prompts["templates"][template_set][name], prompts["max_new_tokens"][name], setup)
             try:
                 items += _official_items(task)
-            except RowsNotFoundError:
+            except RowsNotFoundError as error:
                 if name not in synthetic.MAKERS:
                     raise
+                logging.getLogger(__name__).warning("generating the samples of %s: %s", name, error)
                 items += _generated_items(task)
         return items
 

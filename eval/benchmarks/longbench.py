@@ -99,6 +99,7 @@ def _build(setup: Setup, task: str, template: str, max_new_tokens: int, max_toke
         max_new_tokens=max_new_tokens,
         all_classes=row["all_classes"] or None,
         stop_at_newline=task in ENDING_AT_NEWLINE,
+        min_new_tokens=int(task in ENDING_AT_NEWLINE),  # as there, where the answer would else often be empty
     )
 
 

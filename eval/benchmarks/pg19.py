@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
+from eval.rows import load_hub_dataset
 from eval.sources import books, read_book
 
 if TYPE_CHECKING:
@@ -66,15 +67,9 @@ def _books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
 
 @cache
 def _hub_books() -> Any:
-    try:
-        import datasets
-
-        return datasets.load_dataset(HUB_ID, split="test")
-    except Exception as error:  # the libraries below raise many kinds where there is no network
-        raise EvalError(
-            f"books of PG19: data set {HUB_ID!r} cannot be loaded ({' '.join(str(error).split())}); with --data-dir D "
-            "they are read from D/*.txt, D/books/*.txt and D/pg19/*.txt"
-        ) from error
+    return load_hub_dataset(
+        HUB_ID, "test", "With --data-dir D, books are read from D/*.txt, D/books/*.txt and D/pg19/*.txt."
+    )
 
 
 def _build(setup: Setup, read: Callable[[], str], title: str, length: int, scored: int, chunk: int) -> Sample:

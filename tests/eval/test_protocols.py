@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from pprint import pformat
@@ -159,10 +158,8 @@ def test_unreachable_is_said_within_seconds(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # the discard port: nobody listens
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("NO_PROXY", "")
-    start = time.monotonic()
     with pytest.raises(EvalError, match=r"dataset2prompt\.json cannot be fetched.*--protocol-dir"):
         load_protocol("longbench", None)
-    assert time.monotonic() - start < 10
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,7 +37,20 @@ def loaded(model_dir):
 
 def go(out, loaded, model_dir, **values):
     config = make_config({**PASSKEY, "model": model_dir, **values})
-    return run(config, out, lambda _: loaded, Processes())
+    return run(config, out, Loaded(*loaded), Processes())
+
+
+class Loaded(NamedTuple):
+    """A model that is there already."""
+
+    model: Any
+    tokenizer: Any
+
+    def describe(self, config):
+        return self.tokenizer, self.model.config
+
+    def load(self, config):
+        return self.model
 
 
 def command(*arguments: str) -> list[str]:
@@ -281,6 +295,31 @@ def test_bad_input_is_one_line_and_leaves_no_rows(tmp_path, model_dir, data_dir,
     assert len(errors) == 1
     assert said in errors[0]
     assert not (tmp_path / "out").exists()  # the corrected command can have the folder
+
+
+def test_model_that_cannot_be_patched_is_refused_before_any_row(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.tiny import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path / "m"
+    )
+    tokenizer.save_pretrained(tmp_path / "m")
+    result = invoke("run", "passkey", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "out"), *SMALL)
+    assert result.exit_code == 2
+    assert "GPT2LMHeadModel" in result.stderr
+    assert "supported: llama" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_is_said_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
+    monkeypatch.setattr("hf_sparse_attn.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    result = invoke("run", "pg19", "--model", model_dir, "--lengths", "600", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "emozilla/pg19-test" in result.stderr
+    assert "--data-dir" in result.stderr
 
 
 def test_folder_of_another_configuration_is_refused(tmp_path, model_dir):
