@@ -27,8 +27,8 @@ def write_results(results: Path, out: Path) -> None:
     Parameters
     ----------
     results : Path
-        Holds a folder for each sweep (named as its file in ``eval/configs``), and ``speed`` with reports of
-        ``python -m eval speed``.
+        Holds a folder for each sweep (named as its file in ``eval/configs``; a ``note.txt`` in it is shown), and
+        ``speed`` with reports of ``python -m eval speed``.
     out : Path
         The Markdown file.
 
@@ -77,6 +77,9 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
         f"the harness added {harness / model:.1%} to what the model needed.\n",
     ]
+    note = results / name / "note.txt"
+    if note.exists():
+        lines.append(note.read_text(encoding="utf-8"))
     for summary in summaries:
         lines += _benchmark(summary)
     return "\n".join(lines)
