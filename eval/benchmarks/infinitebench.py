@@ -20,6 +20,8 @@ CHOICE_TASKS = frozenset({"code_debug", "longbook_choice_eng"})
 SINGLE_ANSWER_TASKS = frozenset({"kv_retrieval", "longbook_sum_eng"})
 LETTERS = "ABCD"
 GENERATED_LENGTHS = (4096,)
+WITHOUT_CHAT_TEMPLATE = frozenset({"yarn_mistral_templates"})
+"""Sets for a base model: most prompts end with the beginning of the answer, and new tokens are counted from there."""
 GENERATED_SAMPLES = 50
 
 _FUNCTION_CALL = re.compile(r"(func_\d+)\(-?\d+\)")
@@ -34,6 +36,7 @@ class _Task:
     template: str
     max_new_tokens: int
     setup: Setup
+    chat: bool
 
     def room(self, length: int) -> int:
         """Tokens for the prompt where prompt and answer have ``length``."""
@@ -47,7 +50,7 @@ class _Task:
     def encode(self, row: dict[str, Any], max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Tokens of a row's prompt: material and question."""
         text, question_chars = render_prompt(self.template, row["context"], **prompt_fields(self.name, row))
-        return encode_prompt(self.setup.tokenizer, text, question_chars, chat=self.setup.chat, max_tokens=max_tokens)
+        return encode_prompt(self.setup.tokenizer, text, question_chars, chat=self.chat, max_tokens=max_tokens)
 
     def build(self, row: dict[str, Any], max_tokens: int | None) -> Sample:
         """The sample of a row, its prompt cut in the middle."""
@@ -98,7 +101,9 @@ class InfiniteBench(Benchmark):
             setup.check_length(length)
         items = []
         for name in setup.tasks:
-            task = _Task(name, prompts["templates"][template_set][name], prompts["max_new_tokens"][name], setup)
+            template, max_new_tokens = prompts["templates"][template_set][name], prompts["max_new_tokens"][name]
+            chat = setup.chat and template_set not in WITHOUT_CHAT_TEMPLATE
+            task = _Task(name, template, max_new_tokens, setup, chat)
             try:
                 items += _official_items(task)
             except RowsNotFoundError as error:

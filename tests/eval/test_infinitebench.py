@@ -189,12 +189,18 @@ def test_what_cannot_be_is_refused(protocols: Path, tmp_path: Path) -> None:
         items_of(protocols, "longbook_qa_eng", tmp_path)
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("chat", "template_set"),
+    [(False, "gpt4_templates"), (True, "gpt4_templates"), (True, "yarn_mistral_templates")],
+)
 @pytest.mark.parametrize("task", GENERATED)
-def test_generated_rows_fill_the_length_and_hold_the_answer(task: str, chat: bool, protocols: Path) -> None:
+def test_generated_rows_fill_the_length_and_hold_the_answer(
+    task: str, chat: bool, template_set: str, protocols: Path
+) -> None:
     prompts = load_protocol("infinitebench", protocols).values["prompts"]
     unit = {"passkey": 60, "number_string": 60, "kv_retrieval": 120, "math_find": 4}[task]
-    items = items_of(protocols, task, lengths=(700, 1500), limit=4, chat=chat)
+    options = {"template_set": template_set}
+    items = items_of(protocols, task, lengths=(700, 1500), limit=4, chat=chat, options=options)
     assert [(item.sample_id, item.length) for item in items] == [
         (f"generated-{index}", length) for length in (700, 1500) for index in range(4)
     ]
@@ -205,7 +211,8 @@ def test_generated_rows_fill_the_length_and_hold_the_answer(task: str, chat: boo
         assert item.length is not None
         assert item.length - unit < total <= item.length
         texts.append(text_of(sample))
-        assert ("<|user|>" in texts[-1]) == chat
+        # The sets for a base model are not wrapped: their answer begins where the prompt ends.
+        assert ("<|user|>" in texts[-1]) == (chat and template_set == "gpt4_templates")
         check_answer(task, texts[-1], sample.references, item.depth)
     assert len(set(texts)) == len(texts)
 
