@@ -277,7 +277,13 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
         other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
-        dense prefill then serves any number of methods. What a fork costs is the new method's metadata.
+        dense prefill then serves any number of methods. What a fork costs is the new method's metadata, and new buffers
+        where it outgrows the shared ones (``initial_capacity`` leaves room).
+
+        Raises
+        ------
+        ValueError
+            The method's name is unknown.
         """
         fork = copy.copy(self)
         fork.method = make_method(method)
