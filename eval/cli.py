@@ -164,7 +164,6 @@ def table(
     device: DeviceOption = None,
 ) -> None:
     """Run a paper's table, with the methods that exist here, and print the paper's figures beside ours."""
-    from eval.config import read_sweep
     from eval.store import read_rows
     from eval.summary import summarise
     from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods

@@ -10,6 +10,7 @@ from typing import Any
 from eval.config import DENSE
 from eval.errors import EvalError
 from eval.summary import column_order
+from eval.terminal import number
 
 _HEAD = """# Results
 
@@ -102,16 +103,16 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
     for place in places:
         row = [found.get((*place, *column)) for column in columns]
         samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
-        scores.append([place[0], _number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
+        scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
     costs = [
         [
-            *(entry["task"], _number(entry["length"], "{:,}"), _column(entry["method"], entry["token_budget"])),
-            _number(entry["prompt_tokens"], "{:,.0f}"),
-            _number(entry["realised_budget"], "{:,.0f}"),
-            _number(None if entry["kv_fraction"] is None else 100 * entry["kv_fraction"], "{:.1f}"),
-            _number(entry["ttft_seconds"], "{:.2f}"),
-            _number(entry["tpot_ms"], "{:.1f}"),
-            _number(entry["peak_memory_bytes"] and entry["peak_memory_bytes"] / 2**20, "{:,.0f}"),
+            *(entry["task"], number(entry["length"], "{:,}"), _column(entry["method"], entry["token_budget"])),
+            number(entry["prompt_tokens"], "{:,.0f}"),
+            number(entry["realised_budget"], "{:,.0f}"),
+            number(None if entry["kv_fraction"] is None else 100 * entry["kv_fraction"], "{:.1f}"),
+            number(entry["ttft_seconds"], "{:.2f}"),
+            number(entry["tpot_ms"], "{:.1f}"),
+            number(entry["peak_memory_bytes"] and entry["peak_memory_bytes"] / 2**20, "{:,.0f}"),
         ]
         for entry in entries
     ]
@@ -169,11 +170,7 @@ def _score(entry: dict[str, Any] | None) -> str:
         return _NOTHING
     if entry["perplexity"] is not None:
         return f"{entry['perplexity']:.3f}"
-    return _number(None if entry["score"] is None else 100 * entry["score"], "{:.1f}")
-
-
-def _number(value: float | None, form: str) -> str:
-    return _NOTHING if value is None else form.format(value)
+    return number(None if entry["score"] is None else 100 * entry["score"], "{:.1f}")
 
 
 def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int) -> str:

@@ -93,8 +93,3 @@ def _split(
     starts = (i for i, (_, end) in enumerate(encoded["offset_mapping"]) if end > question_start)
     cut = max(0, min(next(starts, len(token_ids)), len(token_ids) - 1))
     return token_ids[:cut], token_ids[cut:]
-
-
-def chat_template_known(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))

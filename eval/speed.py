@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from eval.config import DENSE, RunConfig
+from eval.config import DENSE, DTYPES, RunConfig
 from eval.costs import device_name, versions
 from eval.engine import make_variants
 from eval.errors import EvalError
@@ -24,10 +24,9 @@ from eval.speed_shapes import SHAPES, build_model
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.memory import PeakMemory
-from hf_sparse_attn.models import ModelLoadError, load_model
+from hf_sparse_attn.models import ModelLoadError, load_model, resolve_device
 from hf_sparse_attn.patch import max_positions
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DYNAMIC, PREALLOCATED = "dense, DynamicCache", "dense, preallocated"
 
 
@@ -125,17 +124,17 @@ def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[st
     EvalError
         There is no such model or device, or what :func:`measure_model` raises.
     """
-    device = _device(config.device)
-    dtype = DTYPES[config.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     special_ids: Collection[int] = ()
-    if config.shape is not None:
-        model = build_model(SHAPES[config.shape], dtype, device, config.seed)
-    else:
-        try:
+    try:
+        device = resolve_device(config.device)
+        dtype: torch.dtype = getattr(torch, config.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+        if config.shape is not None:
+            model = build_model(SHAPES[config.shape], dtype, device, config.seed)
+        else:
             model, tokenizer = load_model(config.model or "", dtype, device)
-        except ModelLoadError as error:
-            raise EvalError(str(error)) from error
-        special_ids = tokenizer.all_special_ids
+            special_ids = tokenizer.all_special_ids
+    except ModelLoadError as error:
+        raise EvalError(str(error)) from error
     return measure_model(model, config, on_progress, special_ids)
 
 
@@ -335,16 +334,6 @@ def _check(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[Sparse
                 pass
         except (TypeError, ValueError) as error:
             raise EvalError(f"method={method.name!r}: {error}") from error
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise EvalError(f"device={name!r} is not a device: {str(error).splitlines()[0]}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EvalError(f"device={name!r} asks for CUDA, which torch does not find here")
-    return device
 
 
 def _numbered(on_progress: Progress | None, total: int) -> Callable[[str], None]:

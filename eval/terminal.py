@@ -52,21 +52,22 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
         perplexity = entry.get("perplexity")
         table.add_row(
             entry["task"],
-            _number(entry["length"], "{:,}"),
+            number(entry["length"], "{:,}"),
             entry["method"],
-            _number(entry["token_budget"], "{:,}"),
+            number(entry["token_budget"], "{:,}"),
             f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
-            _number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
-            _number(entry["kv_fraction"], "{:.1%}"),
-            _number(entry["ttft_seconds"], "{:.2f}"),
-            _number(entry["tpot_ms"], "{:.1f}"),
+            number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
+            number(entry["kv_fraction"], "{:.1%}"),
+            number(entry["ttft_seconds"], "{:.2f}"),
+            number(entry["tpot_ms"], "{:.1f}"),
         )
     overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
-    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {_number(overhead, '{:.1%}')}"
+    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {number(overhead, '{:.1%}')}"
     return table
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """Format a number; a dash for none."""
     return "-" if value is None else form.format(value)
 
 

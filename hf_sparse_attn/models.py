@@ -110,12 +110,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(f"device={str(device)!r} asks for CUDA, which torch does not find here")
+    target = resolve_device(device)
     if dtype is None:
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
     with _load_errors(name_or_path):
@@ -147,6 +142,25 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
 
     with _load_errors(name_or_path):
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+
+
+def resolve_device(device: str | torch.device | None = None) -> torch.device:
+    """Return the device of a name, or CUDA where there is one and the CPU elsewhere.
+
+    Raises
+    ------
+    ModelLoadError
+        There is no such device.
+    """
+    import torch
+
+    try:
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(f"device={str(device)!r} asks for CUDA, which torch does not find here")
+    return target
 
 
 @contextmanager

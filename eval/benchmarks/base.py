@@ -111,7 +111,6 @@ class Benchmark(ABC):
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""
     options: ClassVar[dict[str, Any]] = {}
     """The benchmark's own settings and their defaults."""
-    higher_is_better: ClassVar[bool] = True
 
     def check_methods(self, methods: Sequence[SparseMethod], setup: Setup) -> None:  # noqa: B027 -- most take any
         """Raise where a method's rows would not mean what they say.

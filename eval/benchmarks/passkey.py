@@ -44,8 +44,8 @@ class PasskeyRetrieval(Benchmark):
                     raise EvalError(f"length={length} is not allowed: {error}") from error
                 setup.check_length(length + len(first.question_ids) + MAX_NEW_TOKENS)
                 for number, (repeat, depth) in enumerate(rounds[: setup.limit]):
-                    make = partial(_make, setup, task, length, sentences, depth, number)
-                    items.append(Item(task, f"{repeat}-{depth:g}", partial(_build, make), length, depth))
+                    build = partial(_build, setup, task, length, sentences, depth, number)
+                    items.append(Item(task, f"{repeat}-{depth:g}", build, length, depth))
         return items
 
 
@@ -55,8 +55,8 @@ def _make(setup: Setup, task: str, length: int, sentences: list[str], depth: flo
     return make_passkey(setup.tokenizer, length, depth, seed, haystack)
 
 
-def _build(make: Any) -> Sample:
-    passkey: Passkey = make()
+def _build(setup: Setup, task: str, length: int, sentences: list[str], depth: float, number: int) -> Sample:
+    passkey = _make(setup, task, length, sentences, depth, number)
     return Sample(
         material_ids=passkey.material_ids,
         question_ids=passkey.question_ids,

@@ -30,7 +30,6 @@ class PG19(Benchmark):
     tasks: ClassVar[tuple[str, ...]] = ("books",)
     default_lengths: ClassVar[tuple[int, ...]] = (2000,)
     options: ClassVar[dict[str, Any]] = {"scored": 256, "chunk": 1}
-    higher_is_better: ClassVar[bool] = False
 
     def check_methods(self, methods: Sequence[SparseMethod], setup: Setup) -> None:
         """Raise where tokens are fed in chunks to a method that is sparse in single-token steps alone."""
