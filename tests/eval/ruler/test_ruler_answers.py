@@ -18,29 +18,9 @@ from tests.eval.ruler_data import (
     HOTPOT_ROWS,
     PARAGRAPHS,
     items_of,
-    make_setup,
     needle_args,
     texts_of,
-    use_own_protocol,
-    write_files,
 )
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_files(tmp_path_factory.mktemp("ruler"))
-
-
-@pytest.fixture(autouse=True)
-def protocol(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A protocol with wordings of our own; tests may change it before they make items."""
-    return use_own_protocol(monkeypatch)
-
-
-@pytest.fixture
-def setup(data_dir: Path) -> Setup:
-    return make_setup(data_dir)
-
 
 # Needles
 

@@ -16,30 +16,14 @@ from eval.benchmarks.ruler.needles import NOISE
 from eval.benchmarks.ruler.prompt import Draft, Prompt, encoder, fit, token_count
 from eval.errors import EvalError
 from eval.protocols import load_protocol
-from tests.eval.ruler_data import PARAGRAPHS, items_of, make_setup, texts_of, use_own_protocol, write_files
+from tests.eval.ruler_data import PARAGRAPHS, items_of, texts_of
 from tests.eval.tokenizers import tiny_tokenizer
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+SHARED = Path(__file__).resolve().parents[4] / "shared"
 ESSAY_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 # Tokens of the unit that a prompt grows by, at most; a thousandth of the length may be unused beside.
 UNIT = {"niah_multikey_2": 70, "niah_multikey_3": 140, "niah_single_1": 50, "vt": 50, "cwe": 60, "qa_1": 130}
 UNIT |= {"qa_2": 130, "fwe": 25, **dict.fromkeys(ESSAY_TASKS, 12)}
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_files(tmp_path_factory.mktemp("ruler"))
-
-
-@pytest.fixture(autouse=True)
-def protocol(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A protocol with wordings of our own; tests may change it before they make items."""
-    return use_own_protocol(monkeypatch)
-
-
-@pytest.fixture
-def setup(data_dir: Path) -> Setup:
-    return make_setup(data_dir)
 
 
 # Lengths
