@@ -1,5 +1,5 @@
 # `make demo` and `make test` start from a bare machine: Python 3.10+ and make. PYTHON= names another interpreter for
-# test-gpu, which installs nothing.
+# test-gpu and bench, which install nothing.
 
 BOOTSTRAP ?= python3
 VENV := .venv
@@ -9,12 +9,13 @@ PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval tests
 
-.PHONY: help install demo test test-gpu lint format
+.PHONY: help install demo test test-gpu bench lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
 	@echo "make test      lint, types and the tests that run on CPU"
 	@echo "make test-gpu  the tests that need CUDA (PYTHON=python3 uses that interpreter and installs nothing)"
+	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format, and what ruff can fix"
 
@@ -44,9 +45,15 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 ifeq ($(PYTHON),$(BIN)/python)
-test-gpu: $(STAMP)
+test-gpu bench: $(STAMP)
 endif
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
 	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) -m pytest tests/ops tests/test_contracts.py tests/test_patch.py -m "not gpu"
+
+# The README's tables are written from whatever results there are, also where a measurement failed.
+bench:
+	$(PYTHON) kernels/benchmarks/run.py; kernels=$$?; \
+	$(PYTHON) kernels/benchmarks/run.py --end-to-end; generate=$$?; \
+	$(PYTHON) kernels/benchmarks/run.py --readme README.md && test $$kernels = 0 && test $$generate = 0

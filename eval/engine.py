@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eval.benchmarks.base import Sample
 from eval.config import DENSE, RunConfig
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
@@ -22,6 +21,8 @@ from hf_sparse_attn.methods import make_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from eval.benchmarks.base import Sample
 
 NLL_BUCKET = 64
 """Positions that one entry of ``nll_by_position`` averages over."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from eval.config import DENSE
@@ -23,7 +23,12 @@ from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
 from hf_sparse_attn.greedy import forward
 
 if TYPE_CHECKING:
-    from eval.speed import SpeedConfig
+    from eval.speed_config import SpeedConfig
+
+DYNAMIC, PREALLOCATED, STATIC = "dense, DynamicCache", "dense, preallocated", "dense, StaticCache"
+UNCOMPILED = ", not compiled"
+
+AnyCache = TypeVar("AnyCache", bound=Cache)
 
 CHECKED_TOKENS = 4
 """Tokens that a method with a budget for everything must have in common with dense attention."""
@@ -48,33 +53,6 @@ class TokenClock(BaseStreamer):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every side of one context starts from."""
-
-    context: int
-    input_ids: torch.Tensor
-    """[1, context], with one token more where the context is cached."""
-    new_cache: Callable[[SparseMethod | str], SparseCache]
-    new_dynamic_cache: Callable[[], DynamicCache]
-
-    @classmethod
-    def start(cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int]) -> Work:
-        """Make the prompt, and with ``config.shape`` the filled cache."""
-        capacity = context + config.new_tokens + 1
-        if config.shape is None:
-            input_ids = _random_ids(model, context, special_ids, config.seed)
-            new_cache = partial(SparseCache, model.config, initial_capacity=capacity)
-            return cls(context, input_ids, new_cache, partial(DynamicCache, config=model.config))
-        input_ids = _random_ids(model, context + 1, special_ids, config.seed)
-        filled = SparseCache(model.config, DENSE, initial_capacity=capacity)
-        shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
-        with seeded(model.device, config.seed):
-            for layer in filled.layers:
-                layer.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
-        return cls(context, input_ids, filled.fork, partial(_dynamic_copy, model, filled))
-
-
-@dataclass(frozen=True)
 class Side:
     """One of those that are compared."""
 
@@ -82,6 +60,122 @@ class Side:
     method: SparseMethod | None
     """None for dense attention, on the unpatched model."""
     make_cache: Callable[[], Cache]
+    compiled: bool = False
+    """Whether ``generate()`` compiles its decode step."""
+    copies_cache: bool = False
+    """Whether its cache is a copy, beside the one that all sides start from."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side of one context starts from."""
+
+    model: PreTrainedModel
+    context: int
+    capacity: int
+    """Tokens that the longest run caches, and one more."""
+    input_ids: torch.Tensor
+    """[1, context], with one token more where the context is cached."""
+    filled: SparseCache | None
+    """The cached context; None where each run prefills its own."""
+
+    @classmethod
+    def start(cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int]) -> Work:
+        """Make the prompt, and with ``config.shape`` the filled cache."""
+        capacity = context + config.new_tokens + 1
+        if config.shape is None:
+            return cls(model, context, capacity, _random_ids(model, context, special_ids, config.seed), None)
+        filled = _empty_cache(model, DENSE, capacity)
+        shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
+        with seeded(model.device, config.seed):
+            for layer_idx, layer in enumerate(filled.sparse_layers):
+                filled.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv"), layer_idx)
+                for buffer in (layer.keys, layer.values):
+                    buffer[:, :, context:] = 0.0  # a static cache is read to its end, under a mask that NaN passes
+        return cls(model, context, capacity, _random_ids(model, context + 1, special_ids, config.seed), filled)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of the context, or of nothing where each run prefills its own cache."""
+        return 0 if self.filled is None else self._context_bytes()
+
+    @property
+    def weights_and_kv_bytes(self) -> int:
+        """What dense attention cannot do without."""
+        weights: dict[int, int] = {
+            each.data_ptr(): each.numel() * each.element_size() for each in self.model.parameters()
+        }
+        return sum(weights.values()) + self._context_bytes()
+
+    def _context_bytes(self) -> int:
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        numbers: int = 2 * self.context * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        bits: int = torch.finfo(self.model.dtype).bits
+        return numbers * bits // 8
+
+    def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
+        """Dense attention over three caches, then each method; where ``generate()`` compiles, also without."""
+        copies, compiles = self.filled is not None, is_cuda(self.model)
+        sides = [
+            Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
+            Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),
+            Side(STATIC, None, self._kept(self.new_static_cache), compiled=compiles),
+        ]
+        for method in methods:
+            name, new_cache = f"{method.name}, {method.token_budget}", partial(self.new_cache, method)
+            sides.append(Side(name, method, self._kept(new_cache), compiled=compiles))
+            if compiles:
+                sides.append(Side(f"{name}{UNCOMPILED}", method, self._kept(new_cache)))
+        return sides
+
+    def new_cache(self, method: SparseMethod | str) -> SparseCache:
+        """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such."""
+        return _empty_cache(self.model, method, self.capacity) if self.filled is None else self.filled.fork(method)
+
+    def new_dynamic_cache(self) -> DynamicCache:
+        """Transformers' own cache, with the tokens in tensors of its own as after a prefill."""
+        return self._copied(DynamicCache(config=self.model.config))
+
+    def new_growing_cache(self) -> SparseCache:
+        """A preallocated cache that a step reads as far as it is filled."""
+        return self._copied(SparseCache(self.model.config, DENSE, initial_capacity=self.capacity))
+
+    def new_static_cache(self) -> StaticCache:
+        """Transformers' static cache, over the filled buffers where there are such."""
+        cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
+        if self.filled is None:
+            return cache
+        for layer, ours in zip(cache.layers, self.filled.sparse_layers, strict=True):
+            no_tokens = ours.keys.new_empty(*ours.keys.shape[:2], 0, ours.keys.shape[3])
+            layer.max_cache_len = 0  # so that it allocates nothing
+            layer.lazy_initialization(no_tokens, no_tokens)
+            layer.max_cache_len = self.capacity
+            # As tensors of their own, without the marks for torch.compile that ours carry.
+            layer.keys, layer.values = ours.keys.detach(), ours.values.detach()
+            torch._dynamo.mark_static_address(layer.keys, guard=False)
+            torch._dynamo.mark_static_address(layer.values, guard=False)
+        _cut(cache, self.context)
+        return cache
+
+    def _copied(self, cache: AnyCache) -> AnyCache:
+        for layer_idx, layer in enumerate(self.filled.sparse_layers if self.filled else ()):
+            cache.update(layer.keys[:, :, : self.context], layer.values[:, :, : self.context], layer_idx)
+        return cache
+
+    def _kept(self, new_cache: Callable[[], Cache]) -> Callable[[], Cache]:
+        """Make the cache once and cut it back to the context for each run: what is compiled is for its addresses."""
+        if self.filled is None:
+            return new_cache
+        kept: list[Cache] = []
+
+        def cut_back() -> Cache:
+            if not kept:
+                kept.append(new_cache())
+            _cut(kept[0], self.context)
+            return kept[0]
+
+        return cut_back
 
 
 @dataclass(frozen=True)
@@ -93,6 +187,8 @@ class Run:
     token_ms: list[float]
     """Of every token but the first."""
     costs: dict[str, float | None]
+    seconds: float
+    """Of the whole call."""
 
 
 def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) -> Run:
@@ -111,12 +207,14 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             min_new_tokens=new_tokens,
             do_sample=False,
             streamer=clock,
+            disable_compile=not side.compiled,
         )
+        seconds = time.perf_counter() - started
         reads = None if side.method is None else sparse_reads(model, cache)
     prompt_tokens = work.input_ids.shape[1]
     token_ids = output[0, prompt_tokens:].tolist()
     times = clock.marks[1:]  # without the prompt's
-    steps = cache.get_seq_length() - work.context  # decode steps: each cached the token that it was fed
+    steps = int(cache.get_seq_length()) - work.context  # decode steps: each cached the token that it was fed
     made = (len(token_ids), len(times), work.context + steps)
     expected = (new_tokens, new_tokens, prompt_tokens + new_tokens - 1)
     if made != expected:
@@ -125,12 +223,12 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             f"{made[2]} in the cache, expected {expected}"
         )
     if reads is None or side.method is None:
-        costs = {"kv_fraction": 1.0, "realised_budget": work.context + (steps + 1) / 2}
+        costs: dict[str, float | None] = {"kv_fraction": 1.0, "realised_budget": work.context + (steps + 1) / 2}
     else:
         if not side.method.covers(work.context) and not (reads.kv_bytes or 0) < (reads.dense_bytes or 0):
             raise EvalError(f"{side.name}, context={work.context}: the patched run read as much as dense attention")
         costs = {"kv_fraction": reads.kv_fraction, "realised_budget": reads.realised_budget}
-    return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs)
+    return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds)
 
 
 def check_covering(model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[int]) -> None:
@@ -156,12 +254,33 @@ def check_covering(model: PreTrainedModel, work: Work, method: SparseMethod, den
         )
 
 
-def _dynamic_copy(model: PreTrainedModel, filled: SparseCache) -> DynamicCache:
-    """Transformers' own cache with the same tokens, in tensors of its own as after a prefill."""
-    cache = DynamicCache(config=model.config)
-    for layer_idx, layer in enumerate(filled.sparse_layers):
-        cache.update(layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length], layer_idx)
-    return cache
+def is_cuda(model: PreTrainedModel) -> bool:
+    """Whether the model is where ``generate()`` compiles decode steps over static caches."""
+    return str(model.device.type) == "cuda"
+
+
+def forget_compiled(model: PreTrainedModel) -> None:
+    """Drop what ``generate()`` has compiled: a second size of anything would be compiled for all sizes, and slower."""
+    if model.__dict__.pop("_compiled_call", None) is not None:
+        torch._dynamo.reset()
+
+
+def _empty_cache(model: PreTrainedModel, method: SparseMethod | str, capacity: int) -> SparseCache:
+    """As a patched ``generate()`` makes it: on CUDA one that is compiled."""
+    if is_cuda(model):
+        return SparseCache(model.config, method, max_cache_len=capacity)
+    return SparseCache(model.config, method, initial_capacity=capacity)
+
+
+def _cut(cache: Cache, length: int) -> None:
+    """Forget all tokens after the first ``length``, in place."""
+    if isinstance(cache, StaticCache):
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(length)
+        return
+    surplus = int(cache.get_seq_length()) - length
+    if surplus:
+        cache.crop(-surplus)
 
 
 def _random_ids(model: PreTrainedModel, length: int, special_ids: Collection[int], seed: int) -> torch.Tensor:

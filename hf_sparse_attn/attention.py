@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hf_sparse_attn_kernels import dense_decode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.cache import SparseCache, SparseLayer
@@ -30,7 +31,8 @@ def sparse_attention_forward(
     query
         [batch, q_heads, query tokens, head_dim], after RoPE.
     key, value
-        [batch, kv_heads, length, head_dim], the new tokens included.
+        [batch, kv_heads, length, head_dim], the new tokens included: what the cache layer's ``update`` returned. A
+        single token is read from the layer itself.
     attention_mask
         What SDPA gets: a mask that broadcasts to [batch, q_heads, query tokens, length], or None.
     dropout
@@ -47,19 +49,36 @@ def sparse_attention_forward(
     """
     layer = None if sparse_cache is None else sparse_cache.layers[module.layer_idx]
     if isinstance(layer, SparseLayer) and query.shape[2] == 1:
-        if not layer.is_dense and not layer.method.covers(layer.length - layer.least_padding):
-            return _sparse_decode_step(query, layer, scaling), None
-        layer.counter.count(layer, None)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        new_token = layer.take_pending()
+        if new_token is not None:
+            return _sparse_step(query[:, :, 0], layer, *new_token, scale).unsqueeze(1), None
+        if layer.is_static or query.is_cuda:
+            return _dense_step(query[:, :, 0], layer, scale).unsqueeze(1), None
+        layer.counter.count_dense(layer)
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output
 
 
-def _sparse_decode_step(query: torch.Tensor, layer: SparseLayer, scaling: float | None) -> torch.Tensor:
-    method = layer.method
-    token_query = query[:, :, 0]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    selection = method.select(token_query, layer, scale)
-    layer.counter.count(layer, selection)
-    return method.attend(token_query, layer, selection, scale).unsqueeze(1)
+def _sparse_step(
+    query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    selection = layer.method.append_and_select(query, layer, new_key[:, :, 0], new_value[:, :, 0], scale)
+    return layer.method.attend(query, layer, selection, scale)
+
+
+def _dense_step(query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
+    output = dense_decode(
+        query,
+        layer.keys,
+        layer.values,
+        layer.seq_start,
+        layer.seq_end,
+        scale=scale,
+        counter=layer.counter.totals,
+        finished=layer.finished,
+    )
+    assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
+    return output

@@ -1,213 +1,21 @@
-"""The KV cache of a patched model: preallocated keys, values and the method's metadata, layer by layer."""
+"""The KV cache of a patched model, layer by layer."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_sparse_attn.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod, make_method
-from hf_sparse_attn.stats import LayerCounter
+from hf_sparse_attn.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-MIN_CAPACITY = 64
-
-
-class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys, values and metadata, in place in buffers that double when they are full.
-
-    Row ``b`` holds its tokens at positions ``seq_start[b] .. seq_end[b] - 1`` of the buffers; what lies before is left
-    padding, what lies after is unused. Both are device tensors, read by the kernels without a host synchronize.
-
-    Parameters
-    ----------
-    method
-        The sparse-attention method.
-    is_dense
-        Whether attention in this layer stays dense; then no metadata is kept.
-    max_cache_len
-        The most tokens that the layer may hold; None for no limit.
-    initial_capacity
-        Tokens to allocate room for at first.
-    """
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-
-    keys: torch.Tensor
-    """[batch, kv_heads, capacity, head_dim], after RoPE."""
-    values: torch.Tensor
-    """[batch, kv_heads, capacity, head_dim]."""
-    metadata: dict[str, torch.Tensor]
-    """The method's own tensors, batch dimension first."""
-    seq_start: torch.Tensor
-    """int32 [batch]: position of each row's first token."""
-    seq_end: torch.Tensor
-    """int32 [batch]: position after each row's last token."""
-
-    def __init__(
-        self, method: SparseMethod, is_dense: bool, max_cache_len: int | None = None, initial_capacity: int = 0
-    ) -> None:
-        super().__init__()
-        self.method = method
-        self.is_dense = is_dense
-        self.max_cache_len = max_cache_len
-        self.initial_capacity = max_cache_len or max(initial_capacity, MIN_CAPACITY)
-        self.length = 0
-        self.least_padding = 0
-        self.metadata = {}
-        self.counter = LayerCounter()
-        self._pending_seq_start: torch.Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the buffers have room for."""
-        return self.keys.shape[2]
-
-    def row_lengths(self) -> torch.Tensor:
-        """int32 [batch]: the tokens of each row, padding left out."""
-        return (self.seq_end - self.seq_start).clamp_min(0)
-
-    def max_blocks(self, block_size: int) -> int:
-        """The most blocks that any row can have, known without asking the device."""
-        return -(-(self.length - self.least_padding) // block_size)
-
-    def set_padding(self, seq_start: torch.Tensor, least_padding: int) -> None:
-        """Say where each row's first token lies; takes effect with the next :meth:`update`."""
-        self._pending_seq_start = seq_start
-        self.least_padding = least_padding
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffers for the batch size, heads, dtype and device of the first tokens."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        batch = key_states.shape[0]
-        capacity = max(self.initial_capacity, key_states.shape[2])
-        self.keys = _empty_buffer(key_states, capacity)
-        self.values = _empty_buffer(value_states, capacity)
-        self.seq_start = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.seq_end = torch.zeros_like(self.seq_start)
-        self.metadata = {} if self.is_dense else self.method.init_metadata(self)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to every row and take them into the metadata.
-
-        Parameters
-        ----------
-        key_states, value_states
-            [batch, kv_heads, new tokens, head_dim].
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            Views of all keys and values so far, [batch, kv_heads, length, head_dim].
-        """
-        if not self.is_initialized or (self.length == 0 and self.keys.shape[0] != key_states.shape[0]):
-            self.lazy_initialization(key_states, value_states)
-        num_new = key_states.shape[2]
-        end = self.length + num_new
-        if end > self.capacity:
-            self._grow(max(end, 2 * self.capacity))
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        if self._pending_seq_start is not None:
-            self.seq_start.copy_(self._pending_seq_start)
-            self._pending_seq_start = None
-        self.length = end
-        self.seq_end.fill_(end)
-        if not self.is_dense:
-            self.method.update_metadata(self, num_new)
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, capacity: int) -> None:
-        if self.max_cache_len is not None:
-            capacity = self.max_cache_len  # SparseCache.prepare has refused what would not fit
-        self.keys = _enlarged(self.keys, _empty_buffer(self.keys, capacity))
-        self.values = _enlarged(self.values, _empty_buffer(self.values, capacity))
-        if not self.is_dense:
-            grown = self.method.init_metadata(self)
-            self.metadata = {name: _enlarged(old, grown[name]) for name, old in self.metadata.items()}
-
-    def get_seq_length(self) -> int:
-        """Tokens held per row, left padding counted in."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """The most tokens that the layer may hold; -1 for no limit."""
-        return -1 if self.max_cache_len is None else self.max_cache_len
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The attention mask's key length and offset for the next ``query_length`` tokens."""
-        return self.length + query_length, 0
-
-    def reset(self) -> None:
-        """Forget all tokens, keep the buffers."""
-        self.length = 0
-        self.least_padding = 0
-        if self.is_initialized:
-            self.seq_start.zero_()
-            self.seq_end.zero_()
-            self.metadata = {} if self.is_dense else self.method.init_metadata(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of every row.
-
-        Raises
-        ------
-        ValueError
-            ``tokens_to_remove`` is positive, or asks for more than there is.
-        """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts with a device tensor
-        if tokens_to_remove > 0 or -tokens_to_remove > self.length:
-            raise ValueError(
-                f"tokens_to_remove must be between -{self.length} (all tokens) and 0, got {tokens_to_remove}"
-            )
-        if tokens_to_remove == 0:
-            return
-        self.length += tokens_to_remove
-        self.seq_end.fill_(self.length)
-        if not self.is_dense:
-            self.method.crop_metadata(self)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the rows in ``indices``."""
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def fork(self, method: SparseMethod, is_dense: bool) -> SparseLayer:
-        """Make a layer for another method over the same keys and values; see :meth:`SparseCache.fork`."""
-        fork = copy.copy(self)
-        fork.method, fork.is_dense = method, is_dense
-        fork.counter = LayerCounter()
-        fork.metadata = {}
-        if self.is_initialized:
-            fork.seq_start, fork.seq_end = self.seq_start.clone(), self.seq_end.clone()
-            if not is_dense:
-                fork.metadata = method.init_metadata(fork)
-                if self.length:
-                    method.update_metadata(fork, self.length)
-        return fork
-
-    def _map_rows(self, of_rows: Any) -> None:
-        if not self.is_initialized:
-            return
-        for name in ("keys", "values", "seq_start", "seq_end"):
-            setattr(self, name, of_rows(getattr(self, name)))
-        self.metadata = {name: of_rows(tensor) for name, tensor in self.metadata.items()}
+__all__ = ["SparseCache", "SparseLayer"]
 
 
 class SparseCache(Cache):  # type: ignore[misc]
@@ -216,6 +24,11 @@ class SparseCache(Cache):  # type: ignore[misc]
     ``generate()`` and a plain ``forward(use_cache=True)`` make their own; make one yourself to keep it over several
     calls, as with any Transformers cache. Sliding-window layers keep Transformers' own layer, and stay dense.
 
+    With ``max_cache_len`` the cache is static: its buffers keep their addresses and no Python value follows the length,
+    so that ``generate()`` compiles the decode step, and on CUDA captures it in a graph. What does not fit raises: a
+    prompt before any work, decoding at the step that finds the cache full, and ``generate()`` where it compiles before
+    the prompt, since a compiled step cannot tell that the cache is full.
+
     Parameters
     ----------
     config
@@ -223,15 +36,14 @@ class SparseCache(Cache):  # type: ignore[misc]
     method
         The sparse-attention method, or its name; the same as the model is patched with.
     max_cache_len
-        The most tokens that the cache may hold, allocated at once; a prompt that does not fit raises before any work.
-        None for buffers that grow by doubling.
+        The most tokens that the cache may hold, allocated at once. None for buffers that grow by doubling.
     initial_capacity
         Where ``max_cache_len`` is None: tokens to allocate room for at first.
 
     Raises
     ------
     ValueError
-        A layer of the model is neither full nor sliding-window attention.
+        ``max_cache_len`` is below 1, or a layer of the model is neither full nor sliding-window attention.
     """
 
     def __init__(
@@ -245,13 +57,17 @@ class SparseCache(Cache):  # type: ignore[misc]
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
         self._max_cache_len = max_cache_len  # Transformers before 5.18 has a property of the plain name
+        self.is_static = max_cache_len is not None
         self.has_padding = False
+        self._rows_by_device: dict[torch.device, Rows] = {}
         # Transformers itself says which layer is of which kind.
         layers = DynamicCache(config=config).layers
         for layer_idx, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 is_dense = layer_idx < self.method.dense_layers
-                layers[layer_idx] = SparseLayer(self.method, is_dense, max_cache_len, initial_capacity)
+                layers[layer_idx] = SparseLayer(
+                    self.method, is_dense, max_cache_len, initial_capacity, self._rows_by_device
+                )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
                     f"layer {layer_idx} keeps a {type(layer).__name__}; "
@@ -287,8 +103,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         """
         fork = copy.copy(self)
         fork.method = make_method(method)
+        fork._rows_by_device = {}  # filled by the layers, the first on a device before the others
         fork.layers = [
-            layer.fork(fork.method, layer_idx < fork.method.dense_layers)
+            layer.fork(fork.method, layer_idx < fork.method.dense_layers, fork._rows_by_device)
             if isinstance(layer, SparseLayer)
             else copy.copy(layer)  # a sliding window: its updates make new tensors, they never write in place
             for layer_idx, layer in enumerate(self.layers)
@@ -300,32 +117,59 @@ class SparseCache(Cache):  # type: ignore[misc]
         """The full-attention layers, dense or sparse."""
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
 
+    @property
+    def needs_decode_mask(self) -> bool:
+        """Whether a decode step needs a mask of the padding: not where all layers read by ``seq_start``."""
+        return self.has_padding and not all(
+            isinstance(layer, SparseLayer)
+            and (layer.is_static or (layer.is_initialized and layer.device.type == "cuda"))
+            for layer in self.layers
+        )
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """The position of the next token, for masks; a device scalar where only the device knows."""
+        layer = self.layers[layer_idx]
+        offset: int | torch.Tensor = (
+            layer.get_query_offset() if isinstance(layer, SparseLayer) else layer.get_seq_length()
+        )
+        return offset
+
+    def announce_step(self) -> None:
+        """Say that the coming forward pass is a patched model's: its attention function appends single tokens."""
+        for rows in self._rows_by_device.values():
+            rows.announce_step()
+
     def prepare(self, attention_mask: torch.Tensor | None, query_length: int) -> None:
         """Check that the next tokens can be cached, and find each row's left padding. Changes nothing if it raises.
 
         Parameters
         ----------
         attention_mask
-            [batch, cached + new tokens], 1 for tokens and 0 for padding; None for no padding.
+            [batch, cached + new tokens], 1 for tokens and 0 for padding; for a static cache also the mask that
+            ``generate()`` makes of it, bool [batch, 1, new tokens, cached + new tokens]; None for no padding.
         query_length
             The number of new tokens. For a single one the padding is taken as known, so nothing waits for the device.
 
         Raises
         ------
         ValueError
-            The tokens do not fit into ``max_cache_len``, or the mask is not 2-D or masks anything but left padding.
+            The tokens do not fit into ``max_cache_len``, or the mask is of another shape or masks anything but left
+            padding.
         """
         cached = self.get_seq_length()
         if self._max_cache_len is not None and cached + query_length > self._max_cache_len:
             raise ValueError(
                 f"{query_length} new tokens do not fit: the cache holds {cached} of max_cache_len={self._max_cache_len}"
             )
+        if query_length == 1 and cached > 0 and self.is_static:
+            return  # generate() hands on no mask
         if attention_mask is None:
             if self.has_padding and cached > 0:
                 raise ValueError("the cache holds left padding: attention_mask must be given, got None")
-            if cached == 0:
-                self.has_padding = False
+            self.has_padding = False
             return
+        if self.is_static:
+            attention_mask = _last_query_row(attention_mask)
         if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
             shape = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
             raise ValueError(f"attention_mask must be 2-D, [batch, tokens], for a patched model; got {shape}")
@@ -348,14 +192,25 @@ class SparseCache(Cache):  # type: ignore[misc]
         least_padding, most_padding = (int(bound) for bound in padding.aminmax())
         self.has_padding = most_padding > 0
         for layer in self.sparse_layers:
-            layer.set_padding(padding, least_padding)
+            layer.set_padding(padding, least_padding, self.has_padding)
 
 
-def _empty_buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
-    batch, kv_heads, _, head_dim = like.shape
-    return like.new_empty(batch, kv_heads, capacity, head_dim)
+def _last_query_row(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Turn the causal mask that ``generate()`` made for a static cache back into the 2-D mask it was made of.
 
-
-def _enlarged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    new[tuple(slice(size) for size in old.shape)] = old
-    return new
+    Raises
+    ------
+    ValueError
+        The mask is not causal over what its last query attends to.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4 or attention_mask.dtype != torch.bool:
+        return attention_mask
+    mask = attention_mask[:, 0]  # [batch, query, key]
+    is_token, queries = mask[:, -1], mask.shape[1]
+    seen = is_token.cumsum(dim=1)[:, -queries:]  # the keys that a causal mask lets each query attend to
+    if bool(((mask.sum(dim=2) != seen) & is_token[:, -queries:]).any()):
+        raise ValueError(
+            f"attention_mask must be 2-D, [batch, tokens], or causal for a patched model; got a mask of shape "
+            f"{tuple(attention_mask.shape)} that is not causal over left-padded tokens"
+        )
+    return is_token

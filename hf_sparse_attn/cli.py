@@ -277,6 +277,7 @@ def _answer_prompt(
         attention_mask=torch.ones_like(batch),
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        disable_compile=True,  # the time would be the compiler's
         streamer=Stopwatch(),
     )
     new_ids = output[0, len(input_ids) :].tolist()

@@ -1,4 +1,4 @@
-"""patch_model, unpatch_model, sparse_attention: the only file that knows private names of Transformers.
+"""patch_model, unpatch_model, sparse_attention: with generation.py the files that know private names of Transformers.
 
 A patched model differs from a stock one in three places, and unpatching puts all three back:
 
@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.cache import SparseCache
+from hf_sparse_attn.generation import NO_ATTENTIONS, PrepareCache, check_cache
 from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
 
@@ -31,11 +32,16 @@ MAX_HEAD_DIM = 256
 
 
 def _attention_mask(**arguments: Any) -> torch.Tensor | None:
-    """SDPA's mask; for a decode step always a tensor, since finding out that none is needed waits for the device.
+    """SDPA's mask; a decode step never asks the device whether it needs one.
 
-    Decode steps without padding do not come here with a mask: the decoder hook has taken it away.
+    None without padding, where the decoder hook has taken the mask away, and for a static cache, whose layers read by
+    the device's row bounds: ``generate()`` comes here between compiled steps. Otherwise a tensor.
     """
-    if arguments["q_length"] == 1 and arguments.get("attention_mask") is not None:
+    if arguments["q_length"] == 1:
+        # Transformers lets no single query of a compileable cache go without a mask; no other cache is told apart so.
+        for_static_cache = not arguments["allow_is_causal_skip"]
+        if for_static_cache or arguments.get("attention_mask") is None:
+            return None
         arguments["allow_is_causal_skip"] = False
     mask: torch.Tensor | None = sdpa_mask(**arguments)
     return mask
@@ -108,7 +114,7 @@ def patch_model(
     )
     setattr(model, _PATCH, patch)
     if hasattr(model, _PREPARE_CACHE):  # a bare decoder cannot generate
-        setattr(model, _PREPARE_CACHE, _PrepareCache(model))
+        setattr(model, _PREPARE_CACHE, PrepareCache(model, made))
     return model
 
 
@@ -185,42 +191,6 @@ def _get_patch(model: PreTrainedModel) -> _Patch:
     return patch
 
 
-class _PrepareCache:
-    """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-        **kwargs: Any,
-    ) -> None:
-        """Write the cache to ``model_kwargs``, as the method that it stands in for does."""
-        if generation_config.use_cache is False:
-            raise ValueError("use_cache=False leaves nothing to make sparse: unpatch the model, or drop the argument")
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} does not go with a patched model, "
-                "which builds its own SparseCache; it must be None"
-            )
-        if generation_config.output_attentions:
-            raise ValueError(_NO_ATTENTIONS)
-        cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            cache = SparseCache(self.model.config, patched_method(self.model), initial_capacity=max_cache_length)
-            model_kwargs["past_key_values"] = cache
-        else:
-            _check_cache(cache, patched_method(self.model))
-            cache._is_user_defined = True  # generate() does not feed the cached tokens again
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-
-
 class _DecoderHook:
     """Runs before the decoder: refuses what would be silently wrong, and hands on the cache."""
 
@@ -233,17 +203,23 @@ class _DecoderHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the decoder's arguments with ``sparse_cache`` among them."""
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        cache, tokens = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        is_decode_step = tokens is not None and tokens.shape[1] == 1
+        if torch.compiler.is_compiling() and is_decode_step and isinstance(cache, SparseCache) and cache.is_static:
+            # The prefill was checked. What is looked at here, the compiled step would look at every time.
+            cache.announce_step()
+            return (), {**kwargs, "sparse_cache": cache}
         config, patch = self.model.config, _get_patch(self.model)
         if self.model.training:
             raise ValueError(_NO_TRAINING)
         wants_attentions = kwargs.get("output_attentions")
         if wants_attentions or (wants_attentions is None and config.output_attentions):
-            raise ValueError(_NO_ATTENTIONS)
+            raise ValueError(NO_ATTENTIONS)
 
-        cache = kwargs.get("past_key_values")
         if cache is not None:
-            _check_cache(cache, patch.method)
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+            check_cache(cache, patch.method)
         if tokens is None:
             return (), kwargs  # the decoder itself says what is missing
         query_length = tokens.shape[1]
@@ -253,16 +229,17 @@ class _DecoderHook:
             if not (config.use_cache if use_cache is None else use_cache):
                 return (), kwargs  # nothing cached, nothing to read sparsely: dense
             cache = kwargs["past_key_values"] = SparseCache(config, patch.method)
-        cache.prepare(kwargs.get("attention_mask"), query_length)
-        if query_length == 1 and not cache.has_padding:
-            kwargs["attention_mask"] = None  # all ones: Transformers would ask the device at every step
+        mask = kwargs.get("attention_mask")
+        cache.prepare(mask.get("full_attention") if isinstance(mask, dict) else mask, query_length)
+        cache.announce_step()
+        if query_length == 1 and not cache.needs_decode_mask:
+            kwargs["attention_mask"] = None  # Transformers would ask the device at every step whether it is all ones
         patch.counters = [layer.counter for layer in cache.sparse_layers]
         kwargs["sparse_cache"] = cache
         return (), kwargs
 
 
 _NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
-_NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
 
 def _check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
@@ -278,7 +255,7 @@ def _check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
     if model.training:
         raise ValueError(_NO_TRAINING)
     if config.output_attentions:
-        raise ValueError(_NO_ATTENTIONS)
+        raise ValueError(NO_ATTENTIONS)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
@@ -293,16 +270,6 @@ def _check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
             f"dense_layers must leave a layer to make sparse: got {method.dense_layers}, "
             f"and the model has {config.num_hidden_layers} layers"
         )
-
-
-def _check_cache(cache: Any, method: SparseMethod) -> None:
-    if not isinstance(cache, SparseCache):
-        raise TypeError(
-            f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
-            "make one with SparseCache.for_model(model)"
-        )
-    if cache.method != method:
-        raise ValueError(f"past_key_values was made for {cache.method}, but the model is patched with {method}")
 
 
 def _check_positions(config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int) -> None:

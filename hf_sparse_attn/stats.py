@@ -8,52 +8,60 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_sparse_attn.buffers import mark_static
+
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache import SparseLayer
-    from hf_sparse_attn.methods import Selection
+    from hf_sparse_attn.layer import SparseLayer
 
 
 class LayerCounter:
     """Counts one layer's reads on its device, so that decoding never waits for the host.
 
-    It holds no keys or values: the counts outlive the cache that they are of.
+    The ops of the decode step add to :attr:`totals` themselves. It holds no keys or values: the counts outlive the
+    cache that they are of.
     """
 
-    def __init__(self) -> None:
-        # tokens read, tokens that dense attention would have read, metadata bytes read, decode steps
-        self._totals: torch.Tensor | None = None
-        self._token_bytes = 0
+    totals: torch.Tensor
+    """int64 [4]: tokens read, tokens that dense attention would have read, metadata bytes read, decode steps."""
 
-    def count(self, layer: SparseLayer, selection: Selection | None) -> None:
-        """Add one decode step: what ``selection`` reads, or everything where it is None."""
-        if self._totals is None:
-            self._totals = torch.zeros(4, dtype=torch.int64, device=layer.keys.device)
-            self._token_bytes = (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
-        lengths = layer.row_lengths()
-        dense_tokens = lengths.sum() * layer.keys.shape[1]
-        tokens: torch.Tensor = dense_tokens
-        metadata_bytes: torch.Tensor | int = 0
-        if selection is not None:
-            first_tokens = selection.block_indices * selection.block_size
-            held = (lengths[:, None, None] - first_tokens).clamp(0, selection.block_size)
-            tokens = torch.where(selection.block_indices >= 0, held, 0).sum()
-            metadata_bytes = layer.method.metadata_bytes_read(layer)
-        self._totals[0] += tokens
-        self._totals[1] += dense_tokens
-        self._totals[2] += metadata_bytes
-        self._totals[3] += 1
+    def __init__(self) -> None:
+        self._token_bytes = 0
+        # Where the host knows what a step reads, no op need count it.
+        self._host_tokens = 0
+        self._host_steps = 0
+
+    def allocate(self, layer: SparseLayer) -> None:
+        """Make :attr:`totals` beside the layer's buffers; later buffers of the same layer go on with the counts."""
+        if not hasattr(self, "totals"):
+            self.totals = torch.zeros(4, dtype=torch.int64, device=layer.keys.device)
+            if layer.is_static:
+                mark_static(self.totals)
+        self._token_bytes = (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
+
+    def count_dense(self, layer: SparseLayer) -> None:
+        """Add one decode step of dense attention that no op of ours counts."""
+        batch, kv_heads = layer.keys.shape[:2]
+        self._host_steps += 1
+        if layer.rows.has_padding:
+            self.totals[:2] += layer.row_lengths().sum() * kv_heads
+        else:
+            self._host_tokens += layer.length * batch * kv_heads
+
+    def count_metadata(self, read: torch.Tensor | int) -> None:
+        """Add bytes of metadata that a decode step reads."""
+        self.totals[2] += read
 
     def read(self) -> LayerStats:
         """Wait for the device and return the totals."""
-        if self._totals is None:
+        if not hasattr(self, "totals"):
             return LayerStats()
-        tokens, dense_tokens, metadata_bytes, steps = self._totals.tolist()
+        tokens, dense_tokens, metadata_bytes, steps = self.totals.tolist()
         return LayerStats(
-            decode_steps=steps,
-            tokens_read=tokens,
-            kv_bytes=tokens * self._token_bytes,
+            decode_steps=steps + self._host_steps,
+            tokens_read=tokens + self._host_tokens,
+            kv_bytes=(tokens + self._host_tokens) * self._token_bytes,
             metadata_bytes=metadata_bytes,
-            dense_bytes=dense_tokens * self._token_bytes,
+            dense_bytes=(dense_tokens + self._host_tokens) * self._token_bytes,
         )
 
 

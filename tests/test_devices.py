@@ -34,12 +34,13 @@ def test_layers_on_different_devices(token_budget):
 @pytest.mark.gpu
 @torch.inference_mode()
 @pytest.mark.parametrize("token_budget", [64, 1024])
-def test_decode_steps_never_wait_for_the_device(token_budget):
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+def test_decode_steps_never_wait_for_the_device(token_budget, max_cache_len):
     model = patch_model(make_model("llama"), "quest", token_budget=token_budget)
     ids, steps = random_ids(2, 150), random_ids(2, 5, seed=1)
     mask = torch.ones(2, 155, dtype=torch.long, device="cuda")
     mask[0, :21] = 0
-    cache = SparseCache.for_model(model)
+    cache = SparseCache.for_model(model, max_cache_len)
     model(ids, attention_mask=mask[:, :150], past_key_values=cache)
     model(steps[:, :1], attention_mask=mask[:, :151], past_key_values=cache)  # compiles the kernels
     torch.cuda.synchronize()

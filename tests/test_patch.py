@@ -18,7 +18,8 @@ from hf_sparse_attn import (
 from hf_sparse_attn.patch import is_patched, max_positions, patched_method
 from tests.models import POSITIONS, make_model, random_ids
 
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+# Compiled decoding has tests of its own; on CUDA these would take minutes with it.
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "disable_compile": True}
 
 
 @pytest.fixture
@@ -108,13 +109,16 @@ def test_short_batch_runs_dense_and_silently(model, recwarn, caplog):
     assert not caplog.records
 
 
-def test_stats_count_what_quest_reads(model):
+@pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
+def test_stats_count_what_quest_reads(model, bounds_dtype):
     budget, page, length = 64, 16, 200
-    patch_model(model, "quest", token_budget=budget, page_size=page)
+    patch_model(model, "quest", token_budget=budget, page_size=page, bounds_dtype=bounds_dtype)
     model.generate(random_ids(1, length), **GREEDY)
     stats = sparse_attention_stats(model)
     kv_heads, head_dim, element = 2, 16, 4
     token_bytes = 2 * head_dim * element
+    # Per KV head: two bounds a page, in 8 bits with an exponent a page and, once, one a channel.
+    page_bytes, once = (2 * head_dim + 1, head_dim) if bounds_dtype == "int8" else (2 * head_dim * element, 0)
     lengths = range(length + 1, length + 8)  # 8 new tokens take 7 decode steps
     for dense in stats.layers[:2]:
         assert dense.kv_bytes == dense.dense_bytes == sum(lengths) * kv_heads * token_bytes
@@ -124,7 +128,7 @@ def test_stats_count_what_quest_reads(model):
         tokens = sum((budget // page - 1) * page + (n - 1) % page + 1 for n in lengths) * kv_heads
         assert sparse.tokens_read == tokens
         assert sparse.kv_bytes == tokens * token_bytes
-        assert sparse.metadata_bytes == sum(-(-n // page) for n in lengths) * kv_heads * 2 * head_dim * element
+        assert sparse.metadata_bytes == sum(-(-n // page) * page_bytes + once for n in lengths) * kv_heads
     total = sum(layer.kv_bytes + layer.metadata_bytes for layer in stats.layers)
     assert stats.kv_fraction == total / sum(layer.dense_bytes for layer in stats.layers)
 
@@ -170,6 +174,7 @@ def test_bare_decoder_can_be_patched():
         ({"dense_layers": 4}, ValueError, r"dense_layers must leave a layer to make sparse: got 4.*has 4 layers"),
         ({"sink_tokens": 1024}, ValueError, r"sink_tokens must be between 0 and 1008.*got 1024"),
         ({"group_reduce": "sum"}, ValueError, r"group_reduce must be one of softmax, mean, max, got 'sum'"),
+        ({"bounds_dtype": "int4"}, ValueError, r"bounds_dtype must be one of int8, model, got 'int4'"),
         (
             {"method": Quest(), "token_budget": 64},
             TypeError,

@@ -10,7 +10,7 @@ import torch
 from hf_sparse_attn_kernels import sparse_decode
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache import SparseLayer
+    from hf_sparse_attn.layer import SparseLayer
 
 
 class Selection(NamedTuple):
@@ -34,7 +34,8 @@ class SparseMethod(ABC):
 
     All state (keys, values, metadata, lengths) lives in the :class:`~hf_sparse_attn.cache.SparseLayer` that each call
     receives. A subclass adds fields for its paper's parameters, sets the class variables below, and implements
-    :meth:`select`; it overrides the others where it differs.
+    :meth:`select`; it overrides the others where it differs. Decode steps over a static cache are compiled: what runs
+    in them reads no length on the host, but ``layer.capacity``, ``layer.max_blocks`` and the device tensors.
 
     Parameters
     ----------
@@ -76,14 +77,18 @@ class SparseMethod(ABC):
             raise ValueError(f"{self.name}: {parameter} must be {allowed}, got {getattr(self, parameter)!r}")
 
     def covers(self, length: int) -> bool:
-        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more."""
+        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more.
+
+        A method that covers ``sys.maxsize`` tokens attends densely in static caches too.
+        """
         return length <= self.token_budget
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate what the method keeps beside K and V, for ``layer.capacity`` tokens.
 
-        Every tensor starts with the batch dimension. When a layer grows, this is called again and the old contents are
-        copied into the leading part of the new tensors.
+        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``, whose shape, dtype and
+        device are all there is to read yet. When a layer grows, this is called again and the old contents are copied
+        into the leading part of the new tensors.
         """
         return {}
 
@@ -114,8 +119,40 @@ class SparseMethod(ABC):
         """
         return 0
 
+    def append_and_select(
+        self,
+        query: torch.Tensor,
+        layer: SparseLayer,
+        new_key: torch.Tensor,
+        new_value: torch.Tensor,
+        scale: float,
+    ) -> Selection:
+        """Cache a decode step's token, choose what the step reads, and count the metadata that choosing read.
+
+        By default :meth:`update_metadata`, :meth:`select` and :meth:`metadata_bytes_read`, one after the other. A
+        method with an op for all of it overrides this; the op then chooses what :meth:`select` would.
+
+        Parameters
+        ----------
+        query
+            [batch, q_heads, head_dim], after RoPE.
+        layer
+            Counts the token in its lengths already.
+        new_key, new_value
+            [batch, kv_heads, head_dim]: the token, to be written at position ``layer.seq_end - 1`` of each row.
+        scale
+            What the model multiplies q.k with.
+        """
+        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        selection = self.select(query, layer, scale)
+        layer.counter.count_metadata(self.metadata_bytes_read(layer))
+        return selection
+
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
-        """Attend to the selected blocks only: [batch, q_heads, head_dim] to the same shape, exact over what is read."""
+        """Attend to the selected blocks only, and count the step in ``layer.counter``.
+
+        [batch, q_heads, head_dim] to the same shape, exact over what is read.
+        """
         output = sparse_decode(
             query,
             layer.keys,
@@ -126,6 +163,8 @@ class SparseMethod(ABC):
             layer.seq_end,
             block_size=selection.block_size,
             scale=scale,
+            counter=layer.counter.totals,
+            finished=layer.finished,
         )
         assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
         return output

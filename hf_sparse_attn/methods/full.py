@@ -10,7 +10,7 @@ import torch
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache import SparseLayer
+    from hf_sparse_attn.layer import SparseLayer
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import page_bounds, page_scores, select_blocks
+from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache import SparseLayer
+    from hf_sparse_attn.layer import SparseLayer
 
 GROUP_REDUCTIONS = ("softmax", "mean", "max")
+BOUNDS_DTYPES = ("int8", "model")
 MIN_PAGES = 3
 
 
@@ -41,6 +42,10 @@ class Quest(SparseMethod):
         head's scores over the pages before summing, so that no head drowns the others: of the three it keeps the most
         attention mass on real weights. ``"mean"`` and ``"max"`` reduce the raw scores. With one query head per KV head
         (the paper's case) all three choose the same pages.
+    bounds_dtype
+        How the bounds are kept. ``"int8"`` (default): 8-bit levels, rounded outwards, with an exponent a page and one
+        a channel, so that a score stays an upper bound and a step reads half the bytes; on real weights the selection
+        keeps the same attention mass. ``"model"``: exactly, in the model's dtype, as in the paper.
 
     The page being filled is always read and counts in the budget.
     """
@@ -54,6 +59,7 @@ class Quest(SparseMethod):
     dense_layers: int = 2
     sink_tokens: int = 16
     group_reduce: str = "softmax"
+    bounds_dtype: str = "int8"
 
     def __post_init__(self) -> None:
         """Check the hyperparameters.
@@ -78,6 +84,7 @@ class Quest(SparseMethod):
             f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} less the page being filled)",
         )
         self._require("group_reduce", self.group_reduce in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
+        self._require("bounds_dtype", self.bounds_dtype in BOUNDS_DTYPES, f"one of {', '.join(BOUNDS_DTYPES)}")
 
     @property
     def num_pages(self) -> int:
@@ -88,40 +95,81 @@ class Quest(SparseMethod):
         """Whether all pages of ``length`` tokens would be read."""
         return length <= self.num_pages * self.page_size
 
+    @property
+    def sink_pages(self) -> int:
+        """The first pages, which are always read."""
+        return -(-self.sink_tokens // self.page_size)
+
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
-        """Page bounds in the keys' dtype: ``page_min`` and ``page_max``, [batch, kv_heads, pages, head_dim]."""
+        """Page bounds ``page_min`` and ``page_max``, [batch, kv_heads, pages, head_dim], named as the ops take them.
+
+        With 8-bit bounds also ``page_exponent``, int8 [batch, kv_heads, pages], and ``channel_exponent``, int8 [batch,
+        kv_heads, head_dim].
+        """
         batch, kv_heads, capacity, head_dim = layer.keys.shape
         pages = -(-capacity // self.page_size)
-        return {bound: layer.keys.new_empty(batch, kv_heads, pages, head_dim) for bound in ("page_min", "page_max")}
+        dtype = torch.int8 if self.bounds_dtype == "int8" else layer.keys.dtype
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("page_min", "page_max"), (batch, kv_heads, pages, head_dim))
+        if self.bounds_dtype == "int8":
+            shapes |= {"page_exponent": (batch, kv_heads, pages), "channel_exponent": (batch, kv_heads, head_dim)}
+        return {name: torch.empty(shape, dtype=dtype, device=layer.keys.device) for name, shape in shapes.items()}
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
         """Take the last ``num_new`` tokens into the bounds of the pages that hold them."""
         page_bounds(
             layer.keys,
-            layer.metadata["page_min"],
-            layer.metadata["page_max"],
-            layer.seq_start,
-            layer.seq_end,
+            seq_start=layer.seq_start,
+            seq_end=layer.seq_end,
             page_size=self.page_size,
             num_new=num_new,
+            **self._bounds(layer),
         )
 
     def crop_metadata(self, layer: SparseLayer) -> None:
         """Recompute the page that now ends the sequence: it may have lost tokens. Pages after it are never scored."""
         self.update_metadata(layer, num_new=1)
 
+    def append_and_select(
+        self,
+        query: torch.Tensor,
+        layer: SparseLayer,
+        new_key: torch.Tensor,
+        new_value: torch.Tensor,
+        scale: float,
+    ) -> Selection:
+        """Append, score and select in one op; see :meth:`SparseMethod.append_and_select` for the arguments."""
+        block_indices, block_counts = append_and_select(
+            query,
+            new_key,
+            new_value,
+            layer.keys,
+            layer.values,
+            seq_start=layer.seq_start,
+            seq_end=layer.seq_end,
+            page_size=self.page_size,
+            max_blocks=self.num_pages,
+            sink_blocks=self.sink_pages,
+            recent_blocks=1,
+            scale=scale,
+            group_reduce=self.group_reduce,
+            num_pages=self._scored_pages(layer),
+            counter=layer.counter.totals,
+            finished=layer.finished,
+            **self._bounds(layer),
+        )
+        return Selection(block_indices, block_counts, self.page_size)
+
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every page, keep the best; see :meth:`SparseMethod.select` for the arguments."""
         scores = page_scores(
             query,
-            layer.metadata["page_min"],
-            layer.metadata["page_max"],
-            layer.seq_start,
-            layer.seq_end,
+            seq_start=layer.seq_start,
+            seq_end=layer.seq_end,
             page_size=self.page_size,
             scale=scale,
             group_reduce=self.group_reduce,
-            num_pages=layer.max_blocks(self.page_size),
+            num_pages=self._scored_pages(layer),
+            **self._bounds(layer),
         )
         block_indices, block_counts = select_blocks(
             scores,
@@ -129,13 +177,21 @@ class Quest(SparseMethod):
             layer.seq_end,
             block_size=self.page_size,
             max_blocks=self.num_pages,
-            sink_blocks=-(-self.sink_tokens // self.page_size),
+            sink_blocks=self.sink_pages,
             recent_blocks=1,
         )
         return Selection(block_indices, block_counts, self.page_size)
 
+    def _bounds(self, layer: SparseLayer) -> dict[str, Any]:
+        return layer.metadata
+
+    def _scored_pages(self, layer: SparseLayer) -> int | None:
+        return None if layer.is_static else layer.max_blocks(self.page_size)
+
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
-        """Both bounds of every page that holds a token."""
+        """Both bounds of every page that holds a token, with their exponents."""
         _, kv_heads, _, head_dim = layer.keys.shape
-        pages = (layer.row_lengths() + self.page_size - 1) // self.page_size
-        return pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
+        rows_pages = (layer.row_lengths() + self.page_size - 1) // self.page_size
+        if self.bounds_dtype == "model":
+            return rows_pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
+        return rows_pages.sum() * (kv_heads * (2 * head_dim + 1)) + (rows_pages > 0).sum() * (kv_heads * head_dim)

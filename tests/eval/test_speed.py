@@ -9,22 +9,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from eval import speed, speed_runs
 from eval.errors import EvalError
-from eval.speed import (
-    DYNAMIC,
-    PREALLOCATED,
-    SHAPES,
-    SpeedConfig,
-    build_model,
-    measure,
-    measure_model,
-    save,
-    speed_table,
-)
+from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
+from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
+from hf_sparse_attn.models import load_model
 from hf_sparse_attn.patch import is_patched
 from tests.tiny import save_model
 
@@ -39,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
 }
-SIDES = [DYNAMIC, PREALLOCATED, "quest, 64"]
+SIDES = [DYNAMIC, PREALLOCATED, STATIC, "quest, 64"]
 
 
 def config(**changes: Any) -> SpeedConfig:
@@ -72,7 +65,7 @@ class Feeds:
     def _note(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs["past_key_values"]
         fed = kwargs["input_ids"].shape[1]
-        self.seen.append((fed, cache.get_seq_length(), type(cache), is_patched(self.model)))
+        self.seen.append((fed, int(cache.get_seq_length()), type(cache), is_patched(self.model)))
         positions = kwargs.get("position_ids")
         self.position_ids.append(None if positions is None else positions.flatten().tolist())
 
@@ -88,11 +81,13 @@ def test_the_report_is_complete_and_json(report: dict[str, Any], tmp_path: Path)
     assert [result["context"] for result in report["results"]] == [CONTEXT, 2 * CONTEXT]
     for result in report["results"]:
         assert [side["name"] for side in result["sides"]] == SIDES
-        assert [side["method"] for side in result["sides"]] == ["full", "full", "quest"]
-        assert [side["token_budget"] for side in result["sides"]] == [None, None, 64]
+        assert [side["method"] for side in result["sides"]] == ["full", "full", "full", "quest"]
+        assert [side["token_budget"] for side in result["sides"]] == [None, None, None, 64]
         for side in result["sides"]:
             assert len(side["ttft_ms"]["all"]) == SETTINGS["repeats"]
             assert side["peak_memory_bytes"] > 0
+            assert not side["compiled"]  # generate() does not compile on a CPU
+            assert side["compile_seconds"] is side["memory_ratio"] is None
 
 
 def test_reads_are_dense_attention_s_or_less(report: dict[str, Any]) -> None:
@@ -116,8 +111,8 @@ def test_quartiles_are_ordered_and_ratios_are_quotients_of_medians(report: dict[
         ratio = sides["quest, 64"]["ratio"]
         for quantity in ("ttft", "tpot"):
             medians = {name: side[f"{quantity}_ms"]["median"] for name, side in sides.items()}
-            assert medians[ratio[f"{quantity}_against"]] == min(medians[DYNAMIC], medians[PREALLOCATED])
-            assert ratio[quantity] == min(medians[DYNAMIC], medians[PREALLOCATED]) / medians["quest, 64"]
+            assert medians[ratio[f"{quantity}_against"]] == min(medians[name] for name in SIDES[:3])
+            assert ratio[quantity] == min(medians[name] for name in SIDES[:3]) / medians["quest, 64"]
 
 
 def test_a_median_of_one_run_is_that_run() -> None:
@@ -131,8 +126,8 @@ def test_a_shape_decodes_from_the_cached_context_every_time() -> None:
     feeds = Feeds(model)
     measure_model(model, config())
     assert {fed for fed, *_ in feeds.seen} == {1}
-    # warm-up and two rounds of three sides, and the check with a budget for everything
-    assert len(feeds.seen) == (3 * 3 + 1) * NEW_TOKENS
+    # warm-up and two rounds of four sides, and the check with a budget for everything
+    assert len(feeds.seen) == (3 * 4 + 1) * NEW_TOKENS
     for start in range(0, len(feeds.seen), NEW_TOKENS):
         run = range(CONTEXT, CONTEXT + NEW_TOKENS)
         assert [cached for _, cached, _, _ in feeds.seen[start : start + NEW_TOKENS]] == list(run)
@@ -144,26 +139,31 @@ def test_rounds_are_interleaved_and_do_not_always_begin_with_the_same_side() -> 
     model = tiny_model()
     feeds = Feeds(model)
     measure_model(model, config())
-    kinds = {(DynamicCache, False): DYNAMIC, (SparseCache, False): PREALLOCATED, (SparseCache, True): "quest, 64"}
+    kinds = {
+        (DynamicCache, False): DYNAMIC,
+        (SparseCache, False): PREALLOCATED,
+        (StaticCache, False): STATIC,
+        (SparseCache, True): "quest, 64",
+    }
     runs = [kinds[kind, patched] for _, _, kind, patched in feeds.seen[::NEW_TOKENS]]
     assert runs == [*SIDES, "quest, 64", *SIDES, *SIDES[1:], SIDES[0]]
 
 
 def test_a_model_prefills_the_context(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     feeds = []
-    load = speed.load_model
+    load = load_model
 
     def spied(*args: Any) -> Any:
         model, tokenizer = load(*args)
         feeds.append(Feeds(model))
         return model, tokenizer
 
-    monkeypatch.setattr(speed, "load_model", spied)
+    monkeypatch.setattr("hf_sparse_attn.models.load_model", spied)
     report = measure(config(shape=None, model=str(tiny_folder), parameters={"dense_layers": 1}))
     assert report["ttft_covers"] == "the prefill of the context and one token"
     fed = [(fed, cached) for fed, cached, _, _ in feeds[0].seen]
     decoded = [(1, CONTEXT + step) for step in range(NEW_TOKENS - 1)]
-    assert fed == [(CONTEXT, 0), *decoded] * 10
+    assert fed == [(CONTEXT, 0), *decoded] * 13
     assert [side["name"] for side in report["results"][0]["sides"]] == SIDES
     assert report["results"][0]["sides"][0]["realised_budget"] == CONTEXT + NEW_TOKENS / 2
 
@@ -182,26 +182,67 @@ def test_the_model_is_left_unpatched() -> None:
 
 
 def test_all_sides_make_dense_tokens_where_the_budget_covers_everything() -> None:
-    model, made = tiny_model(), config()
-    work = speed.Work.start(model, made, CONTEXT, ())
+    model, made = tiny_model(), config(new_tokens=8)
     [method] = config(token_budget=(1024,)).methods()
-    sides = [
-        speed.Side(DYNAMIC, None, work.new_dynamic_cache),
-        speed.Side(PREALLOCATED, None, lambda: work.new_cache("full")),
-        speed.Side("quest", method, lambda: work.new_cache(method)),
-    ]
+    work = Work.start(model, made, CONTEXT, ())
+    sides = work.sides([method])
     tokens = [speed.generate(model, side, work, 8).token_ids for side in sides + sides]
-    assert tokens == [tokens[0]] * 6
+    assert tokens == [tokens[0]] * 8
 
 
-def test_the_fillings_of_both_dense_caches_are_the_same() -> None:
-    model = tiny_model()
-    work = speed.Work.start(model, config(), CONTEXT, ())
-    dynamic, preallocated = work.new_dynamic_cache(), work.new_cache("full")
-    for ours, theirs in zip(preallocated.sparse_layers, dynamic.layers, strict=True):
-        assert torch.equal(ours.keys[:, :, :CONTEXT], theirs.keys)
-        assert torch.equal(ours.values[:, :, :CONTEXT], theirs.values)
+def test_the_fillings_of_all_caches_are_the_same() -> None:
+    work = Work.start(tiny_model(), config(), CONTEXT, ())
+    dynamic, growing, static = work.new_dynamic_cache(), work.new_growing_cache(), work.new_static_cache()
+    assert int(static.get_seq_length()) == growing.get_seq_length() == dynamic.get_seq_length() == CONTEXT
+    patched = work.new_cache("quest")
+    for theirs, *ours in zip(dynamic.layers, growing.sparse_layers, static.layers, patched.sparse_layers, strict=True):
+        for layer in ours:
+            assert torch.equal(layer.keys[:, :, :CONTEXT], theirs.keys)
+            assert torch.equal(layer.values[:, :, :CONTEXT], theirs.values)
         assert not torch.equal(theirs.keys, theirs.values)
+    assert static.layers[0].keys.shape[2] == work.capacity == static.layers[0].max_cache_len
+    assert not static.layers[0].keys[:, :, CONTEXT:].any()  # read, under a mask
+
+
+def test_only_copies_take_memory_of_their_own() -> None:
+    work = Work.start(tiny_model(), config(), CONTEXT, ())
+    assert work.filled is not None
+    buffers = {layer.keys.data_ptr() for layer in work.filled.sparse_layers}
+    for side in work.sides(config().methods()):
+        shares = {layer.keys.data_ptr() for layer in side.make_cache().layers} <= buffers
+        assert shares is not side.copies_cache
+
+
+def test_on_cuda_the_patched_side_is_static_and_runs_without_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    monkeypatch.setattr(speed, "is_cuda", lambda model: True)
+    model = tiny_model()
+    seen, generate = [], model.generate
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"]))
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(model, "generate", spied)
+    calls: list[tuple[str, int, int]] = []
+    [result] = measure_model(model, config(), lambda *call: calls.append(call))["results"]
+    uncompiled = "quest, 64" + UNCOMPILED
+    assert [side["name"] for side in result["sides"]] == [*SIDES, uncompiled]
+    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, False]
+    assert {
+        name for name, side in zip(SIDES, result["sides"], strict=False) if side["compile_seconds"] is not None
+    } == {
+        STATIC,
+        "quest, 64",
+    }
+    assert all(side["memory_ratio"] > 0 for side in result["sides"])
+    assert [side["tokens_in_common"] for side in result["sides"]] == [None, None, None, NEW_TOKENS, None]
+    dynamic, growing, static, patched, eager, check = seen[:6]
+    assert static == patched == (True, False)
+    assert growing == (False, True)
+    assert eager == check == (True, True)
+    assert dynamic[1]
+    assert [done for _, done, _ in calls] == list(range(calls[0][2]))
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -256,7 +297,7 @@ def test_weights_and_prompts_are_seeded_and_leave_the_random_state_alone() -> No
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    one, two = (speed.Work.start(first, config(seed=seed), CONTEXT, ()) for seed in (1, 2))
+    one, two = (Work.start(first, config(seed=seed), CONTEXT, ()) for seed in (1, 2))
     assert one.input_ids.shape == (1, CONTEXT + 1)
     assert not torch.equal(one.input_ids, two.input_ids)
 
@@ -305,7 +346,7 @@ def test_the_table_shows_every_side(report: dict[str, Any]) -> None:
     assert text.count("quest, 64") == text.count(DYNAMIC) == 2
     assert "tiny (float32" in text
     assert "TTFT covers one token: the context is cached" in " ".join(text.split())
-    side = report["results"][0]["sides"][2]
+    side = report["results"][0]["sides"][3]
     tpot = side["tpot_ms"]
     assert f"{tpot['median']:.2f} ({tpot['q1']:.2f}-{tpot['q3']:.2f})" in text
     assert f"{side['ratio']['tpot']:.2f}x" in text
@@ -364,6 +405,8 @@ def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_p
 @pytest.mark.gpu
 def test_on_cuda() -> None:
     report = measure(config(shape="smollm2-135m", contexts=(2048,), dtype="bfloat16", device="cuda"))
-    dense, _, patched = report["results"][0]["sides"]
+    dense, _, static, patched, _ = report["results"][0]["sides"]
+    assert static["compiled"]
+    assert patched["compiled"]
     assert patched["kv_fraction"] < dense["kv_fraction"] == 1
     assert report["memory_measures"].startswith("CUDA, allocated")

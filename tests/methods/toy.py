@@ -21,10 +21,10 @@ class TokenTopK(SparseMethod):
 
     def select(self, query, layer, scale):
         batch, kv_heads, _, head_dim = layer.keys.shape
-        keys = layer.keys[:, :, : layer.length]
         positions = layer.seq_start[:, None] + torch.arange(layer.max_blocks(1), device=query.device)
-        positions = positions.clamp_max(layer.length - 1)[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
-        from_first_token = keys.gather(2, positions.long())
+        positions = torch.minimum(positions, layer.seq_end[:, None] - 1).clamp_min(0)
+        positions = positions[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
+        from_first_token = layer.keys.gather(2, positions.long())
         grouped = query.view(batch, kv_heads, -1, head_dim).float()
         scores = torch.einsum("bhgd,bhtd->bht", grouped, from_first_token.float())
         indices, counts = select_blocks(

@@ -6,6 +6,9 @@ import torch
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ("triton", "reference")
+BOUNDS = ("page_min", "page_max")
+EXPONENTS = ("page_exponent", "channel_exponent")
+POISON = 99  # of int8 tensors that an op has not written
 
 
 @dataclass
@@ -68,3 +71,62 @@ def exact_bounds(rows: Rows, page_size: int, max_pages: int) -> tuple[torch.Tens
             tokens = rows.keys[row, :, first + page * page_size : first + min((page + 1) * page_size, length)]
             lower[row, :, page], upper[row, :, page] = tokens.amin(dim=1), tokens.amax(dim=1)
     return lower, upper
+
+
+def empty_bounds(rows: Rows, page_size: int, *, int8: bool) -> dict[str, torch.Tensor]:
+    """Bounds that nothing was written to yet, by the names of the ops' arguments; with `int8`, the exponents too."""
+    batch, kv_heads, capacity, head_dim = rows.keys.shape
+    shape = (batch, kv_heads, -(-capacity // page_size), head_dim)
+    if not int8:
+        return {name: torch.full(shape, float("nan"), device=device, dtype=rows.keys.dtype) for name in BOUNDS}
+    shapes = (shape, shape, shape[:3], (batch, kv_heads, head_dim))
+    return {
+        name: torch.full(shape, POISON, dtype=torch.int8, device=device)
+        for name, shape in zip(BOUNDS + EXPONENTS, shapes, strict=True)
+    }
+
+
+def exact_levels(rows: Rows, page_size: int) -> dict[str, torch.Tensor]:
+    """Bounds in 8 bits and exponents of rows that are all new, value by value; POISON where a row has no token."""
+    expected = empty_bounds(rows, page_size, int8=True)
+    lower, upper = exact_bounds(rows, page_size, expected["page_min"].shape[2])
+    head_dim = lower.shape[3]
+    for row, length in enumerate(rows.lengths):
+        if length == 0:
+            continue
+        pages = -(-length // page_size)
+        for head in range(rows.keys.shape[1]):
+            low, high = lower[row, head, :pages].double(), upper[row, head, :pages].double()
+            largest = torch.maximum(low.abs(), high.abs()).amax(dim=0).tolist()
+            channels = [
+                least_exponent(max(largest[i], largest[(i + head_dim // 2) % head_dim]), 90.0, -60)
+                for i in range(head_dim)
+            ]
+            unit = torch.tensor([2.0**exponent for exponent in channels], dtype=torch.float64, device=device)
+            scaled = torch.maximum(low.abs(), high.abs()) / unit
+            expected["channel_exponent"][row, head] = int8_tensor(channels)
+            for page in range(pages):
+                exponent = least_exponent(scaled[page].max().item(), 127.0, 0)
+                expected["page_exponent"][row, head, page] = exponent
+                expected["page_min"][row, head, page] = (low[page] / unit / 2**exponent).floor().to(torch.int8)
+                expected["page_max"][row, head, page] = (high[page] / unit / 2**exponent).ceil().to(torch.int8)
+    return expected
+
+
+def least_exponent(value: float, mantissa: float, minimum: int) -> int:
+    """Return the least e of `minimum` to 60 with value <= mantissa * 2 ** e; 60 if there is none."""
+    exponent = minimum
+    while value > mantissa * 2.0**exponent and exponent < 60:
+        exponent += 1
+    return exponent
+
+
+def int8_tensor(values: list[int]) -> torch.Tensor:
+    """Put exponents on the device."""
+    return torch.tensor(values, dtype=torch.int8, device=device)
+
+
+def dequantized(bounds: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 bounds from levels and exponents."""
+    exponents = bounds["channel_exponent"].double()[:, :, None] + bounds["page_exponent"].double()[..., None]
+    return bounds["page_min"].double() * exponents.exp2(), bounds["page_max"].double() * exponents.exp2()

@@ -22,13 +22,13 @@ def _select(**options):
 def calls(monkeypatch):
     """The implementations that the ops ran, in order."""
     seen = []
-    run_op = _runtime.run_op
+    resolve = _runtime.resolve_impl
 
-    def record(op, impl, *args, **kwargs):
-        seen.append(impl)
-        return run_op(op, impl, *args, **kwargs)
+    def record(impl, tensor):
+        seen.append(resolve(impl, tensor))
+        return seen[-1]
 
-    monkeypatch.setattr("hf_sparse_attn_kernels.api.run_op", record)
+    monkeypatch.setattr(_runtime, "resolve_impl", record)
     return seen
 
 

@@ -93,7 +93,7 @@ def test_special_scores():
     _check(scores, [8, 8, 8, 8, 7], 1, max_blocks=3, sink_blocks=1, recent_blocks=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_properties(data):
     block_size = data.draw(st.sampled_from([1, 3, 16]))

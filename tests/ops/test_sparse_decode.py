@@ -120,6 +120,39 @@ def test_large_scores_stay_finite(impl):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_but_the_selected_tokens_is_read(impl):
+    rows = make_rows([90, 61], kv_heads=2, group=3)
+    indices, counts = _selection(rows, 16, 3)
+    arguments = (rows.query, rows.keys, rows.values, indices, counts, rows.start, rows.end)
+    expected = sparse_decode(*arguments, block_size=16, impl=impl)
+    for row in range(2):
+        for head in range(2):
+            chosen = indices[row, head, : counts[row, head].item()].tolist()
+            for block in set(range(6)) - set(chosen):
+                begin = 3 * row + 16 * block
+                rows.keys[row, head, begin : begin + 16] = float("nan")
+                rows.values[row, head, begin : begin + 16] = float("inf")
+    assert torch.equal(sparse_decode(*arguments, block_size=16, impl=impl), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_counter_adds_the_tokens_read(impl, block_size):
+    rows = make_rows([50, 0, 17, 4], kv_heads=3)
+    indices, counts = _selection(rows, block_size, 4)
+    counter = torch.tensor([1, 2, 3, 4], device=device)
+    arguments = (rows.query, rows.keys, rows.values, indices, counts, rows.start, rows.end)
+    for _ in range(2):
+        sparse_decode(*arguments, block_size=block_size, counter=counter, impl=impl)
+    read = 0
+    for row, length in enumerate(rows.lengths):
+        for head in range(3):
+            for block in indices[row, head, : counts[row, head].item()].tolist():
+                read += min(length, (block + 1) * block_size) - block * block_size
+    assert counter.tolist() == [1 + 2 * read, 2 + 2 * 3 * (50 + 17 + 4), 3, 4 + 2]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -128,6 +161,7 @@ def test_large_scores_stay_finite(impl):
         ({"values": torch.zeros(1, 2, 25, 64).half()}, TypeError, r"values has dtype torch.float16; allowed"),
         ({"block_indices": torch.zeros(1, 2, 3)}, TypeError, r"block_indices has dtype torch.float32; allowed"),
         ({"block_counts": torch.zeros(1, 3).int()}, ValueError, r"block_counts has shape \[1, 3\]; allowed"),
+        ({"counter": torch.zeros(2, 2).long()}, ValueError, r"counter has shape \[2, 2\]; allowed: \[4\]"),
         ({"query": torch.zeros(1, 3, 64)}, ValueError, r"q_heads=3 of query; allowed: a multiple of kv_heads=2"),
     ],
 )

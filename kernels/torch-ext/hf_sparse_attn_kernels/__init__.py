@@ -2,14 +2,26 @@
 
 from importlib import import_module
 
+from . import _custom_ops
 from ._runtime import HAS_TRITON, use_impl
 
 # A kernel module shares its op's name, and importing a submodule binds that name in the package. Importing the
 # modules first leaves the name with the public function below, whatever is imported later.
 if HAS_TRITON:
-    for _module in ("page_bounds", "page_scores", "select_blocks", "sparse_decode"):
-        import_module(f".{_module}", __name__)
+    for _op in _custom_ops.SCHEMAS:
+        import_module(f".{_op}", __name__)
 
-from .api import page_bounds, page_scores, select_blocks, sparse_decode
+from .api import append_and_select, page_bounds, page_scores, select_blocks
+from .attention_api import dense_decode, sparse_decode
 
-__all__ = ["page_bounds", "page_scores", "select_blocks", "sparse_decode", "use_impl"]
+_custom_ops.register()
+
+__all__ = [
+    "append_and_select",
+    "dense_decode",
+    "page_bounds",
+    "page_scores",
+    "select_blocks",
+    "sparse_decode",
+    "use_impl",
+]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import _checks as checks
 from . import reference
 
 try:
@@ -19,6 +20,7 @@ else:
     HAS_TRITON = True
 
 IMPLS = ("triton", "reference")
+NAMESPACE = "hf_sparse_attn_kernels"  # of the torch.library ops
 
 _default_impl: ContextVar[str | None] = ContextVar("hf_sparse_attn_kernels_impl", default=None)
 
@@ -67,13 +69,25 @@ def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
     return impl
 
 
-def run_op(op: str, impl: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call implementation `impl` of `op` with `tensor`'s device as the current one."""
+def run_op(op: str, impl: str | None, *tensors: torch.Tensor, **options: Any) -> Any:
+    """Check the arguments of `op`, then call its implementation with the tensors' device as the current one."""
+    impl = resolve_impl(impl, tensors[0])
+    getattr(checks, op)(*tensors, **options)
+    if options.get("num_new") == 0:
+        return None  # page_bounds has nothing to update
     function: Callable[..., Any]
     if impl == "reference":
         function = getattr(reference, op)
-        return function(*args, **kwargs)
+        return function(*tensors, **options)
+    checks.for_triton(op, tensors[0])
     function = getattr(import_module(f".{op}", __package__), op)
     # Triton launches on the current CUDA device, which need not be the one that holds the tensors.
-    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
-        return function(*args, **kwargs)
+    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext():
+        return function(*tensors, **options)
+
+
+def call_op(op: str, impl: str | None, *tensors: torch.Tensor, **options: Any) -> Any:
+    """Run `op`: under torch.compile as one opaque node of the graph, otherwise directly, which costs less."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.hf_sparse_attn_kernels, op)(*tensors, **options, impl=impl)
+    return run_op(op, impl, *tensors, **options)

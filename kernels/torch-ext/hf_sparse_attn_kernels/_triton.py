@@ -1,12 +1,18 @@
-"""What the launchers share."""
+"""What the Triton kernels and their launchers share."""
+# Triton's decorator is untyped, and so are a kernel's arguments.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 import os
+from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton sees it when the kernels are decorated
+INTERPRETER_MULTIPROCESSORS = 8  # stands in for the device's where there is none: few, but enough to split
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -19,3 +25,48 @@ def dot_dtype(dtype: torch.dtype) -> Any:
     if INTERPRET and dtype == torch.bfloat16:
         return tl.float32
     return _DOT_DTYPES[dtype]
+
+
+def score_dtype(query: torch.Tensor, quantized: bool) -> Any:
+    """Return the type of the operands of `tl.dot` for page scores: 8-bit levels become float16, see `levels_to_half`."""
+    return tl.float16 if quantized and query.dtype != torch.float32 else dot_dtype(query.dtype)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of the largest kind the device runs at once."""
+    if device.type != "cuda":
+        return INTERPRETER_MULTIPROCESSORS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@lru_cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Launch arguments for programmatic dependent launch where the device has it: Hopper and later.
+
+    A kernel launched so may start while the one before it in the stream still runs; it waits before its first load.
+    """
+    dependent = not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
+
+
+@triton.jit
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Wait until the kernel before this one has finished and its results are visible, then let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def finished_last(finished_ptr, programs):
+    """Whether this is the last of `programs` programs to come here; what the others stored is then visible to it.
+
+    The counter at `finished_ptr` is 0 before the first comes and after the last has.
+    """
+    tl.debug_barrier()  # every thread's stores come before the count
+    is_last = tl.atomic_add(finished_ptr, 1, sem="acq_rel") == programs - 1
+    if is_last:
+        tl.store(finished_ptr, 0)
+    return is_last

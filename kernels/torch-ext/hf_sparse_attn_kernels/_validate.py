@@ -12,13 +12,11 @@ def _shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def check_float(name: str, tensor: torch.Tensor, impl: str, head_dim: int | None = None) -> None:
-    """Check the dtype that decides the precision of the op and, where the kernel tiles it, the head_dim."""
-    allowed = TRITON_DTYPES if impl == "triton" else REFERENCE_DTYPES
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed for impl={impl!r}: {', '.join(map(str, allowed))}")
-    if impl == "triton" and head_dim is not None and head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim={head_dim} of {name}; allowed for impl='triton': at most {MAX_HEAD_DIM}")
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Check the dtype that decides the precision of the op."""
+    if tensor.dtype not in REFERENCE_DTYPES:
+        allowed = ", ".join(map(str, REFERENCE_DTYPES))
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
 
 
 def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -53,10 +51,16 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
 
 
-def check_int32(name: str, tensor: torch.Tensor) -> None:
-    """Check that indices and lengths are int32."""
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: torch.int32")
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that the kernels may count through the tensor without strides."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; allowed: contiguous")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that `tensor` has the one dtype that is allowed."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
 
 
 def check_sequence(
@@ -64,14 +68,14 @@ def check_sequence(
 ) -> None:
     """Check the bounds of the rows: int32 [batch] on the device of `other`."""
     for name, tensor in (("seq_start", seq_start), ("seq_end", seq_end)):
-        check_int32(name, tensor)
+        check_dtype(name, tensor, torch.int32)
         check_shape(name, tensor, "batch", (batch,))
         check_device(name, tensor, other_name, other)
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:
     """Check a whole number of the host."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}={value!r}; allowed: an int of at least {minimum}")
 
 

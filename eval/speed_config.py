@@ -1,0 +1,94 @@
+"""What a speed measurement is: a model or a shape, contexts, methods, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.config import DTYPES, RunConfig
+from eval.engine import make_variants
+from eval.errors import EvalError
+from eval.speed_shapes import SHAPES
+from hf_sparse_attn import SparseMethod
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """What is timed, and how.
+
+    Parameters
+    ----------
+    model : str or None
+        What ``hf_sparse_attn.models.load_model`` takes: real weights and a prompt that ``generate()`` prefills.
+    shape : str or None
+        A name in ``SHAPES``, in place of ``model``: random weights, and a cache that is filled without a prefill.
+    contexts : tuple of int
+        Tokens before the first new one.
+    method, token_budget, parameters
+        As in :class:`eval.config.RunConfig`; dense attention runs in any case.
+    new_tokens : int
+        Tokens that each run generates, at least 2.
+    repeats : int
+        Runs of each side that count.
+    warmup : int
+        Runs of each side before that, which do not; memory and tokens read are taken there. At least 1.
+    dtype, device : str or None
+        As in :class:`eval.config.RunConfig`.
+    seed : int
+        Of weights, cache and prompt.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    contexts: tuple[int, ...] = ()
+    method: tuple[str, ...] = ("quest",)
+    token_budget: tuple[int, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    new_tokens: int = 32
+    repeats: int = 5
+    warmup: int = 1
+    dtype: str | None = None
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values that need no model.
+
+        Raises
+        ------
+        EvalError
+            A value is not allowed.
+        """
+        if (self.model is None) == (self.shape is None):
+            raise EvalError(f"model={self.model!r}, shape={self.shape!r}: exactly one of the two must be given")
+        if self.shape is not None and self.shape not in SHAPES:
+            raise EvalError(f"shape={self.shape!r} is unknown; known: {', '.join(SHAPES)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise EvalError(f"dtype={self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+        if not self.contexts:
+            raise EvalError("contexts is empty: at least one number of tokens must be given")
+        for name, least in (("contexts", 1), ("new_tokens", 2), ("repeats", 1), ("warmup", 1)):
+            value = getattr(self, name)
+            for entry in value if isinstance(value, tuple) else (value,):
+                if isinstance(entry, bool) or not isinstance(entry, int) or entry < least:
+                    raise EvalError(f"{name}={entry!r} is not allowed: a whole number, at least {least}")
+        if len(set(self.contexts)) != len(self.contexts):
+            raise EvalError(f"contexts={list(self.contexts)} has the same entry twice")
+        self.methods()
+
+    def methods(self) -> list[SparseMethod]:
+        """Every method but dense attention, with every budget.
+
+        Raises
+        ------
+        EvalError
+            A method, a budget or a hyperparameter is not allowed.
+        """
+        run = RunConfig(
+            benchmark="speed",
+            model=self.model or self.shape or "",
+            method=self.method,
+            token_budget=self.token_budget,
+            parameters=self.parameters,
+        )
+        return [variant.method for variant in make_variants(run) if not variant.is_dense]

@@ -1,0 +1,47 @@
+"""The printed table of a speed measurement; rich is imported with it alone, so that measuring does without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def speed_table(report: dict[str, Any]) -> Table:
+    """Show a report of :func:`measure` as a table, with quartiles in parentheses."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    settings, machine = report["settings"], report["machine"]
+    table = Table(
+        title=f"{escape(settings['model'] or settings['shape'])} ({settings['dtype']}, {machine['device']})",
+        caption=f"Median (quartiles) of {settings['repeats']} runs of {settings['new_tokens']} tokens. TTFT covers "
+        f"{report['ttft_covers']}. Speed-up: against the fastest dense side. Memory: {report['memory_measures']}.",
+    )
+    table.add_column("context", justify="right")
+    table.add_column("side")
+    for heading in (
+        "TTFT, ms",
+        "ms per token",
+        "speed-up",
+        "KV read",
+        "tokens read",
+        "peak memory, MiB",
+        "compiled, s",
+    ):
+        table.add_column(heading, justify="right")
+    for result in report["results"]:
+        for side in result["sides"]:
+            table.add_row(
+                f"{result['context']:,}",
+                side["name"],
+                *(f"{s['median']:.2f} ({s['q1']:.2f}-{s['q3']:.2f})" for s in (side["ttft_ms"], side["tpot_ms"])),
+                f"{side['ratio']['tpot']:.2f}x" if side["ratio"] else "",
+                f"{side['kv_fraction']:.1%}",
+                f"{side['realised_budget']:,.0f}",
+                f"{side['peak_memory_bytes'] / 2**20:,.0f}",
+                f"{side['compile_seconds']:.1f}" if side["compiled"] else "",
+            )
+        table.add_section()
+    return table

@@ -1,0 +1,110 @@
+"""The cache that ``generate()`` builds for a patched model: static where it compiles its decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+
+from hf_sparse_attn.cache import SparseCache
+from hf_sparse_attn.layer import MIN_CAPACITY
+from hf_sparse_attn.methods import SparseMethod
+
+NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
+
+
+class PrepareCache:
+    """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`."""
+
+    def __init__(self, model: PreTrainedModel, method: SparseMethod) -> None:
+        self.model, self.method = model, method
+
+    def __call__(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        **kwargs: Any,
+    ) -> None:
+        """Write the cache to ``model_kwargs``, as the method that it stands in for does."""
+        if generation_config.use_cache is False:
+            raise ValueError("use_cache=False leaves nothing to make sparse: unpatch the model, or drop the argument")
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} does not go with a patched model, "
+                "which builds its own SparseCache; it must be None"
+            )
+        if generation_config.output_attentions:
+            raise ValueError(NO_ATTENTIONS)
+        if not _may_compile(self.model, generation_config, generation_mode):
+            generation_config.disable_compile = True  # of this call alone: generate() works on a copy
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            cache = self._new_cache(generation_config, max_cache_length)
+            model_kwargs["past_key_values"] = cache
+        else:
+            check_cache(cache, self.method)
+            if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
+                _check_room(cache, generation_config, model_kwargs, max_cache_length)
+            cache._is_user_defined = True  # generate() does not feed the cached tokens again
+        if cache.is_static and generation_config.prefill_chunk_size == 1:
+            raise ValueError("prefill_chunk_size=1 does not go with a static cache; it must be at least 2, or None")
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+
+    def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
+        """Make a static cache where ``generate()`` compiles its decode step, else one that grows."""
+        if not generation_config.disable_compile:
+            tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
+            static = SparseCache(self.model.config, self.method, static_capacity(tokens))
+            if self.model._valid_auto_compile_criteria({"past_key_values": static}, generation_config):
+                return static
+        return SparseCache(self.model.config, self.method, initial_capacity=max_cache_length)
+
+
+def static_capacity(tokens: int) -> int:
+    """Round a cache's length up, by 6 % at most beyond 1,024 tokens, so that prompts of similar length share a size.
+
+    A compiled step serves caches of every size, but each size takes a CUDA graph of its own.
+    """
+    granule = max(MIN_CAPACITY, (1 << tokens.bit_length() - 1) // 16)
+    return -(-tokens // granule) * granule
+
+
+def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode: Any) -> bool:
+    """Whether ``generate()`` would compile decode steps, and those alone, on one device."""
+    return (
+        generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and not generation_config.is_assistant
+        and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
+        and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
+    )
+
+
+def _check_room(
+    cache: SparseCache, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
+) -> None:
+    """Raise where compiled steps, which do not look, would write past the end of a static cache."""
+    mask = model_kwargs.get("attention_mask")
+    fed_or_cached = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+    needed = max(max_cache_length, fed_or_cached + (generation_config.max_new_tokens or 1) - 1)
+    if needed > cache.get_max_length():
+        raise ValueError(
+            f"generate() may cache {needed} tokens, but past_key_values has max_cache_len={cache.get_max_length()}, "
+            "and a compiled decode step cannot tell that it is full: make it larger, generate less, or set "
+            "disable_compile=True"
+        )
+
+
+def check_cache(cache: Any, method: SparseMethod) -> None:
+    """Raise where a cache cannot serve a model that is patched with ``method``."""
+    if not isinstance(cache, SparseCache):
+        raise TypeError(
+            f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
+            "make one with SparseCache.for_model(model)"
+        )
+    if cache.method != method:
+        raise ValueError(f"past_key_values was made for {cache.method}, but the model is patched with {method}")

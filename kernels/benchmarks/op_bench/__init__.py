@@ -1,0 +1,9 @@
+"""What ``kernels/benchmarks/run.py`` is made of: shapes, data, ops, dense backends, timing, results, tables."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# A checkout runs as it is, without being installed.
+sys.path.insert(1, str(ROOT / "kernels" / "torch-ext"))

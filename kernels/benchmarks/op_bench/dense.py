@@ -1,0 +1,71 @@
+"""Dense decode attention as others have it: what ours is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from op_bench.shapes import Shape
+from op_bench.workload import Layer
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Attention of one query token per row to all of the row's tokens: [batch, q_heads, head_dim]."""
+
+    name: str
+    run: Callable[[Layer], torch.Tensor]
+
+
+_SDPA = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def backends(shape: Shape) -> list[Backend]:
+    """All that may run; which ones do is found out by running them."""
+    found = []
+    for name, kind in _SDPA.items():
+        if shape.group == 1:
+            found.append(Backend(f"SDPA {name}", partial(_sdpa, kind)))
+            continue
+        # The query heads of a group as so many query tokens of their KV head: the same sums without a mask, and keys
+        # and values are read once for all of them.
+        found.append(Backend(f"SDPA {name}, folded group", partial(_sdpa_folded, kind)))
+        found.append(Backend(f"SDPA {name}, enable_gqa", partial(_sdpa, kind)))
+    if find_spec("flashinfer") is not None and shape.batch == 1:
+        found.append(Backend("FlashInfer", _flashinfer))
+    return found
+
+
+def _sdpa(kind: SDPBackend, layer: Layer) -> torch.Tensor:
+    with sdpa_kernel(kind):
+        output = scaled_dot_product_attention(
+            layer.query[:, :, None], layer.keys, layer.values, enable_gqa=layer.shape.group > 1
+        )
+    return output[:, :, 0]
+
+
+def _sdpa_folded(kind: SDPBackend, layer: Layer) -> torch.Tensor:
+    shape = layer.shape
+    query = layer.query.view(shape.batch, shape.kv_heads, shape.group, shape.head_dim)
+    with sdpa_kernel(kind):
+        output = scaled_dot_product_attention(query, layer.keys, layer.values)
+    return output.reshape(shape.batch, shape.q_heads, shape.head_dim)
+
+
+def _flashinfer(layer: Layer) -> torch.Tensor:
+    import flashinfer
+
+    output: torch.Tensor = flashinfer.single_decode_with_kv_cache(
+        layer.query[0], layer.keys[0], layer.values[0], kv_layout="HND", use_tensor_cores=layer.shape.group >= 4
+    )
+    return output[None]

@@ -1,0 +1,84 @@
+"""The bytes that each op must read and write at least."""
+
+from __future__ import annotations
+
+from op_bench.shapes import Settings, Shape
+from op_bench.workload import DTYPE
+
+
+def _rows(shape: Shape) -> int:
+    return shape.batch * shape.kv_heads
+
+
+def _bound_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """Both bounds of every page, with their exponents; without the channels'."""
+    page = 2 * shape.head_dim + 1 if kind == "int8" else 2 * shape.head_dim * DTYPE.itemsize
+    return _rows(shape) * settings.pages(shape) * page
+
+
+def metadata_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """All bounds and exponents of every row and KV head."""
+    channels = _rows(shape) * shape.head_dim if kind == "int8" else 0
+    return _bound_bytes(kind, shape, settings) + channels
+
+
+def _query_bytes(shape: Shape) -> int:
+    return shape.batch * shape.q_heads * shape.head_dim * DTYPE.itemsize
+
+
+def _token_bytes(shape: Shape) -> int:
+    """One token's key, in all rows and KV heads."""
+    return _rows(shape) * shape.head_dim * DTYPE.itemsize
+
+
+def _selection_bytes(shape: Shape, settings: Settings) -> int:
+    return 4 * _rows(shape) * (settings.max_blocks + 1)
+
+
+def prompt_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """Of all keys, read once, and the bounds, written."""
+    return shape.length * _token_bytes(shape) + metadata_bytes(kind, shape, settings)
+
+
+def token_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """Of one page of keys and its bounds."""
+    written = _bound_bytes(kind, shape, settings) // settings.pages(shape)
+    return settings.page_size * _token_bytes(shape) + written
+
+
+def scores_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """Of all metadata, the query and the scores."""
+    written = 4 * _rows(shape) * settings.pages(shape)
+    return metadata_bytes(kind, shape, settings) + _query_bytes(shape) + written
+
+
+def select_bytes(shape: Shape, settings: Settings) -> int:
+    """Of the scores and the selection."""
+    return 4 * _rows(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
+
+
+def append_and_select_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """Of all metadata, the query, the new token and the selection; the scores stay on the chip."""
+    appended = 4 * _token_bytes(shape)  # key and value, read and written
+    read = metadata_bytes(kind, shape, settings) + _query_bytes(shape)
+    return read + appended + _selection_bytes(shape, settings)
+
+
+def sparse_decode_bytes(shape: Shape, settings: Settings) -> int:
+    """Of the selected keys and values, the query, the output and the selection."""
+    read = 2 * settings.tokens_read(shape) * _token_bytes(shape)
+    return read + 2 * _query_bytes(shape) + _selection_bytes(shape, settings)
+
+
+def dense_bytes(shape: Shape, settings: Settings) -> int:
+    """All keys and values, the query and the output."""
+    return 2 * shape.length * _token_bytes(shape) + 2 * _query_bytes(shape)
+
+
+def step_bytes(kind: str, shape: Shape, settings: Settings) -> int:
+    """What a whole step must move; the selection stays on the chip."""
+    return (
+        append_and_select_bytes(kind, shape, settings)
+        + sparse_decode_bytes(shape, settings)
+        - 2 * _selection_bytes(shape, settings)
+    )

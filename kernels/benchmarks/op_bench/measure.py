@@ -1,0 +1,195 @@
+"""The run itself: shape by shape, every dense backend and every op, checked and then timed."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from op_bench import oracle, timing
+from op_bench.dense import backends
+from op_bench.floors import step_bytes
+from op_bench.registry import STEP, Entry, Outputs
+from op_bench.results import Record, against_dense, floors_us, over_floor, shape_record
+from op_bench.shapes import Settings, Shape
+from op_bench.workload import Layer, layer_bytes, make_layer
+
+LEAST_LAYERS, MOST_LAYERS = 8, 32
+L2_MULTIPLE = 4
+RESERVED_BYTES = 8 << 30
+"""Left free beside the layers, for the oracles and the benchmark's own L2 flush."""
+FULL_BUDGET_MS, QUICK_BUDGET_MS = 40.0, 15.0
+
+
+class DeviceLostError(Exception):
+    """A kernel has broken the CUDA context: nothing can run after it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is the same for all shapes."""
+
+    settings: Settings
+    seed: int
+    budget_ms: float
+    copy_bytes_per_second: float
+    device: str = "cuda"
+    say: Callable[[str], None] = print
+
+
+def plan_layers(shape: Shape, settings: Settings, free_bytes: int, l2_bytes: int) -> int:
+    """How many layers to measure: several L2 caches' worth of our step's bytes, at least 8, as memory allows."""
+    wanted = -(-L2_MULTIPLE * l2_bytes // step_bytes(STEP[1], shape, settings))
+    fitting = (free_bytes - RESERVED_BYTES) // layer_bytes(shape, settings)
+    return max(0, min(max(wanted, LEAST_LAYERS), MOST_LAYERS, fitting))
+
+
+def measure_shape(shape: Shape, entries: Sequence[Entry], run: Run, report: Record) -> None:
+    """Measure all entries, and the dense backends where one is compared with them, and add them to ``report``.
+
+    Raises
+    ------
+    DeviceLostError
+        The CUDA context is broken; what was measured before is in the report.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info()
+    count = plan_layers(shape, run.settings, free_bytes, torch.cuda.get_device_properties(0).L2_cache_size)
+    if count == 0:
+        needed = (layer_bytes(shape, run.settings) + RESERVED_BYTES) / 1e9
+        reason = f"needs {needed:.1f} GB, {free_bytes / 1e9:.1f} GB are free"
+        run.say(f"{shape.name}: skipped, {reason}")
+        report["skipped"].append({"shape": shape_record(shape), "reason": reason})
+        return
+    layers, error = _attempt(
+        lambda: [make_layer(shape, run.settings, torch.device(run.device), run.seed + index) for index in range(count)]
+    )
+    run.say(f"{shape.name}: {count} layers")
+    dense = []
+    if layers and any(entry.against_dense for entry in entries):
+        dense = [_measure_backend(backend.name, backend.run, layers, run) for backend in backends(shape)]
+    report["dense"] += dense
+    measured = [_measure_entry(entry, shape, layers or [], error, run) for entry in entries]
+    ours = next((record["times"] for record in measured if record["op"] == "dense_decode"), None)
+    for entry, record in zip(entries, measured, strict=True):
+        if entry.against_dense and record["times"]:
+            record["against"] = against_dense(record["times"], dense, ours)
+    report["entries"] += measured
+
+
+def check_entry(entry: Entry, layer: Layer, impl: str | None = None) -> None:
+    """Run an entry once and compare its result with the oracle's.
+
+    Raises
+    ------
+    oracle.Mismatch
+        They differ.
+    """
+    entry.prepare(layer)
+    entry.check(layer, entry.run(layer, impl))
+
+
+def _measure_entry(entry: Entry, shape: Shape, layers: list[Layer], error: str | None, run: Run) -> Record:
+    moved = entry.moved_bytes(shape, run.settings)
+    record: Record = {
+        "op": entry.op,
+        "variant": entry.variant,
+        "shape": shape_record(shape),
+        "layers": len(layers),
+        "bytes": moved,
+        "floor_us": floors_us(moved, run.copy_bytes_per_second),
+        "times": None,
+        "over_floor": None,
+        "against": None,
+        "error": error,
+    }
+    if layers:
+        step = partial(_timed, lambda layer: entry.run(layer, None), entry.prepare, entry.check, layers, run)
+        record["times"], record["error"] = _attempt(step)
+    if record["times"]:
+        record["over_floor"] = over_floor(record["times"], record["floor_us"])
+    _say(entry.name, record, run)
+    return record
+
+
+def _measure_backend(name: str, attend: Callable[[Layer], torch.Tensor], layers: list[Layer], run: Run) -> Record:
+    def check(layer: Layer, outputs: Outputs) -> None:
+        oracle.check_dense_output(outputs[0], layer)
+
+    step = partial(_timed, lambda layer: (attend(layer),), lambda layer: None, check, layers, run)
+    times, error = _attempt(step)
+    record = {"backend": name, "shape": shape_record(layers[0].shape), "times": times, "error": error}
+    _say(name, record, run)
+    return record
+
+
+def _timed(
+    step: Callable[[Layer], Outputs],
+    prepare: Callable[[Layer], None],
+    check: Callable[[Layer, Outputs], None],
+    layers: list[Layer],
+    run: Run,
+) -> Record:
+    """Check a step called plainly, in a graph, and in a graph of all layers; time the two graphs."""
+    prepare(layers[0])
+    check(layers[0], step(layers[0]))
+
+    graph, outputs = timing.capture(lambda: step(layers[0]))
+    _check_replay(graph, outputs, layers[0], prepare, check)
+    replay = timing.time_replay(graph, run.budget_ms)
+    del graph, outputs
+
+    graph, all_outputs = timing.capture(lambda: [step(layer) for layer in layers])
+    _check_replay(graph, all_outputs[-1], layers[-1], prepare, check)
+    return {"replay": replay, "layers": timing.time_layers(graph, len(layers), 3 * run.budget_ms)}
+
+
+def _check_replay(
+    graph: torch.cuda.CUDAGraph,
+    outputs: Outputs,
+    layer: Layer,
+    prepare: Callable[[Layer], None],
+    check: Callable[[Layer, Outputs], None],
+) -> None:
+    prepare(layer)
+    for output in outputs:
+        output.fill_(float("nan") if output.is_floating_point() else -7)
+    graph.replay()
+    torch.cuda.synchronize()
+    check(layer, outputs)
+
+
+def _attempt(measure: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result and no error, or no result and the error: one that fails does not end the others' run."""
+    error: str | None = None
+    result = None
+    try:
+        result = measure()
+    except Exception as raised:
+        error = "".join(traceback.format_exception_only(raised)).strip()[:1000]
+    if error is not None:
+        gc.collect()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception as raised:
+            raise DeviceLostError(error) from raised
+    return result, error
+
+
+def _say(name: str, record: Record, run: Run) -> None:
+    times = record["times"]
+    if times is None:
+        run.say(f"  {name:32} {record['error']}")
+        return
+    over = record.get("over_floor")
+    floors = f"  {over['layers']['nominal']:5.2f} x floor" if over else ""
+    run.say(
+        f"  {name:32} replay {times['replay']['median']:9.2f} us  layers {times['layers']['median']:9.2f} us{floors}"
+    )

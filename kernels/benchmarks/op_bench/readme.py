@@ -1,0 +1,157 @@
+"""The README's section on speed, from the results files: nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from op_bench.break_even import BreakEven, break_even, speed_ratios, step_ratios
+from op_bench.registry import STEP
+from op_bench.results import Record, ResultsError, read, shape_of
+from op_bench.shapes import Shape
+
+BEGIN = "<!-- speed: written by `python kernels/benchmarks/run.py --readme README.md` -->"
+END = "<!-- speed: end -->"
+AFTER = "## Evaluation"
+"""Where there are no marks yet, the section goes after this one."""
+_NONE = "none measured"
+
+
+def update_readme(path: Path, root: Path) -> None:
+    """Rewrite the section between the marks, or put it after "Evaluation" where there are none.
+
+    Raises
+    ------
+    ResultsError
+        The file has only one of the marks, or neither and no such section; or a results file cannot be read.
+    """
+    text = path.read_text(encoding="utf-8")
+    section = f"{BEGIN}\n\n{speed_section(root)}\n{END}"
+    if BEGIN in text and END in text:
+        head, rest = text.split(BEGIN, 1)
+        path.write_text(head + section + rest.split(END, 1)[1], encoding="utf-8")
+        return
+    if BEGIN in text or END in text or f"\n{AFTER}\n" not in text:
+        raise ResultsError(f"{path} must have both {BEGIN!r} and {END!r}, or neither and a section {AFTER!r}")
+    head, rest = text.split(f"\n{AFTER}\n", 1)
+    body, mark, tail = rest.partition("\n## ")
+    path.write_text(f"{head}\n{AFTER}\n{body}\n{section}\n{mark}{tail}", encoding="utf-8")
+
+
+def speed_section(root: Path) -> str:
+    """The section's text, from ``kernels/benchmarks/results`` and ``eval/results/speed`` under ``root``."""
+    reports = [read(path) for path in sorted((root / "kernels/benchmarks/results").glob("*.json"))]
+    speeds = [_read_speed(path) for path in sorted((root / "eval/results/speed").glob("*.json"))]
+    parts = ["## Speed\n"]
+    if not reports:
+        parts.append("The kernels' times have not been measured yet: `make bench` on a CUDA machine does it.\n")
+    for report in reports:
+        parts += _kernel_part(report)
+    if not speeds:
+        parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
+    else:
+        parts += _generate_part(speeds)
+    return "\n".join(parts)
+
+
+def _read_speed(path: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        report["results"], report["machine"]["device"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ResultsError(f"{path} is not a report of `python -m eval speed`: {error!r}") from error
+    return report
+
+
+def _kernel_part(report: Record) -> list[str]:
+    machine, settings = report["machine"], report["settings"]
+    steps = [entry for entry in report["entries"] if (entry["op"], entry["variant"]) == STEP and entry["times"]]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name))
+    rows = [[*_shape_cells(shape_of(entry)), *_step_cells(entry)] for entry in steps]
+    ratios = {way: step_ratios(report, way) for way in ("layers", "replay")}
+    shapes = {shape_of(entry).configuration: shape_of(entry) for entry in steps}
+    even = [
+        [*_shape_cells(shapes[name])[:3], *(_even_cell(break_even(ratios[way][name])) for way in ratios)]
+        for name in ratios["layers"]
+    ]
+    names = ("q/kv heads", "head dim", "batch")
+    columns = ("ours, µs", "best dense, µs", "which", "ratio", "over floor", "alone: ours, µs", "dense, µs", "ratio")
+    return [
+        f"### One decode step of one layer, {machine['device']}\n",
+        f"Quest's whole step: the new token's key and value are appended and taken into the 8-bit page bounds, every "
+        f"page is scored, {settings['token_budget']:,} tokens are selected in pages of {settings['page_size']} and "
+        f"attended to; bfloat16. Medians inside a CUDA graph of several layers, as in a decode step; alone: one "
+        f"replay of one step, with the L2 cache flushed. Dense: the best of others' kernels in the same run. Floor: "
+        f"the bytes that the step must move, at 4.27 TB/s. {versions}; {machine['date'][:10]}.\n",
+        _table((*names, "length", *columns), rows),
+        "Faster than the best dense kernel at every measured length from:\n",
+        _table((*names, "inside a decode step, tokens", "alone, tokens"), even),
+    ]
+
+
+def _shape_cells(shape: Shape) -> list[str]:
+    return [f"{shape.q_heads}/{shape.kv_heads}", str(shape.head_dim), str(shape.batch), shape.length_label]
+
+
+def _step_cells(entry: Mapping[str, Any]) -> list[str]:
+    cells = []
+    for way in ("layers", "replay"):
+        against = entry["against"][way] if entry["against"] else None
+        cells.append(f"{entry['times'][way]['median']:.1f}")
+        cells.append(f"{against['best_us']:.1f}" if against else "-")
+        if way == "layers":
+            cells.append(against["best"] if against else "-")
+        cells.append(f"{against['ratio']:.2f}" if against else "-")
+        if way == "layers":
+            cells.append(f"{entry['over_floor'][way]['nominal']:.2f}")
+    return cells
+
+
+def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = []
+    points: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+    for report in speeds:
+        settings, machine = report["settings"], report["machine"]
+        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {machine['device']}"]
+        for result in report["results"]:
+            medians = {side["name"]: side["tpot_ms"]["median"] for side in result["sides"]}
+            for side in result["sides"]:
+                if not side["ratio"]:
+                    continue
+                against = side["ratio"]["tpot_against"]
+                times = [f"{medians[side['name']]:.2f}", f"{medians[against]:.2f}", against]
+                rows.append([*model, f"{result['context']:,}", side["name"], *times, f"{side['ratio']['tpot']:.2f}"])
+        for name, ratios in speed_ratios(report).items():
+            points.setdefault((*model, name), []).extend(ratios)
+    even = [[*names, _even_cell(break_even(ratios))] for names, ratios in points.items()]
+    dates = sorted({report["machine"]["date"][:10] for report in speeds})
+    head = ("model", "on")
+    columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio")
+    return [
+        "### Through `generate()`\n",
+        f"`python -m eval speed`, batch 1, medians; {', '.join(dates)}.\n",
+        _table((*head, *columns), rows, left=2),
+        "Faster than the best dense side at every measured context from:\n",
+        _table((*head, "patched", "tokens"), even, left=3),
+    ]
+
+
+def _even_cell(found: BreakEven) -> str:
+    if found.measured is None:
+        return _NONE
+    if found.crossing is None:
+        return f"{found.measured:,} (the shortest measured)"
+    return f"{found.measured:,} (crossing near {_two_digits(found.crossing):,})"
+
+
+def _two_digits(tokens: float) -> int:
+    return int(float(f"{tokens:.1e}"))
+
+
+def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int = 0) -> str:
+    """A table whose first ``left`` columns are words."""
+    names = list(head)
+    rule = ["---" if column < left else "---:" for column in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"

@@ -1,0 +1,192 @@
+"""What a run records: entries with floors and ratios, the machine, the JSON file, and the comparison of two files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from op_bench.shapes import Shape
+
+NOMINAL_BYTES_PER_SECOND = 4.27e12
+"""What one H200 copies, read and written: floors of all devices are given by it, and by the device's own copy."""
+WAYS = ("replay", "layers")
+OURS = "dense_decode (ours)"
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
+MARGIN = 0.05
+"""Slower by more than this fraction is slower."""
+
+Record = dict[str, Any]
+
+
+class ResultsError(Exception):
+    """Two files cannot be compared, or a file is not of results."""
+
+
+def shape_record(shape: Shape) -> Record:
+    """A shape as JSON has it."""
+    return {"name": shape.name, **asdict(shape)}
+
+
+def shape_of(record: Mapping[str, Any]) -> Shape:
+    """The shape of an entry or of a dense backend's times."""
+    return Shape(**{key: value for key, value in record["shape"].items() if key != "name"})
+
+
+def floors_us(moved_bytes: int, copy_bytes_per_second: float) -> dict[str, float]:
+    """µs that moving so many bytes takes: at the nominal bandwidth, and at what the device copies."""
+    return {
+        "nominal": 1e6 * moved_bytes / NOMINAL_BYTES_PER_SECOND,
+        "copy": 1e6 * moved_bytes / copy_bytes_per_second,
+    }
+
+
+def over_floor(times: Mapping[str, Any], floors: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Medians over floors, for each way of timing."""
+    return {way: {name: times[way]["median"] / floor for name, floor in floors.items()} for way in WAYS}
+
+
+def against_dense(
+    times: Mapping[str, Any], dense: Sequence[Mapping[str, Any]], ours: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """How much faster than dense attention.
+
+    Parameters
+    ----------
+    times : mapping
+        Of the entry.
+    dense : sequence of mapping
+        Others' backends at the same shape; those without times do not count.
+    ours : mapping or None
+        Times of our own ``dense_decode`` there.
+
+    Returns
+    -------
+    dict or None
+        For each way of timing ``best`` and ``ratio``, against the best of the others, and ``best_with_ours`` and
+        ``ratio_with_ours``, where our own counts too. None where none of the others has a time.
+    """
+    found = {}
+    for way in WAYS:
+        medians = {record["backend"]: record["times"][way]["median"] for record in dense if record["times"]}
+        if not medians:
+            return None
+        mine = times[way]["median"]
+        best = min(medians, key=medians.__getitem__)
+        with_ours = medians | ({OURS: ours[way]["median"]} if ours else {})
+        best_with_ours = min(with_ours, key=with_ours.__getitem__)
+        found[way] = {
+            "best": best,
+            "best_us": medians[best],
+            "ratio": medians[best] / mine,
+            "best_with_ours": best_with_ours,
+            "ratio_with_ours": with_ours[best_with_ours] / mine,
+        }
+    return found
+
+
+def machine_record(device: str, copy_bytes_per_second: float, command: str, root: Path) -> Record:
+    """Where, on what and how a run was made."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "device": device,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        **versions,
+        "copy_bytes_per_second": copy_bytes_per_second,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"),
+        "command": command,
+    }
+
+
+def _output(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip().split("\n")[0] or None
+
+
+def file_stem(device: str) -> str:
+    """A device's name as a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def write(report: Record, path: Path) -> None:
+    """Write a report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Record:
+    """Read a report.
+
+    Raises
+    ------
+    ResultsError
+        The file cannot be read, or is not one of results.
+    """
+    try:
+        report: Record = json.loads(path.read_text(encoding="utf-8"))
+        report["machine"]["device"], report["entries"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{path} is not a file of results: {error!r}") from error
+    return report
+
+
+def entry_key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What names an entry within a report."""
+    return entry["op"], entry["variant"], entry["shape"]["name"]
+
+
+def check_device(old: Record, device: str, force: bool) -> None:
+    """Refuse to compare times of different devices.
+
+    Raises
+    ------
+    ResultsError
+        The devices differ, and ``force`` is not set.
+    """
+    if old["machine"]["device"] != device and not force:
+        raise ResultsError(
+            f"the old results are of {old['machine']['device']!r}, these of {device!r}; --force compares them anyway"
+        )
+
+
+def compare(old: Record, new: Record, margin: float = MARGIN) -> tuple[list[str], int]:
+    """Set two reports side by side.
+
+    Returns
+    -------
+    lines : list of str
+        A table: old and new medians in µs and their quotient, for each way of timing.
+    slower : int
+        How many are slower by more than ``margin``.
+    """
+    before = {entry_key(entry): entry["times"] for entry in old["entries"] if entry["times"]}
+    lines = [f"{'':52} {'way':>6} {'old, us':>10} {'new, us':>10} {'new/old':>8}"]
+    slower = 0
+    for entry in new["entries"]:
+        key = entry_key(entry)
+        if key not in before or not entry["times"]:
+            continue
+        for way in WAYS:
+            then, now = before[key][way]["median"], entry["times"][way]["median"]
+            is_slower = now > then * (1 + margin)
+            slower += is_slower
+            name = f"{key[2]} {key[0]} {key[1]}"
+            lines.append(f"{name:52} {way:>6} {then:10.2f} {now:10.2f} {now / then:8.3f}{' SLOWER' * is_slower}")
+    return lines, slower

@@ -1,0 +1,80 @@
+"""Two ways of timing a step: one CUDA-graph replay of it, and what a layer costs in a graph of many layers."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+WARMUP_CALLS = 3
+"""Before a capture: kernels are compiled and loaded, and cuDNN builds its plans."""
+COPIED_BYTES = 1 << 31
+
+
+def quartiles(microseconds: Sequence[float]) -> dict[str, float]:
+    """Minimum, quartiles and number of samples."""
+    values = sorted(microseconds)
+    if len(values) == 1:
+        values *= 2
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"min": values[0], "q1": q1, "median": median, "q3": q3, "samples": len(microseconds)}
+
+
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture a step on a stream of its own, after warm-up; return the graph and what the step returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_CALLS):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    was_collecting = gc.isenabled()
+    gc.disable()  # a kernel that is collected during the capture is unloaded, which ends the capture
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = step()
+    finally:
+        if was_collecting:
+            gc.enable()
+    torch.cuda.synchronize()
+    return graph, outputs
+
+
+def time_replay(graph: torch.cuda.CUDAGraph, budget_ms: float) -> dict[str, float]:
+    """Times of one replay in µs, with the L2 cache flushed before each."""
+    from triton.testing import do_bench
+
+    times = do_bench(graph.replay, warmup=max(5, int(budget_ms / 4)), rep=int(budget_ms), return_mode="all")
+    return quartiles([1e3 * time for time in times])
+
+
+def time_layers(graph: torch.cuda.CUDAGraph, layers: int, budget_ms: float) -> dict[str, float]:
+    """Times of one layer in µs: of a replay over their number. The layers flush the L2 cache for each other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    estimate = max(marks[1].elapsed_time(marks[-1]) / 2, 1e-3)
+    repeats = min(200, max(10, int(budget_ms / estimate)))
+    begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    for begin, end in zip(begins, ends, strict=True):
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return quartiles([1e3 * begin.elapsed_time(end) / layers for begin, end in zip(begins, ends, strict=True)])
+
+
+def copy_bytes_per_second() -> float:
+    """What a copy within the device's memory reads and writes per second."""
+    from triton.testing import do_bench
+
+    source = torch.randn(COPIED_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = do_bench(lambda: target.copy_(source), warmup=25, rep=100, return_mode="median")
+    return 2 * COPIED_BYTES / (1e-3 * float(milliseconds))

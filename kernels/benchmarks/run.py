@@ -1,0 +1,129 @@
+"""Benchmarks of the kernels and of ``generate()``; ``python kernels/benchmarks/run.py --help``.
+
+Needs torch and triton, and a CUDA device; the plot also matplotlib, the end-to-end part also transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from op_bench import ROOT, results
+from op_bench.measure import FULL_BUDGET_MS, QUICK_BUDGET_MS, DeviceLostError, Run, measure_shape
+from op_bench.plot import write_plot
+from op_bench.readme import update_readme
+from op_bench.registry import matching_entries
+from op_bench.shapes import QUICK_SHAPES, SHAPES, Settings, matching_shapes
+from op_bench.timing import copy_bytes_per_second
+
+SEED = 0
+RESULTS = ROOT / "kernels" / "benchmarks" / "results"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description="Time every op, checked first, beside dense attention in the same run.")
+    made.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
+    made.add_argument("--shape", action="append", default=[], metavar="TEXT", help="only shapes with this in the name")
+    made.add_argument("--quick", action="store_true", help="a few shapes, shorter; writes nothing without --out")
+    made.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
+    made.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a figure beside the JSON")
+    made.add_argument("--compare", type=Path, metavar="OLD", help="set old results beside these; exit 1 if slower")
+    made.add_argument("--margin", type=float, default=results.MARGIN, help="slower by this fraction is noise")
+    made.add_argument("--force", action="store_true", help="compare results of different devices")
+    made.add_argument("--end-to-end", action="store_true", help="time generate() instead; see --model-shape")
+    made.add_argument("--model-shape", default="llama-3.1-8b", help="architecture, with random weights")
+    made.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
+    made.add_argument("--token-budget", default="2048", help="tokens read per step, comma-separated")
+    made.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
+    made.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for and return the exit status: 0, or 1 where something failed or is slower."""
+    options = parser().parse_args(arguments)
+    command = " ".join(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
+    try:
+        if options.readme:
+            update_readme(options.readme, ROOT)
+            return 0
+        if not torch.cuda.is_available():
+            raise results.ResultsError("the benchmarks need a CUDA device, and torch finds none here")
+        if options.end_to_end:
+            from op_bench.end_to_end import run_end_to_end
+
+            return run_end_to_end(options, ROOT)
+        return run_kernels(options, command)
+    except (results.ResultsError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_kernels(options: argparse.Namespace, command: str) -> int:
+    """Measure the ops; see :func:`main`."""
+    entries = matching_entries(options.op)
+    shapes = matching_shapes(QUICK_SHAPES if options.quick else SHAPES, options.shape)
+    device = torch.cuda.get_device_name()
+    old = results.read(options.compare) if options.compare else None
+    if old:
+        results.check_device(old, device, options.force)
+    is_whole = not (options.quick or options.op or options.shape)
+    out = options.out or (RESULTS / f"{results.file_stem(device)}.json" if is_whole else None)
+
+    warnings.filterwarnings("ignore", category=UserWarning)  # SDPA says at length which of its kernels cannot run
+    settings = Settings()
+    copy = copy_bytes_per_second()
+    print(f"{device}: copies {copy / 1e12:.2f} TB/s, read and written", flush=True)
+    run = Run(
+        settings,
+        SEED,
+        QUICK_BUDGET_MS if options.quick else FULL_BUDGET_MS,
+        copy,
+        say=lambda line: print(line, flush=True),
+    )
+    report: results.Record = {
+        "machine": results.machine_record(device, copy, command, ROOT),
+        "settings": {**vars(settings), "dtype": "bfloat16", "seed": SEED},
+        "entries": [],
+        "dense": [],
+        "skipped": [],
+    }
+    lost: str | None = None
+    for shape in shapes:
+        try:
+            measure_shape(shape, entries, run, report)
+        except DeviceLostError as error:
+            lost = f"{shape.name}: {error}"
+        if out:
+            results.write(report, out)  # after every shape: what was measured stays, whatever comes next
+        if lost:
+            break
+    if out:
+        print(f"wrote {out}")
+        if options.plot:
+            figure = out.with_suffix(".png")
+            print(f"wrote {figure}" if write_plot(report, figure) else "no plot: no matplotlib, or nothing to draw")
+    return _conclude(report, old, options, lost)
+
+
+def _conclude(report: results.Record, old: results.Record | None, options: argparse.Namespace, lost: str | None) -> int:
+    failed = [entry for entry in report["entries"] if entry["error"]]
+    for entry in failed:
+        print(f"FAILED {' '.join(results.entry_key(entry))}: {entry['error']}", file=sys.stderr)
+    if lost:
+        print(f"FAILED, and the device with it: {lost}", file=sys.stderr)
+    slower = 0
+    if old:
+        lines, slower = results.compare(old, report, options.margin)
+        print("\n".join(lines))
+        print(f"{slower} slower by more than {options.margin:.0%}")
+    return int(bool(failed or lost or slower))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

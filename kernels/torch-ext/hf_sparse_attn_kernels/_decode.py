@@ -1,0 +1,293 @@
+"""Split-KV attention of one query token per row: the kernel behind `sparse_decode` and `dense_decode`."""
+# Triton's decorator is untyped, and so are a kernel's arguments.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ._triton import dot_dtype, finished_last, launch_options, multiprocessors, wait_for_previous_kernel
+
+OVERRIDE = {}
+MAX_SPLITS = 128
+MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, in at most 16 splits
+
+
+@triton.jit
+def decode_attention_kernel(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    indices_ptr,  # [batch * kv_heads, max_blocks], not for DENSE, like the next
+    counts_ptr,  # [batch * kv_heads]
+    start_ptr,
+    end_ptr,
+    out_ptr,  # [batch * q_heads, head_dim]
+    lse_ptr,  # [batch * q_heads]
+    partial_max_ptr,  # [batch * kv_heads, splits, group], in units of log2
+    partial_sum_ptr,  # [batch * kv_heads, splits, group]
+    partial_out_ptr,  # [batch * kv_heads, splits, group, head_dim]
+    finished_ptr,  # int32 [batch * kv_heads], 0 before and after
+    counter_ptr,
+    kv_heads,
+    group,
+    max_blocks,
+    scale_log2,
+    query_stride_b,
+    query_stride_h,
+    query_stride_d,
+    keys_stride_b,
+    keys_stride_h,
+    keys_stride_n,
+    values_stride_b,
+    values_stride_h,
+    values_stride_n,
+    HEAD_DIM: tl.constexpr,
+    DENSE: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    MERGE_G: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of one row and KV head, all query heads of its group; the last to finish merges; grid (splits, pairs)."""
+    wait_for_previous_kernel(PDL)
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    pair = tl.program_id(1).to(tl.int64)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    start = tl.load(start_ptr + row)
+    end = tl.load(end_ptr + row)
+    # The splits share the tokens that there are, or the most that can be selected, in whole tiles. Not those that are
+    # selected: the loads below need not wait for their number.
+    tokens = tl.maximum(end - start, 0) if DENSE else max_blocks * BLOCK_SIZE
+    selected = tokens if DENSE else tl.load(counts_ptr + pair) * BLOCK_SIZE
+    per_split = tl.cdiv(tl.cdiv(tokens, BLOCK_N), splits) * BLOCK_N
+    first = split * per_split
+    last = tl.minimum(first + per_split, tokens)
+
+    heads = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    head_mask = heads < group
+    dim_mask = dims < HEAD_DIM
+    group_mask = head_mask[:, None] & dim_mask[None, :]
+    query_at = query_ptr + row * query_stride_b + (head * group + heads)[:, None] * query_stride_h
+    q = tl.load(query_at + dims[None, :] * query_stride_d, mask=group_mask, other=0.0)
+    q = q.to(DOT_DTYPE)  # [BLOCK_G, BLOCK_D]
+    keys_ptr += row * keys_stride_b + head * keys_stride_h
+    values_ptr += row * values_stride_b + head * values_stride_h
+    indices_ptr += pair * max_blocks
+
+    running_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    running_sum = tl.zeros((BLOCK_G,), tl.float32)
+    out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    read = 0
+    for tile in range(first, last, BLOCK_N):
+        token = tile + lanes
+        if DENSE:
+            position = start.to(tl.int64) + token
+            valid = token < last
+        else:
+            block = tl.load(indices_ptr + token // BLOCK_SIZE, mask=token < last, other=-1)
+            position = start.to(tl.int64) + block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+            valid = (block >= 0) & (position < end) & (token < selected)
+        mask = valid[:, None] & dim_mask[None, :]
+        # What is masked is 0, not the buffer's content: a weight of 0 times a NaN would still be NaN.
+        k = tl.load(keys_ptr + position[:, None] * keys_stride_n + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + position[:, None] * values_stride_n + dims[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(running_max - shift)
+        running_sum = running_sum * decay + tl.sum(weights, axis=1)
+        out = out * decay[:, None]
+        out = tl.dot(weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), out, input_precision="ieee")
+        running_max = new_max
+        if COUNT:
+            read += tl.sum(valid.to(tl.int32))
+
+    if COUNT:
+        tl.atomic_add(counter_ptr, read.to(tl.int64), sem="relaxed")
+        if split == 0:
+            tl.atomic_add(counter_ptr + 1, tl.maximum(end - start, 0).to(tl.int64), sem="relaxed")
+            if pair == 0:
+                tl.atomic_add(counter_ptr + 3, tl.full((), 1, tl.int64), sem="relaxed")
+
+    out_ptr += pair * group * HEAD_DIM
+    lse_ptr += pair * group
+    if ONE_SPLIT:
+        safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
+        out = out / safe_sum[:, None]
+        tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=group_mask)
+        if WITH_LSE:
+            lse = (running_max + tl.log2(safe_sum)) * 0.6931471805599453
+            tl.store(lse_ptr + heads, lse, mask=head_mask)
+    else:
+        partial_max_ptr += pair * splits * group
+        partial_sum_ptr += pair * splits * group
+        partial_out_ptr += pair * splits * group * HEAD_DIM
+        at = split * group + heads
+        tl.store(partial_max_ptr + at, running_max, mask=head_mask)
+        tl.store(partial_sum_ptr + at, running_sum, mask=head_mask)
+        tl.store(partial_out_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
+        if finished_last(finished_ptr + pair, splits):
+            _merge_splits(
+                partial_max_ptr,
+                partial_sum_ptr,
+                partial_out_ptr,
+                out_ptr,
+                lse_ptr,
+                group,
+                splits,
+                HEAD_DIM,
+                WITH_LSE,
+                BLOCK_D,
+                BLOCK_S,
+                MERGE_G,
+            )
+
+
+@triton.jit
+def _merge_splits(
+    partial_max_ptr,  # of the row and KV head, like all pointers here
+    partial_sum_ptr,
+    partial_out_ptr,
+    out_ptr,
+    lse_ptr,
+    group,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    MERGE_G: tl.constexpr,
+):
+    """Merge the splits of a group of query heads by their log-sum-exp, BLOCK_S splits at a time."""
+    heads = tl.arange(0, MERGE_G)
+    dims = tl.arange(0, BLOCK_D)
+    top = tl.full((MERGE_G,), float("-inf"), tl.float32)
+    total = tl.zeros((MERGE_G,), tl.float32)
+    out = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        every = first + tl.arange(0, BLOCK_S)
+        at = every[:, None] * group + heads[None, :]  # [BLOCK_S, MERGE_G]
+        mask = (every < splits)[:, None] & (heads < group)[None, :]
+        part_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        part_at = partial_out_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :]
+        parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
+        maxima = tl.load(partial_max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(partial_sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(maxima, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(maxima - shift[None, :])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(sums * weights, axis=0)
+        out = out * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        top = new_top
+    safe_total = tl.where(total > 0, total, 1.0)
+    out = out / safe_total[:, None]
+    mask = (heads < group)[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if WITH_LSE:
+        tl.store(lse_ptr + heads, (top + tl.log2(safe_total)) * 0.6931471805599453, mask=heads < group)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    selection: tuple[torch.Tensor, torch.Tensor] | None,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float | None,
+    return_lse: bool,
+    counter: torch.Tensor | None,
+    finished: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Launch `decode_attention_kernel` over the blocks in `selection`, or over every valid token where it is None."""
+    batch, q_heads, head_dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    pairs, group = batch * kv_heads, q_heads // kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+    seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
+    block_indices, block_counts = (seq_start, seq_start) if selection is None else selection
+    max_blocks = 0 if selection is None else block_indices.shape[2]
+    most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # One tile of K and one of V: at most 32 KiB together, times the stages in flight.
+    block_n = max(16, min(OVERRIDE.get("block_n", 128), 16384 // (block_d * keys.element_size())))
+    # About two programs for each multiprocessor, from shapes that the host knows.
+    splits = max(
+        1,
+        min(
+            MAX_SPLITS,
+            triton.cdiv(most_tokens, block_n),
+            int(OVERRIDE.get("waves", 2) * multiprocessors(query.device)) // pairs,
+        ),
+    )
+    merge_g = triton.next_power_of_2(group)
+
+    out = query.new_empty((batch, q_heads, head_dim))
+    lse = query.new_empty((batch, q_heads), dtype=torch.float32) if return_lse else None
+    partial_max = partial_sum = partial_out = out
+    if splits > 1:
+        partial_max = query.new_empty((2, pairs, splits, group), dtype=torch.float32)
+        partial_sum = partial_max[1]
+        partial_out = query.new_empty((pairs, splits, group, head_dim), dtype=torch.float32)
+        if finished is None:
+            finished = torch.zeros((batch, kv_heads), dtype=torch.int32, device=query.device)
+    decode_attention_kernel[(splits, pairs)](
+        query,
+        keys,
+        values,
+        block_indices,
+        block_counts,
+        seq_start,
+        seq_end,
+        out,
+        out if lse is None else lse,
+        partial_max,
+        partial_sum,
+        partial_out,
+        seq_start if finished is None else finished,
+        seq_start if counter is None else counter,
+        kv_heads,
+        group,
+        max_blocks,
+        scale * math.log2(math.e),
+        *query.stride(),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        HEAD_DIM=head_dim,
+        DENSE=selection is None,
+        ONE_SPLIT=splits == 1,
+        WITH_LSE=return_lse,
+        COUNT=counter is not None,
+        BLOCK_SIZE=block_size,
+        BLOCK_N=block_n,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=block_d,
+        BLOCK_S=max(
+            1, min(16, triton.next_power_of_2(splits), OVERRIDE.get("merge", MERGED_AT_ONCE) // (merge_g * block_d))
+        ),
+        MERGE_G=merge_g,
+        DOT_DTYPE=dot_dtype(keys.dtype),
+        num_warps=OVERRIDE.get("warps", 4),
+        num_stages=2 if keys.element_size() == 4 else OVERRIDE.get("stages", 3),
+        **launch_options(query.device),
+    )
+    return out if lse is None else (out, lse)

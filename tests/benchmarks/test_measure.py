@@ -1,0 +1,189 @@
+"""The run over shapes with a CPU in the place of the device: what is recorded, and what does not end it."""
+
+import argparse
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from op_bench import end_to_end, measure, registry, timing
+from op_bench.dense import backends
+from op_bench.oracle import Mismatch
+from op_bench.shapes import Settings, Shape
+
+from eval import speed, speed_runs, speed_shapes
+
+SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
+TIMES = {"min": 1.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "samples": 4}
+
+
+class Graph:
+    """In the place of a CUDA graph: a replay runs the step again and writes into the outputs captured."""
+
+    def __init__(self, step):
+        self.step, self.outputs = step, step()
+
+    def replay(self):
+        pairs = zip(_flat(self.outputs), _flat(self.step()), strict=True)
+        for captured, new in pairs:
+            captured.copy_(new)
+
+
+def _flat(outputs):
+    return [each for part in outputs for each in (part if isinstance(part, tuple) else (part,))]
+
+
+def capture(step):
+    graph = Graph(step)
+    return graph, graph.outputs
+
+
+@pytest.fixture(autouse=True)
+def cpu_for_cuda(monkeypatch):
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(timing, "time_replay", lambda graph, budget_ms: TIMES)
+    monkeypatch.setattr(timing, "time_layers", lambda graph, layers, budget_ms: TIMES)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (measure.RESERVED_BYTES + (1 << 20), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=1 << 14))
+
+
+def new_report():
+    return {"entries": [], "dense": [], "skipped": []}
+
+
+def run(lines=None):
+    say = (lambda line: None) if lines is None else lines.append
+    return measure.Run(Settings(token_budget=48), 0, 1.0, 4e12, device="cpu", say=say)
+
+
+def test_everything_is_checked_timed_and_compared():
+    report, lines = new_report(), []
+    measure.measure_shape(SHAPE, registry.ENTRIES, run(lines), report)
+    assert [record["error"] for record in report["entries"]] == [None] * len(registry.ENTRIES)
+    assert {record["backend"] for record in report["dense"]} == {backend.name for backend in backends(SHAPE)}
+    assert any(record["times"] for record in report["dense"])
+    for entry, record in zip(registry.ENTRIES, report["entries"], strict=True):
+        assert record["layers"] == 8
+        assert record["times"]["layers"] == TIMES
+        assert (record["against"] is not None) is entry.against_dense
+    assert lines[0].startswith(f"{SHAPE.name}: 8 layers")
+    assert len(lines) == 1 + len(report["entries"]) + len(report["dense"])
+
+
+def test_an_op_that_is_wrong_has_no_time_and_the_others_go_on(monkeypatch):
+    decode = registry.ops.sparse_decode
+    monkeypatch.setattr(registry.ops, "sparse_decode", lambda *args, **options: decode(*args, **options) + 1)
+    report = new_report()
+    measure.measure_shape(SHAPE, registry.matching_entries(["sparse_decode", "page_scores"]), run(), report)
+    errors = {record["op"]: record["error"] for record in report["entries"] if record["times"] is None}
+    assert set(errors) == {"sparse_decode"}
+    assert "Mismatch: output off by" in errors["sparse_decode"]
+
+
+def test_a_replay_that_computes_nothing_is_found(monkeypatch):
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    report = new_report()
+    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    assert all("Mismatch" in record["error"] for record in report["entries"])
+    assert not any(record["times"] for record in report["dense"])
+
+
+def test_data_that_cannot_be_made_is_every_entry_s_error(monkeypatch):
+    def broken(*args, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(measure, "make_layer", broken)
+    report = new_report()
+    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    assert {record["error"] for record in report["entries"]} == {"torch.OutOfMemoryError: no memory"}
+    assert report["dense"] == []
+
+
+def test_a_broken_device_ends_the_run(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(layer, impl):
+        monkeypatch.setattr(torch.cuda, "synchronize", lost)
+        raise Mismatch("wrong")
+
+    entry = registry.Entry("page_scores", "", fail, lambda layer, outputs: None, lambda shape, settings: 1)
+    with pytest.raises(measure.DeviceLostError, match="Mismatch: wrong"):
+        measure.measure_shape(SHAPE, [entry], run(), new_report())
+
+
+def test_what_does_not_fit_is_skipped_with_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 40))
+    report = new_report()
+    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    assert report["entries"] == []
+    assert report["skipped"][0]["shape"]["name"] == SHAPE.name
+    assert "are free" in report["skipped"][0]["reason"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """run.py, for the CPU and one shape."""
+    path = Path(measure.__file__).parents[1] / "run.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_run", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "SHAPES", (SHAPE,))
+    monkeypatch.setattr(module, "Settings", partial(Settings, token_budget=48))
+    monkeypatch.setattr(module, "Run", partial(measure.Run, device="cpu"))
+    monkeypatch.setattr(module, "copy_bytes_per_second", lambda: 4e12)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    return module
+
+
+def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    assert script.main(["--op", "page_scores"]) == 0
+    assert not list(tmp_path.iterdir())  # a part of a run does not replace a whole one
+    assert script.main([]) == 0
+    written = tmp_path / "nvidia-h200.json"
+    report = json.loads(written.read_text())
+    assert len(report["entries"]) == len(registry.ENTRIES)
+    assert report["machine"]["command"] == "python kernels/benchmarks/run.py"
+    assert (tmp_path / "nvidia-h200.png").exists()
+
+    other = ["--op", "page_scores", "--out", str(tmp_path / "other.json"), "--no-plot", "--compare", str(written)]
+    assert script.main(other) == 0
+    slow = {way: {**TIMES, "median": 3.0} for way in ("replay", "layers")}
+    monkeypatch.setattr(timing, "time_layers", lambda graph, layers, budget_ms: slow["layers"])
+    assert script.main(other) == 1
+    assert "2 slower by more than 5%" in capsys.readouterr().out
+    assert not (tmp_path / "other.png").exists()
+
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    assert script.main(["--op", "select_blocks"]) == 1
+    assert f"FAILED select_blocks  {SHAPE.name}: " in capsys.readouterr().err
+    written.write_text(json.dumps(report | {"machine": {"device": "NVIDIA H100"}}))
+    assert script.main(other) == 2
+    assert "--force" in capsys.readouterr().err
+    assert script.main(["--op", "topk"]) == 2
+
+
+def test_the_end_to_end_part_keeps_what_each_context_gave(monkeypatch, tmp_path):
+    out = tmp_path / "speed.json"
+    saved = []
+    save = speed.save
+    monkeypatch.setattr(speed, "save", lambda report, path: (saved.append(len(report["results"])), save(report, path)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    build = speed_shapes.build_model
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(speed_shapes, "build_model", lambda shape, dtype, device, seed: build(shape, dtype, cpu, seed))
+    for module in (speed, speed_runs):
+        monkeypatch.setattr(module, "is_cuda", lambda model: True)
+    options = argparse.Namespace(model_shape="tiny", out=out, context="160,320", token_budget="64", repeats=1)
+    assert end_to_end.run_end_to_end(options, tmp_path) == 0
+    report = json.loads(out.read_text())
+    assert saved == [1, 2]
+    assert report["settings"]["contexts"] == [160, 320] == [result["context"] for result in report["results"]]

@@ -1,0 +1,151 @@
+"""Every entry of the registry at a tiny shape, checked as before a measurement; and what the checks refuse."""
+
+import pytest
+import torch
+from op_bench import floors, oracle, registry
+from op_bench.measure import check_entry, plan_layers
+from op_bench.registry import ENTRIES, STEP
+from op_bench.shapes import QUICK_SHAPES, SHAPES, Settings, Shape, matching_shapes
+from op_bench.workload import layer_bytes, make_layer
+
+SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
+SETTINGS = Settings(token_budget=48)
+STEP_ENTRY = next(entry for entry in ENTRIES if (entry.op, entry.variant) == STEP)
+
+
+def layer():
+    return make_layer(SHAPE, SETTINGS, torch.device("cpu"), impl="reference")
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_reference_passes_and_can_be_repeated(entry):
+    made = layer()
+    for _ in range(2):
+        check_entry(entry, made, "reference")
+
+
+def test_the_kernels_pass_too():
+    check_entry(STEP_ENTRY, layer(), "triton")
+
+
+def test_entries_are_named_once_and_cover_the_ops():
+    names = [entry.name for entry in ENTRIES]
+    assert len(set(names)) == len(names)
+    ops = {"page_bounds", "page_scores", "select_blocks", "append_and_select", "sparse_decode", "dense_decode"}
+    assert {entry.op for entry in ENTRIES} == ops | {"quest_step"}
+
+
+def test_other_bounds_are_refused():
+    made = layer()
+    made.context_bounds("int8", SHAPE.length, "reference")
+    oracle.check_prompt_bounds(made, "int8")
+    made.bounds["int8"].page_min[0, 1, 2, 3] += 1
+    with pytest.raises(oracle.Mismatch, match=r"page_bounds of KV head 1: 1 of \d+ values of page_min"):
+        oracle.check_prompt_bounds(made, "int8")
+
+
+def test_a_token_that_was_not_appended_is_refused():
+    made = layer()
+    STEP_ENTRY.prepare(made)
+    with pytest.raises(oracle.Mismatch, match="keys do not end with the new token"):
+        oracle.check_appended(made)
+
+
+def test_another_selection_is_refused_and_a_tie_is_not():
+    made = layer()
+    scores = oracle.reference_scores(made, "bf16")
+    indices, counts = made.block_indices.clone(), made.block_counts
+    chosen = set(indices[0, 0].tolist())
+    left_out = next(page for page in range(5) if page not in chosen)  # not the last page, which is always read
+    middle = indices[0, 0, 1].item()
+    indices[0, 0, 1] = left_out
+    indices = indices.sort(dim=-1)[0]
+    with pytest.raises(oracle.Mismatch, match="selected scores differ"):
+        oracle.check_selection((indices, counts), scores, made)
+    scores[0, 0, left_out] = scores[0, 0, middle] - 1e-6
+    oracle.check_selection((indices, counts), scores, made, oracle.score_rounding(scores))
+    with pytest.raises(oracle.Mismatch, match="not ascending"):
+        oracle.check_selection((indices.flip(-1), counts), scores, made)
+    with pytest.raises(oracle.Mismatch, match="other counts"):
+        oracle.check_selection((indices, counts - 1), scores, made)
+
+
+def test_scores_that_are_off_or_nan_are_refused():
+    made = layer()
+    for wrong in (1e-3, float("nan")):
+        with pytest.raises(oracle.Mismatch, match="page_scores: off by"):
+            oracle.check_scores(oracle.reference_scores(made, "int8") + wrong, made, "int8")
+
+
+@pytest.mark.parametrize("wrong", [0.05, float("nan")])
+def test_outputs_that_are_off_or_nan_are_refused(wrong):
+    made = layer()
+    output = oracle.attention(made.query, made.keys, made.values, torch.float32)
+    oracle.check_dense_output(output, made)
+    with pytest.raises(oracle.Mismatch, match="output off by"):
+        oracle.check_dense_output(output + wrong, made)
+
+
+def test_sparse_attention_to_other_blocks_is_refused():
+    made = layer()
+    dense = oracle.attention(made.query, made.keys, made.values, torch.float32)
+    with pytest.raises(oracle.Mismatch, match="output off by"):
+        oracle.check_sparse_output(dense, made, made.block_indices, made.block_counts)
+
+
+def test_wrong_counts_are_refused():
+    made = layer()
+    with pytest.raises(oracle.Mismatch, match=r"counter \(0, 0, 0, 0\), expected \(1, 2, 3, 4\)"):
+        oracle.check_counter(made, (1, 2, 3, 4))
+
+
+# As PERFORMANCE targets count them: 2,048 of 131,072 tokens, and bounds of 8,192 pages.
+def test_moved_bytes_of_a_step():
+    shape, settings = Shape(32, 32, 128, 1, 131072), Settings()
+    attended = 2 * 2048 * 32 * 128 * 2
+    levels = 2 * 8192 * 32 * 128
+    moved = floors.step_bytes("int8", shape, settings)
+    assert attended + levels < moved < 1.02 * (attended + levels)
+    assert floors.step_bytes("bf16", shape, settings) == pytest.approx(attended + 2 * levels, rel=0.02)
+    assert floors.dense_bytes(shape, settings) == pytest.approx(2 * 131072 * 32 * 128 * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_floors_grow_with_the_shape(entry):
+    small, large = (Shape(32, 8, 128, batch, 8192) for batch in (1, 8))
+    assert 0 < 8 * entry.moved_bytes(small, Settings()) == entry.moved_bytes(large, Settings())
+
+
+def test_buffers_are_counted_right():
+    made = layer()
+    bounds = [each for kind in made.bounds.values() for each in (kind.page_min, kind.page_max)]
+    buffers = [made.keys, made.values, *bounds]
+    counted = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    assert counted <= layer_bytes(SHAPE, SETTINGS) < 1.1 * counted
+
+
+def test_layers_are_several_caches_worth_or_what_memory_allows():
+    shape, l2 = Shape(32, 8, 128, 1, 32768), 60 << 20
+    many = plan_layers(shape, Settings(), 100 << 30, l2)
+    assert many * floors.step_bytes("int8", shape, Settings()) > 4 * l2
+    long = Shape(32, 32, 128, 1, 524288)
+    assert plan_layers(long, Settings(), 139 * 10**9, l2) == 8
+    assert 1 <= plan_layers(long, Settings(), 40 << 30, l2) < 8
+    assert plan_layers(long, Settings(), 10 << 30, l2) == 0
+
+
+def test_lengths_are_whole_pages():
+    with pytest.raises(ValueError, match="length=97; allowed: whole pages of page_size=16"):
+        make_layer(Shape(4, 2, 16, 1, 97), SETTINGS, torch.device("cpu"))
+
+
+def test_filters():
+    names = [shape.name for shape in matching_shapes(SHAPES, ["q32-kv32", "b32-8K"])]
+    assert names == [*(f"q32-kv32-d128-b1-{length}" for length in ("8K", "32K", "128K", "512K")), "q32-kv8-d128-b32-8K"]
+    assert matching_shapes(QUICK_SHAPES, []) == list(QUICK_SHAPES)
+    assert set(QUICK_SHAPES) <= set(SHAPES)
+    with pytest.raises(ValueError, match="--shape 'b7' matches none of q32"):
+        matching_shapes(SHAPES, ["b7"])
+    assert {entry.op for entry in registry.matching_entries(["page_bounds"])} == {"page_bounds"}
+    with pytest.raises(ValueError, match="--op 'topk' is unknown; known: page_bounds"):
+        registry.matching_entries(["topk"])

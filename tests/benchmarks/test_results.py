@@ -1,0 +1,230 @@
+"""What a run records, compares, draws and writes into the README; no time is measured here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from op_bench import break_even as even
+from op_bench import readme, results
+from op_bench.plot import series, write_plot
+from op_bench.shapes import Shape
+from op_bench.timing import quartiles
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "kernels" / "benchmarks" / "run.py"
+
+
+def times(layers, replay=None):
+    each = {"layers": layers, "replay": layers + 5 if replay is None else replay}
+    return {way: {"min": us, "q1": us, "median": us, "q3": us, "samples": 1} for way, us in each.items()}
+
+
+def entry(shape, us, dense_us, op="quest_step", variant="int8"):
+    dense = [{"backend": "SDPA cuDNN", "times": times(dense_us)}, {"backend": "SDPA flash", "times": None}]
+    floors = results.floors_us(4_270_000, 4e12)
+    return {
+        "op": op, "variant": variant, "shape": results.shape_record(shape), "layers": 8, "bytes": 4_270_000,
+        "floor_us": floors, "times": times(us), "over_floor": results.over_floor(times(us), floors),
+        "against": results.against_dense(times(us), dense, None), "error": None,
+    }  # fmt: skip
+
+
+def report(*entries, device="NVIDIA H200"):
+    return {
+        "machine": {"device": device, "torch": "2.11", "triton": "3.6", "driver": None, "date": "2026-01-02T03:04:05"},
+        "settings": {"token_budget": 2048, "page_size": 16},
+        "entries": list(entries),
+        "dense": [
+            {"backend": "SDPA cuDNN", "shape": each["shape"], "times": times(100.0), "error": None} for each in entries
+        ],
+        "skipped": [],
+    }
+
+
+SHORT, LONG = (Shape(32, 8, 128, 1, 1024 * length) for length in (8, 32))
+
+
+def test_floors_and_what_is_over_them():
+    floors = results.floors_us(4_270_000, 2e12)
+    assert floors["nominal"] == pytest.approx(1.0)
+    assert floors["copy"] == pytest.approx(2.135)
+    over = results.over_floor(times(3.0), floors)
+    assert over["layers"]["nominal"] == pytest.approx(3.0)
+    assert over["replay"]["nominal"] == pytest.approx(8.0)
+
+
+def test_the_best_of_others_counts_and_ours_beside_it():
+    dense = [
+        {"backend": "slow", "times": times(30.0)},
+        {"backend": "fast", "times": times(20.0)},
+        {"backend": "broken", "times": None},
+    ]
+    found = results.against_dense(times(10.0), dense, times(15.0))["layers"]
+    assert (found["best"], found["best_us"], found["ratio"]) == ("fast", 20.0, 2.0)
+    assert (found["best_with_ours"], found["ratio_with_ours"]) == (results.OURS, 1.5)
+    found = results.against_dense(times(10.0), dense, times(25.0))["layers"]
+    assert (found["best_with_ours"], found["ratio_with_ours"]) == ("fast", 2.0)
+    assert results.against_dense(times(10.0), dense[2:], times(15.0)) is None
+
+
+def test_quartiles():
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "samples": 5}
+    assert quartiles([2.0])["median"] == 2.0
+
+
+def test_a_report_is_written_and_read(tmp_path):
+    path = tmp_path / "new" / "device.json"
+    made = report(entry(SHORT, 10.0, 20.0))
+    results.write(made, path)
+    assert results.read(path) == made
+    assert results.shape_of(made["entries"][0]) == SHORT
+    for text in ("no json", "[]", '{"machine": {}}'):
+        path.write_text(text)
+        with pytest.raises(results.ResultsError, match=r"device\.json is not a file of results"):
+            results.read(path)
+    assert results.file_stem("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+def test_the_machine_is_recorded(tmp_path):
+    machine = results.machine_record("NVIDIA H200", 4.2e12, "python run.py", tmp_path)
+    assert machine["device"] == "NVIDIA H200"
+    assert machine["commit"] is None  # no repository there
+    assert {"torch", "triton", "transformers", "driver", "date", "command", "copy_bytes_per_second"} <= set(machine)
+    json.dumps(machine)
+
+
+def test_compare_finds_what_is_slower():
+    old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0), entry(LONG, 1.0, 2.0, op="page_scores"))
+    new = report(entry(SHORT, 10.4, 20.0), entry(LONG, 10.6, 20.0))
+    lines, slower = results.compare(old, new)
+    assert slower == 1  # in a graph of layers; alone 15.6 is within 5 % of 15
+    assert len(lines) == 5
+    assert [line.endswith("SLOWER") for line in lines] == [False, False, False, False, True]
+    assert results.compare(old, new, margin=0.1)[1] == 0
+    new["entries"][1]["times"] = None
+    assert results.compare(old, new)[1] == 0
+
+
+def test_devices_must_agree():
+    old = report(device="NVIDIA H100")
+    with pytest.raises(results.ResultsError, match="'NVIDIA H100', these of 'NVIDIA H200'; --force"):
+        results.check_device(old, "NVIDIA H200", force=False)
+    results.check_device(old, "NVIDIA H200", force=True)
+    results.check_device(old, "NVIDIA H100", force=False)
+
+
+@pytest.mark.parametrize(
+    ("points", "measured", "crossing"),
+    [
+        ([(8, 2.0), (32, 3.0)], 8, None),
+        ([(8, 0.5), (32, 0.9)], None, None),
+        ([(32, 2.0), (8, 0.5)], 32, 16.0),
+        ([(8, 0.25), (32, 1.0), (128, 4.0)], 128, 32.0),
+        ([(8, 1.5), (32, 0.9), (128, 2.0)], 128, pytest.approx(38.4, abs=0.1)),
+        ([(8, 1.5), (32, 0.9)], None, None),
+    ],
+)
+def test_break_even(points, measured, crossing):
+    assert even.break_even(points) == even.BreakEven(min(points)[0], measured, crossing)
+
+
+def test_step_ratios_are_of_eight_bit_bounds():
+    made = report(entry(SHORT, 10.0, 5.0), entry(LONG, 10.0, 20.0), entry(LONG, 1.0, 20.0, variant="bf16"))
+    assert even.step_ratios(made, "layers") == {"q32-kv8-d128-b1": [(8192, 0.5), (32768, 2.0)]}
+
+
+def test_the_figure_has_a_panel_for_each_configuration(tmp_path):
+    made = report(
+        entry(SHORT, 10.0, 20.0),
+        entry(LONG, 20.0, 80.0),
+        entry(LONG, 70.0, 80.0, op="dense_decode", variant=""),
+        entry(Shape(32, 8, 128, 8, 8192), 30.0, 80.0),
+    )
+    panels = series(made)
+    assert set(panels) == {"q32-kv8-d128-b1", "q32-kv8-d128-b8"}
+    assert panels["q32-kv8-d128-b1"]["quest_step, int8"] == [(8192, 10.0), (32768, 20.0)]
+    assert panels["q32-kv8-d128-b1"][results.OURS] == [(32768, 70.0)]
+    assert write_plot(made, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size < 200_000
+    assert not write_plot(report(), tmp_path / "empty.png")
+
+
+SPEED = {
+    "machine": {"device": "NVIDIA H200", "date": "2026-01-02T03:04:05"},
+    "settings": {"model": None, "shape": "llama-3.1-8b", "dtype": "bfloat16"},
+    "results": [
+        {
+            "context": context,
+            "sides": [
+                {"name": "dense, StaticCache", "tpot_ms": {"median": 10.0}, "ratio": None},
+                {
+                    "name": "quest, 2048",
+                    "tpot_ms": {"median": 10.0 / ratio},
+                    "ratio": {"tpot": ratio, "tpot_against": "dense, StaticCache"},
+                },
+            ],
+        }
+        for context, ratio in ((32768, 0.5), (131072, 2.0))
+    ],
+}  # fmt: skip
+
+
+def results_tree(root, reports=(), speeds=()):
+    for folder, files in (("kernels/benchmarks/results", reports), ("eval/results/speed", speeds)):
+        (root / folder).mkdir(parents=True)
+        for number, content in enumerate(files):
+            (root / folder / f"{number}.json").write_text(json.dumps(content))
+    return root
+
+
+def test_the_section_says_where_there_are_no_results(tmp_path):
+    section = readme.speed_section(results_tree(tmp_path))
+    assert "have not been measured yet: `make bench`" in section
+    assert "`generate()` has not been timed yet" in section
+
+
+def test_the_section_shows_steps_generate_and_where_both_break_even(tmp_path):
+    made = report(entry(SHORT, 10.0, 5.0), entry(LONG, 10.0, 20.0))
+    speeds = [{**SPEED, "results": [result]} for result in SPEED["results"]]  # a run for each context is one table
+    section = readme.speed_section(results_tree(tmp_path, [made], speeds))
+    assert "| 32/8 | 128 | 1 | 32K | 10.0 | 20.0 | SDPA cuDNN | 2.00 | 10.00 | 15.0 | 25.0 | 1.67 |" in section
+    assert "| 32/8 | 128 | 1 | 32,768 (crossing near 16,000) | 32,768 (crossing near 15,000) |" in section
+    on = "llama-3.1-8b | bfloat16, NVIDIA H200"
+    assert f"| {on} | 131,072 | quest, 2048 | 5.00 | 10.00 | dense, StaticCache | 2.00 |" in section
+    assert f"| {on} | quest, 2048 | 131,072 (crossing near 66,000) |" in section
+    assert "2026-01-02" in section
+
+
+def test_the_section_is_put_after_evaluation_and_then_rewritten(tmp_path):
+    root = results_tree(tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text("# Title\n\n## Evaluation\n\nText.\n\n## Methods\n\nMore.\n")
+    readme.update_readme(page, root)
+    first = page.read_text()
+    assert first.index("Text.") < first.index(readme.BEGIN) < first.index(readme.END) < first.index("## Methods")
+    readme.update_readme(page, root)
+    assert page.read_text() == first
+    page.write_text(first.replace(readme.END, ""))
+    with pytest.raises(results.ResultsError, match="must have both"):
+        readme.update_readme(page, root)
+
+
+def test_the_readme_is_what_the_results_give():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    written = text.split(readme.BEGIN)[1].split(readme.END)[0]
+    command = "run: python kernels/benchmarks/run.py --readme README.md"
+    assert written.strip() == readme.speed_section(ROOT).strip(), command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [(["--help"], 0, "--compare OLD"), (["--readme", "/nowhere/README.md"], 2, "error: [Errno 2]")],
+)
+def test_the_script_runs_by_itself(arguments, status, message, tmp_path):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == status
+    assert message in done.stdout + done.stderr

@@ -1,0 +1,89 @@
+"""Quest's one op against its parts, and what it keeps."""
+
+import pytest
+import torch
+
+from hf_sparse_attn import Quest
+from hf_sparse_attn.layer import SparseLayer
+
+HEAD_DIM, KV_HEADS = 16, 2
+
+
+def filled(method, length, padding, max_cache_len, seed=0):
+    """A layer with random tokens, the second row padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = SparseLayer(method, is_dense=False, max_cache_len=max_cache_len)
+    layer.set_padding(torch.tensor([0, padding]), 0, padding > 0)
+    layer.update(*torch.randn(2, 2, KV_HEADS, length, HEAD_DIM, generator=generator))
+    return (
+        layer,
+        torch.randn(2, 8, HEAD_DIM, generator=generator),
+        torch.randn(2, 2, KV_HEADS, HEAD_DIM, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
+@pytest.mark.parametrize("max_cache_len", [None, 256], ids=["growing", "static"])
+@pytest.mark.parametrize("length", [63, 64, 200])
+def test_one_op_does_what_its_parts_do(bounds_dtype, max_cache_len, length):
+    method = Quest(token_budget=64, bounds_dtype=bounds_dtype)
+    results = []
+    for append_and_select in (method.append_and_select, super(Quest, method).append_and_select):
+        layer, query, (key, value) = filled(method, length, 21, max_cache_len)
+        layer.rows.advance(1)
+        if layer.length > layer.capacity:
+            layer._grow(2 * layer.capacity)
+        selection = append_and_select(query, layer, key, value, HEAD_DIM**-0.5)
+        results.append((layer, selection))
+    (one, chosen), (parts, expected) = results
+    assert torch.equal(chosen.block_indices, expected.block_indices)
+    assert torch.equal(chosen.block_counts, expected.block_counts)
+    assert torch.equal(one.counter.totals, parts.counter.totals)
+    assert one.counter.totals[2] > 0
+    assert torch.equal(one.keys[:, :, length], parts.keys[:, :, length])
+    for row, tokens in enumerate((length + 1, length + 1 - 21)):
+        pages = -(-tokens // method.page_size)
+        for name, bound in one.metadata.items():
+            held = slice(None) if name == "channel_exponent" else slice(pages)
+            assert torch.equal(bound[row, :, held], parts.metadata[name][row, :, held])
+
+
+def test_bounds_are_kept_in_the_type_that_was_asked_for():
+    in_8_bits = filled(Quest(), 50, 0, 160)[0].metadata
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in in_8_bits.items()} == {
+        "page_min": ((2, KV_HEADS, 10, HEAD_DIM), torch.int8),
+        "page_max": ((2, KV_HEADS, 10, HEAD_DIM), torch.int8),
+        "page_exponent": ((2, KV_HEADS, 10), torch.int8),
+        "channel_exponent": ((2, KV_HEADS, HEAD_DIM), torch.int8),
+    }
+    exact = filled(Quest(bounds_dtype="model"), 50, 0, 160)[0].metadata
+    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
+    assert set(exact) == {"page_min", "page_max"}
+    pages = filled(Quest(bounds_dtype="model"), 50, 0, 160)[0].keys[:, :, :48].unflatten(2, (3, 16))
+    assert torch.equal(exact["page_min"][:, :, :3], pages.amin(3))
+
+
+def test_8_bit_bounds_hold_every_key():
+    layer, _, _ = filled(Quest(), 150, 37, None)
+    exponent = (
+        layer.metadata["page_exponent"][..., None].float() + layer.metadata["channel_exponent"][:, :, None].float()
+    )
+    lower, upper = (layer.metadata[name].float() * 2.0**exponent for name in ("page_min", "page_max"))
+    for row, start in enumerate((0, 37)):
+        for token in range(start, 150):
+            page = (token - start) // 16
+            assert (lower[row, :, page] <= layer.keys[row, :, token]).all()
+            assert (layer.keys[row, :, token] <= upper[row, :, page]).all()
+
+
+def test_cropping_recomputes_the_last_page():
+    method = Quest(token_budget=64, bounds_dtype="model")
+    layer, _, _ = filled(method, 90, 21, None)
+    layer.crop(-17)
+    fresh = SparseLayer(method, is_dense=False)
+    fresh.set_padding(torch.tensor([0, 21]), 0, True)
+    fresh.update(layer.keys[:, :, :73].clone(), layer.values[:, :, :73].clone())
+    for row, tokens in enumerate((73, 52)):
+        pages = -(-tokens // 16)
+        for name in ("page_min", "page_max"):
+            assert torch.equal(layer.metadata[name][row, :, :pages], fresh.metadata[name][row, :, :pages])

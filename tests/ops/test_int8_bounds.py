@@ -1,0 +1,241 @@
+"""Bounds in 8 bits: what `page_bounds` writes, and what `page_scores` makes of it."""
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import page_bounds, page_scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.helpers import (
+    BOUNDS,
+    IMPLS,
+    Rows,
+    dequantized,
+    device,
+    empty_bounds,
+    exact_bounds,
+    exact_levels,
+    int32,
+    make_rows,
+)
+
+
+def _update(rows, bounds, impl, *, page_size=16, num_new=10_000, end=None):
+    page_bounds(
+        rows.keys,
+        seq_start=rows.start,
+        seq_end=rows.end if end is None else end,
+        page_size=page_size,
+        num_new=num_new,
+        impl=impl,
+        **bounds,
+    )
+
+
+def _assert_same(bounds, expected):
+    for name, tensor in bounds.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "kv_heads", "head_dim", "dtype"),
+    [
+        ([1, 15, 16, 17, 63], 16, 2, 64, torch.float32),
+        ([33, 0, 48, 5], 16, 1, 128, torch.bfloat16),
+        ([7, 0, 3], 1, 2, 96, torch.float16),
+        ([70, 64], 32, 1, 256, torch.bfloat16),
+        ([50, 21], 8, 3, 80, torch.float32),
+    ],
+)
+def test_new_rows_are_exact_and_the_rest_untouched(impl, lengths, page_size, kv_heads, head_dim, dtype):
+    rows = make_rows(lengths, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    rows.keys.mul_(torch.logspace(-3, 3, head_dim, base=10.0, device=device).to(dtype))  # channels of every magnitude
+    rows.keys[..., 3] = rows.keys[..., 3].nan_to_num().zero_()
+    bounds = empty_bounds(rows, page_size, int8=True)
+    _update(rows, bounds, impl, page_size=page_size)
+    _assert_same(bounds, exact_levels(rows, page_size))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_limits_of_every_exponent(impl):
+    # 90 * 2 ** c and 127 * 2 ** p still fit, the next float does not.
+    largest = torch.tensor([0.0, 90.0, 90.00001, 45.0, 1e-30, 1e19, 0.70312506, 2.0**-67 * 90])
+    for scale in (1.4111112, 127 / 90, 1.42, 1000.0):
+        rows = make_rows([17, 17], kv_heads=1, head_dim=8)
+        rows.keys[0, 0, :17] = largest.to(device)
+        rows.keys[1, 0, 3:20] = -largest.to(device)
+        bounds = empty_bounds(rows, 16, int8=True)
+        _update(rows, bounds, impl)
+        _assert_same(bounds, exact_levels(rows, 16))
+        channels = bounds["channel_exponent"].clone()
+        rows.keys[0, 0, 16] *= scale
+        rows.keys[1, 0, 19] *= scale
+        _update(rows, bounds, impl, num_new=1)
+        assert torch.equal(bounds["channel_exponent"], channels)
+        lower, upper = dequantized(bounds)
+        exact_lower, exact_upper = exact_bounds(rows, 16, lower.shape[2])
+        assert (lower <= exact_lower.double())[:, :, :2].all()
+        assert (upper >= exact_upper.double())[:, :, :2].all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bounds_are_outward_and_tight(impl):
+    rows = make_rows([100, 40], head_dim=64)
+    rows.keys[:, :, 60:] *= 50  # pages beyond the range of the first tokens
+    bounds = empty_bounds(rows, 16, int8=True)
+    _update(rows, bounds, impl, end=rows.start + 30)
+    _update(rows, bounds, impl, num_new=70)
+    assert bounds["page_exponent"][0, :, 4:7].amin() > 0
+    lower, upper = dequantized(bounds)
+    exact_lower, exact_upper = (bound.double() for bound in exact_bounds(rows, 16, lower.shape[2]))
+    for row, length in enumerate(rows.lengths):
+        pages = slice(0, -(-length // 16))
+        exponents = bounds["channel_exponent"][row, :, None].double() + bounds["page_exponent"][row, ..., None].double()
+        level = exponents.exp2()[:, pages]
+        for gap in (
+            exact_lower[row, :, pages] - lower[row, :, pages],
+            upper[row, :, pages] - exact_upper[row, :, pages],
+        ):
+            assert (gap >= 0).all()
+            assert (gap < level).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_by_token_equals_recomputing(impl, dtype):
+    rows = make_rows([37, 21], head_dim=16, dtype=dtype)
+    rows.keys[:, :, 30:] *= 20
+    bounds = empty_bounds(rows, 8, int8=True)
+    start = 10
+    options = {"page_size": 8}
+    _update(rows, bounds, impl, end=rows.end - start, **options)
+    channels = bounds["channel_exponent"].clone()
+    for missing in range(start - 1, -1, -1):
+        _update(rows, bounds, impl, num_new=1, end=rows.end - missing, **options)
+    assert torch.equal(bounds["channel_exponent"], channels)
+
+    scratch = empty_bounds(rows, 8, int8=True)
+    scratch["channel_exponent"].copy_(channels)
+    # More tokens than were appended, fewer than there are, and no row counts as new.
+    _update(rows, scratch, impl, num_new=15, end=rows.end, **options)
+    for row, length in enumerate(rows.lengths):
+        for name in (*BOUNDS, "page_exponent"):
+            first = max(0, length - 15) // 8
+            pages = slice(first, -(-length // 8))
+            assert torch.equal(bounds[name][row, :, pages], scratch[name][row, :, pages]), name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_channel_exponents_are_set_only_where_all_tokens_are_new(impl):
+    rows = make_rows([1, 2, 0, 16, 17, 40])
+    for num_new in (1, 16, 17):
+        bounds = empty_bounds(rows, 16, int8=True)
+        bounds["channel_exponent"].fill_(-3)
+        _update(rows, bounds, impl, num_new=num_new)
+        expected = exact_levels(rows, 16)["channel_exponent"]
+        for row, length in enumerate(rows.lengths):
+            if 0 < length <= num_new:
+                assert torch.equal(bounds["channel_exponent"][row], expected[row])
+            else:
+                assert (bounds["channel_exponent"][row] == -3).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=4, max_size=40),
+    split=st.integers(0, 9),
+)
+def test_any_finite_keys_are_bracketed(values, split):
+    tokens = torch.tensor(values[: len(values) // 4 * 4]).view(1, 1, -1, 4).to(device)
+    count = tokens.shape[2]
+    rows = Rows(tokens, tokens, tokens[:, :, 0], int32([0]), int32([count]), [count])
+    for impl in IMPLS:
+        bounds = empty_bounds(rows, 4, int8=True)
+        if split:
+            _update(rows, bounds, impl, page_size=4, end=int32([min(split, count)]))
+            for end in range(split + 1, count + 1):
+                _update(rows, bounds, impl, page_size=4, num_new=1, end=int32([end]))
+        else:
+            _update(rows, bounds, impl, page_size=4)
+            _assert_same(bounds, exact_levels(rows, 4))
+        lower, upper = dequantized(bounds)
+        exact_lower, exact_upper = exact_bounds(rows, 4, lower.shape[2])
+        assert (lower <= exact_lower).all()
+        assert (upper >= exact_upper).all()
+
+
+@pytest.mark.parametrize("group_reduce", ["softmax", "mean", "max"])
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "head_dim", "dtype"),
+    [
+        ([1, 15, 16, 17, 63, 0], 2, 1, 64, torch.float32),
+        ([200, 130], 2, 3, 128, torch.bfloat16),
+        ([77, 300], 1, 9, 80, torch.float16),
+    ],
+)
+def test_scores_follow_the_formula_and_bound_every_token(lengths, kv_heads, group, head_dim, dtype, group_reduce):
+    rows = make_rows(lengths, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
+    bounds = empty_bounds(rows, 16, int8=True)
+    _update(rows, bounds, "reference")
+    num_pages = -(-max(lengths) // 16)
+    options = {"seq_start": rows.start, "seq_end": rows.end, "page_size": 16, "num_pages": num_pages}
+    lower, upper = dequantized(bounds)
+    exact = page_scores(
+        rows.query.double(), lower, upper, group_reduce=group_reduce, impl="reference", **options
+    )  # checked against the formula by the tests of bounds that are not quantized
+    for impl in IMPLS:
+        scores = page_scores(rows.query, group_reduce=group_reduce, impl=impl, **bounds, **options)
+        assert scores.dtype == torch.float32
+        # The kernels multiply in the query's precision.
+        tolerance = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+        torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=tolerance)
+        if group_reduce == "max":
+            for row, length in enumerate(lengths):
+                begin = 3 * row
+                tokens = rows.keys[row, :, begin : begin + length].double()
+                queries = rows.query[row].double().view(kv_heads, group, head_dim)
+                products = (queries @ tokens.transpose(1, 2)).amax(dim=1) * head_dim**-0.5  # [kv_heads, length]
+                bound = scores[row].repeat_interleave(16, dim=-1)[:, :length].double()
+                assert (bound >= products - tolerance).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"page_exponent": None},
+            ValueError,
+            r"page_exponent is None; allowed: a tensor \[batch",
+        ),
+        (
+            {"channel_exponent": None},
+            ValueError,
+            r"channel_exponent is None; allowed: a tensor",
+        ),
+        (
+            {"page_exponent": torch.zeros(1, 2, 2)},
+            TypeError,
+            r"page_exponent has dtype torch.float32; allowed",
+        ),
+        (
+            {"channel_exponent": torch.zeros(1, 2, 3).char()},
+            ValueError,
+            r"channel_exponent has shape \[1, 2, 3\]",
+        ),
+        ({"page_max": torch.zeros(1, 2, 2, 64)}, TypeError, r"page_max has dtype torch.float32; allowed: torch.int8"),
+        (
+            {"page_min": torch.zeros(1, 2, 2, 64), "page_max": torch.zeros(1, 2, 2, 64)},
+            ValueError,
+            r"page_exponent is given; allowed: None, because page_min has dtype torch.float32",
+        ),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    rows = make_rows([20])
+    bounds = empty_bounds(rows, 16, int8=True)
+    change = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
+    with pytest.raises(error, match=message):
+        _update(rows, bounds | change, None)
+    with pytest.raises(error, match=message):
+        page_scores(rows.query, seq_start=rows.start, seq_end=rows.end, page_size=16, **(bounds | change))

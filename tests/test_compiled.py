@@ -1,0 +1,286 @@
+"""Decode steps that generate() compiles: the tokens of eager ones, one compilation, and nothing left behind."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn.generation import static_capacity
+from tests import models
+from tests.methods.toy import TokenTopK
+from tests.models import FAMILIES, random_ids
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SMALL = Quest(token_budget=48)
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """All models share the code that is compiled, and Dynamo gives up on code that it compiled too often."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(family, **overrides):
+    """Two dense layers and one more, since compiling takes as long as there are layers."""
+    return models.make_model(family, **{"num_hidden_layers": 3, **overrides})
+
+
+def compiled(backend="eager"):
+    """The arguments that make generate() compile, on CPU too; a graph break is an error."""
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    return {**GREEDY, "compile_config": config}
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def padded(lengths, seed=0):
+    ids = random_ids(len(lengths), max(lengths), seed)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : max(lengths) - length] = 0
+        mask[row, : max(lengths) - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_as_eager(model, inputs, backend="eager", **options):
+    eager = model.generate(**inputs, **GREEDY, disable_compile=True)
+    eager_stats = sparse_attention_stats(model)
+    assert torch.equal(model.generate(**inputs, **compiled(backend), **options), eager)
+    assert sparse_attention_stats(model) == eager_stats
+    assert eager_stats.decode_steps == GREEDY["max_new_tokens"] - 1
+
+
+@pytest.mark.parametrize(("family", "backend"), [*((family, "eager") for family in FAMILIES), ("llama", "aot_eager")])
+def test_one_graph_serves_all_prompts_and_reads_what_eager_steps_read(family, backend):
+    model = patch_model(make_model(family), SMALL)
+    assert_as_eager(model, padded((150, 131, 90)), backend)
+    assert graphs() == 1
+    for lengths in ((150, 131, 90), (149, 20, 149), (66, 66, 66), (300, 290, 201)):
+        assert_as_eager(model, padded(lengths, seed=lengths[1]), backend)  # at last in a larger cache
+    within_budget = padded((30, 3, 22))
+    expected = model.generate(**within_budget, **GREEDY, disable_compile=True)
+    assert torch.equal(model.generate(**within_budget, **compiled(backend)), expected)
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+@families
+def test_budget_that_covers_all_is_dense_token_for_token(family):
+    model = make_model(family)
+    inputs = padded((80, 41, 63))
+    expected = model.generate(**inputs, **GREEDY)
+    with sparse_attention(model, "quest", token_budget=1024):
+        assert torch.equal(model.generate(**inputs, **compiled()), expected)
+        stats = sparse_attention_stats(model)
+    assert stats.kv_bytes == stats.dense_bytes > 0
+    assert stats.metadata_bytes > 0  # the host does not know that everything is within the budget
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("method", [Quest(token_budget=48, bounds_dtype="model"), TokenTopK(token_budget=48), "full"])
+def test_every_kind_of_method_compiles(method):
+    model = patch_model(make_model("llama"), method)
+    for lengths in ((150, 90), (80, 80), (210, 3)):
+        assert_as_eager(model, padded(lengths))
+    assert graphs() == 1
+
+
+def test_sampling_compiles_and_one_row_too():
+    model = patch_model(make_model("llama"), SMALL)
+    options = {"input_ids": random_ids(1, 100), **compiled(), "do_sample": True, "top_k": 5}
+    torch.manual_seed(3)
+    expected = model.generate(**options, disable_compile=True)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**options), expected)
+    assert graphs() == 1
+
+
+def test_tensors_that_last_are_marked_and_rows_advance_once():
+    """CUDA graphs copy every input at each replay, but for parameters and what is marked."""
+    fed, advances = [], []
+
+    def backend(graph, inputs):
+        advances.extend(node for node in graph.graph.nodes if "advance_rows" in str(node.target))
+        for node in graph.graph.find_nodes(op="placeholder"):
+            marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+            value = node.meta["example_value"]
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and not marked:
+                fed.append(tuple(value.shape))
+        return graph
+
+    model = patch_model(make_model("llama"), SMALL)
+    model.generate(random_ids(2, 100), **compiled(backend))
+    rotary = tuple(model.model.rotary_emb.inv_freq.shape)
+    assert sorted(shape for shape in fed if shape != rotary) in (
+        [(2, 1), (2, 1)],
+        [(1, 1), (2, 1)],
+    )  # tokens, positions
+
+
+def test_cache_of_ones_own_serves_several_turns():
+    model = patch_model(make_model("llama"), SMALL)
+    first, rest = padded((70, 41)), random_ids(2, 55, seed=7)
+
+    def chat(cache, **options):
+        turns = [model.generate(**first, past_key_values=cache, **options)]
+        cache.crop(-4)
+        assert cache.get_seq_length() == 77
+        ids = torch.cat([turns[0], rest], dim=1)
+        mask = torch.cat([first["attention_mask"], torch.ones_like(ids[:, 70:])], dim=1)
+        turns.append(model.generate(ids, attention_mask=mask, past_key_values=cache, **options))
+        assert cache.get_seq_length() == 148
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        turns.append(model.generate(rest, past_key_values=cache, **options))
+        return turns, sparse_attention_stats(model)
+
+    static = SparseCache.for_model(model, max_cache_len=160)
+    expected, expected_stats = chat(SparseCache.for_model(model), **GREEDY)
+    actual, stats = chat(static, **compiled())
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    assert stats == expected_stats
+    assert graphs() == 1
+    assert static.layers[0].capacity == 160
+    # Eager steps go on where compiled ones ended.
+    step = random_ids(2, 1, seed=4)
+    grown = SparseCache.for_model(model)
+    model.generate(rest, past_key_values=grown, **GREEDY)
+    logits = [model(step, past_key_values=cache).logits for cache in (static, grown)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert static.get_seq_length() == grown.get_seq_length() == 67
+
+
+@torch.no_grad()
+def test_a_loop_of_ones_own_may_compile_the_step():
+    """Without position ids: the model asks the cache for them, and must get the length before the step."""
+    model = patch_model(make_model("llama"), SMALL)
+    compiled_step = torch.compile(model, backend="eager", fullgraph=True)
+    caches = [SparseCache.for_model(model, max_cache_len=128), SparseCache.for_model(model)]
+    for cache in caches:
+        model(random_ids(2, 90), past_key_values=cache)
+    for token in random_ids(2, 6, seed=2).split(1, dim=1):
+        actual, expected = (
+            step(token, past_key_values=cache).logits
+            for step, cache in zip((compiled_step, model), caches, strict=True)
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert graphs() == 1
+    assert caches[0].get_seq_length() == 96
+
+
+def test_a_fork_of_a_compiled_cache_goes_on_as_the_cache_does():
+    model = patch_model(make_model("llama"), SMALL)
+    cache = SparseCache.for_model(model, max_cache_len=200)
+    ids = model.generate(random_ids(1, 100), past_key_values=cache, **compiled())
+    fork = cache.fork(SMALL)
+    turns = [model.generate(ids, past_key_values=each, **compiled()) for each in (fork, cache)]
+    assert torch.equal(*turns)
+    assert fork.get_seq_length() == cache.get_seq_length() == 123
+
+
+def test_what_does_not_fit_raises_before_any_work():
+    model = patch_model(make_model("llama"), SMALL)
+    cache = SparseCache.for_model(model, max_cache_len=64)
+    with pytest.raises(ValueError, match=r"may cache 65 tokens, .* max_cache_len=64, .*disable_compile=True"):
+        model.generate(random_ids(1, 54), past_key_values=cache, **compiled())
+    with pytest.raises(ValueError, match=r"70 new tokens do not fit: the cache holds 0 of max_cache_len=64"):
+        model.generate(random_ids(1, 70), past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 0
+    assert not any(layer.is_initialized for layer in cache.layers)
+    assert graphs() == 0
+    first = model.generate(random_ids(1, 40), past_key_values=cache, **compiled())
+    new_tokens = random_ids(1, 10, seed=2)
+    mask = torch.ones(1, 61, dtype=torch.long, device=first.device)
+    with pytest.raises(ValueError, match=r"may cache 72 tokens"):  # only the new tokens are fed
+        model.generate(new_tokens, attention_mask=mask, past_key_values=cache, **compiled())
+    assert model.generate(random_ids(1, 54), **compiled()).shape == (1, 66)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prefill_chunk_size": 24}, {"prompt_lookup_num_tokens": 4}, {"disable_compile": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_what_is_not_compiled_is_still_right(options, own_cache):
+    model = make_model("llama")
+    inputs = padded((90,) if "prompt_lookup_num_tokens" in options else (90, 41))
+    expected = model.generate(**inputs, **GREEDY, **options)
+    with sparse_attention(model, "quest", token_budget=1024):
+        cache = SparseCache.for_model(model, max_cache_len=128) if own_cache else None
+        assert torch.equal(model.generate(**inputs, **compiled(), past_key_values=cache, **options), expected)
+        if own_cache:
+            assert cache.layers[0].capacity == 128
+    assert graphs() == 0
+    assert not model.generation_config.disable_compile
+
+
+def test_chunks_of_one_token_would_hide_the_padding():
+    model = patch_model(make_model("llama"), SMALL)
+    cache = SparseCache.for_model(model, max_cache_len=128)
+    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 does not go with a static cache"):
+        model.generate(**padded((9, 4)), past_key_values=cache, **GREEDY, prefill_chunk_size=1)
+
+
+def test_sliding_windows_keep_generate_uncompiled():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_model("qwen2", num_hidden_layers=4, layer_types=kinds, use_sliding_window=True, sliding_window=20)
+    inputs = padded((70, 41))
+    expected = model.generate(**inputs, **GREEDY)
+    patch_model(model, "quest", token_budget=1024)
+    assert torch.equal(model.generate(**inputs, **compiled()), expected)
+    cache = SparseCache.for_model(model, max_cache_len=100)
+    assert not cache.is_compileable
+    assert torch.equal(model.generate(**inputs, **compiled(), past_key_values=cache), expected)
+    assert graphs() == 0
+
+
+def test_unpatched_model_decodes_over_a_static_cache():
+    model = make_model("llama")
+    inputs = padded((70, 41))
+    expected = model.generate(**inputs, **GREEDY)
+    cache = SparseCache(model.config, "quest", max_cache_len=100)
+    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache, disable_compile=True), expected)
+    cache.reset()
+    assert torch.equal(model.generate(**inputs, **compiled(), past_key_values=cache), expected)
+
+
+def test_capacities_are_few_and_waste_little():
+    sizes = [static_capacity(tokens) for tokens in range(1, 200_000)]
+    assert all(tokens <= size for tokens, size in enumerate(sizes, start=1))
+    assert all(size <= 1.0625 * tokens for tokens, size in enumerate(sizes, start=1) if tokens >= 1024)
+    assert len(set(sizes)) < 150
+
+
+@pytest.mark.parametrize(("max_cache_len", "capacity"), [(None, 128), (500, 512)])
+def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, capacity):
+    model = patch_model(make_model("llama"), SMALL)
+    options = {**compiled(), "max_cache_len": max_cache_len, "return_dict_in_generate": True}
+    cache = model.generate(random_ids(1, 100), **options).past_key_values
+    assert {layer.capacity for layer in cache.layers} == {capacity}
+
+
+@pytest.mark.gpu
+@families
+def test_cuda_graphs_replay_the_step(family):
+    model = make_model(family)
+    inputs = padded((300, 290, 201))
+    patch_model(model, SMALL)
+    expected = model.generate(**inputs, **GREEDY, disable_compile=True)
+    expected_stats = sparse_attention_stats(model)
+    for _ in range(3):
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+        assert sparse_attention_stats(model) == expected_stats
+    assert graphs() == 1
+    assert not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    unpatch_model(model)

@@ -1,0 +1,152 @@
+"""Layers and rows: static buffers stay where they are, one record of the rows serves all layers, appends are lazy."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.attention import sparse_attention_forward
+from hf_sparse_attn.layer import SparseLayer
+from hf_sparse_attn.methods import Full, Selection
+from tests.models import DEVICE, make_model, random_ids, shared_model
+
+SMALL = Quest(token_budget=48)
+
+
+def lasting_tensors(cache):
+    """Everything that a CUDA graph of the step would have the address of."""
+    for layer in cache.layers:
+        yield from (layer.keys, layer.values, layer.seq_start, layer.seq_end, layer.counter.totals)
+        yield from layer.metadata.values()
+
+
+def padded_prompt():
+    ids = random_ids(3, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :31] = 0
+    return ids, mask
+
+
+@torch.inference_mode()
+def test_static_tensors_keep_their_addresses_and_what_they_hold():
+    model = shared_model("llama")
+    ids, mask = padded_prompt()
+    order = torch.tensor([2, 1, 1], device=DEVICE)
+    with sparse_attention(model, SMALL):
+        caches = [SparseCache.for_model(model, max_cache_len=128), SparseCache.for_model(model)]
+        for cache in caches:
+            model(ids, attention_mask=mask, past_key_values=cache)
+        addresses = [tensor.data_ptr() for tensor in lasting_tensors(caches[0])]
+        for cache in caches:
+            cache.crop(-7)
+            cache.reorder_cache(order)
+        step_mask = torch.cat([mask[order, :83], mask.new_ones(3, 1)], dim=1)
+        for step in random_ids(5, 1).unsqueeze(0).expand(3, -1, -1).unbind(1):
+            logits = [model(step, attention_mask=step_mask, past_key_values=cache).logits for cache in caches]
+            torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+            step_mask = torch.cat([step_mask, mask.new_ones(3, 1)], dim=1)
+        for cache in caches:
+            cache.reset()
+            model(ids[:, :20], past_key_values=cache)
+            assert cache.layers[0].seq_start.tolist() == [0, 0, 0]
+        assert [tensor.data_ptr() for tensor in lasting_tensors(caches[0])] == addresses
+        assert sparse_attention_stats(model).decode_steps == 5
+
+
+@torch.inference_mode()
+def test_rows_are_one_record_for_all_layers_and_forks_have_their_own():
+    model = shared_model("llama")
+    with sparse_attention(model, SMALL):
+        cache = SparseCache.for_model(model, max_cache_len=100)
+        model(random_ids(2, 60), past_key_values=cache)
+        assert len({id(layer.rows) for layer in cache.layers}) == 1
+        fork = cache.fork(SMALL)
+        assert len({id(layer.rows) for layer in fork.layers}) == 1
+        model(random_ids(2, 1), past_key_values=fork)
+        assert [layer.length for layer in cache.layers] == [60] * 4
+        assert [layer.length for layer in fork.layers] == [61] * 4
+        assert fork.layers[3].seq_end.tolist() == [61, 61]
+        empty = SparseCache.for_model(model).fork(SMALL)
+        model(random_ids(2, 10), past_key_values=empty)
+        assert empty.get_seq_length() == 10
+
+
+@torch.inference_mode()
+def test_decoding_raises_at_the_step_that_finds_the_cache_full():
+    model = shared_model("llama")
+    with sparse_attention(model, SMALL):
+        cache = SparseCache.for_model(model, max_cache_len=62)
+        model(random_ids(1, 60), past_key_values=cache)
+        for step in random_ids(2, 1):
+            model(step[None], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"1 new tokens do not fit: the cache holds 62 of max_cache_len=62"):
+            model(random_ids(1, 1), past_key_values=cache)
+        assert cache.get_seq_length() == 62
+
+
+def test_layer_refuses_what_does_not_fit():
+    layer = SparseLayer(SMALL, is_dense=False, max_cache_len=10)
+    tokens = torch.randn(2, 1, 8, 16)
+    layer.update(tokens, tokens)
+    with pytest.raises(ValueError, match=r"3 new tokens do not fit: the cache holds 8 of max_cache_len=10"):
+        layer.update(tokens[:, :, :3], tokens[:, :, :3])
+    with pytest.raises(ValueError, match=r"the cache holds 2 rows, got 1 rows of new tokens"):
+        layer.update(tokens[:1, :, :1], tokens[:1, :, :1])
+    assert layer.length == 8
+    layer.reset()
+    layer.update(tokens[:1], tokens[:1])  # an empty cache takes any batch
+    assert layer.keys.shape == (1, 1, 10, 16)
+
+
+def test_a_token_that_attention_did_not_take_is_written_before_anything_else():
+    tokens, step = torch.randn(2, 1, 20, 16), torch.randn(2, 1, 1, 16)
+    layer = SparseLayer(SMALL, is_dense=False, max_cache_len=64)
+    layer.update(tokens, tokens)
+    layer.rows.announce_step()
+    assert layer.update(step, step)[0] is step  # left to the attention function
+    layer.batch_select_indices(torch.tensor([1]))
+    assert torch.equal(layer.keys[:, :, :21], torch.cat([tokens, step], dim=2)[1:])
+    keys, _ = layer.update(step[1:], step[1:])  # not announced, as of an unpatched model: written at once
+    assert torch.equal(keys[:, :, 21], step[1:, :, 0])
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts what would be launched on a device: all operators but views."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.launched.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_sparse_layers_step_launches_nothing_but_its_ops(monkeypatch):
+    """On CUDA an eager step is launch-bound: one launch for all rows, then two ops a layer."""
+    model = patch_model(make_model("llama"), SMALL)
+    cache = SparseCache(model.config, SMALL, initial_capacity=200)
+    with torch.inference_mode():
+        model(random_ids(1, 100), past_key_values=cache)
+        selection = Selection(torch.zeros(1, 2, 3, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32), 16)
+        monkeypatch.setattr(Quest, "append_and_select", lambda *args: selection)
+        monkeypatch.setattr(Quest, "attend", lambda self, query, *args: query)
+        cache.announce_step()
+        step, query = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 6, 1, 16, device=DEVICE)
+        with CountLaunches() as counted:
+            for layer_idx in (0, 2, 3):
+                keys, values = cache.update(step, step, layer_idx)
+                if layer_idx == 0:
+                    assert counted.launched == ["aten.add_.Tensor", "aten.copy_.default", "aten.copy_.default"]
+                    counted.launched.clear()
+                    continue
+                attention = model.model.layers[layer_idx].self_attn
+                sparse_attention_forward(attention, query, keys, values, None, sparse_cache=cache)
+        assert counted.launched == []
+
+
+def test_full_attends_densely_in_static_buffers_too():
+    for method, sparse in ((Full(), False), (SMALL, True)):
+        layer = SparseLayer(method, is_dense=False, max_cache_len=64)
+        assert layer.decodes_sparsely == sparse
