@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
     made.add_argument("--token-budget", default="2048", help="tokens read per step, comma-separated")
     made.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
+    made.add_argument("--tune", action="store_true", help="measure the kernels' launch choices, keep them, and end")
     made.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
     return made
 
@@ -54,6 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if not torch.cuda.is_available():
             raise results.ResultsError("the benchmarks need a CUDA device, and torch finds none here")
+        if options.tune:
+            from op_bench.tune import tune, write
+
+            device = torch.device("cuda", torch.cuda.current_device())
+            write(tune(device, lambda line: print(line, flush=True)), device)
+            return 0
         if options.end_to_end:
             from op_bench.end_to_end import run_end_to_end
 

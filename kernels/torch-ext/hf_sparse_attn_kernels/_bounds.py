@@ -98,7 +98,7 @@ def split_query(
     if QUANTIZED:
         exponent = tl.load(channel_exponent_ptr + dims, mask=dims < HEAD_DIM, other=0).to(tl.int32)
         q = q * power_of_two(exponent)[None, :]
-        if DOT_DTYPE == tl.float16:
+        if tl.float16 == DOT_DTYPE:
             # Half precision has few exponents: bring the largest to 1, which loses nothing that counts.
             shift = tl.minimum(tl.maximum(exponent_for(tl.max(tl.abs(q)), 0) + 6, -60), 60)
             q = q * power_of_two(-shift)
@@ -159,7 +159,7 @@ def store_scores(
         pages64 = pages.to(tl.int64)[:, None]
         upper = tl.load(max_ptr + pages64 * max_stride_p + dims[None, :], mask=mask, other=0)
         lower = tl.load(min_ptr + pages64 * min_stride_p + dims[None, :], mask=mask, other=0)
-        if QUANTIZED and DOT_DTYPE == tl.float16:
+        if QUANTIZED and tl.float16 == DOT_DTYPE:
             upper = levels_to_half(upper, INTERPRET)
             lower = levels_to_half(lower, INTERPRET)
         scores = tl.dot(above, tl.trans(upper.to(DOT_DTYPE)), input_precision="ieee")

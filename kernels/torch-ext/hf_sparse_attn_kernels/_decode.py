@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ._triton import dot_dtype, finished_last, launch_options, multiprocessors, wait_for_previous_kernel
+from ._tuning import choice
 
-OVERRIDE = {}
 MAX_SPLITS = 128
 MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, in at most 16 splits
 
@@ -58,7 +58,7 @@ def decode_attention_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of one row and KV head, all query heads of its group; the last to finish merges; grid (splits, pairs)."""
+    """One split of a row and KV head, all query heads of its group; the last to finish merges; grid (splits, pairs)."""
     wait_for_previous_kernel(PDL)
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -91,7 +91,7 @@ def decode_attention_kernel(
     running_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_G,), tl.float32)
     out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    read = 0
+    read = tl.zeros((), tl.int64)
     for tile in range(first, last, BLOCK_N):
         token = tile + lanes
         if DENSE:
@@ -116,10 +116,10 @@ def decode_attention_kernel(
         out = tl.dot(weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), out, input_precision="ieee")
         running_max = new_max
         if COUNT:
-            read += tl.sum(valid.to(tl.int32))
+            read += tl.sum(valid.to(tl.int32)).to(tl.int64)
 
     if COUNT:
-        tl.atomic_add(counter_ptr, read.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counter_ptr, read, sem="relaxed")
         if split == 0:
             tl.atomic_add(counter_ptr + 1, tl.maximum(end - start, 0).to(tl.int64), sem="relaxed")
             if pair == 0:
@@ -228,15 +228,16 @@ def decode_attention(
     max_blocks = 0 if selection is None else block_indices.shape[2]
     most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    # One tile of K and one of V: at most 32 KiB together, times the stages in flight.
-    block_n = max(16, min(OVERRIDE.get("block_n", 128), 16384 // (block_d * keys.element_size())))
-    # About two programs for each multiprocessor, from shapes that the host knows.
+    op = "dense_decode" if selection is None else "sparse_decode"
+    made = choice(op, query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=capacity)
+    # One tile of K and one of V: at most 64 KiB together, times the stages in flight.
+    block_n = max(16, min(made["block_n"], 32768 // (block_d * keys.element_size())))
     splits = max(
         1,
         min(
             MAX_SPLITS,
             triton.cdiv(most_tokens, block_n),
-            int(OVERRIDE.get("waves", 2) * multiprocessors(query.device)) // pairs,
+            made["per_multiprocessor"] * multiprocessors(query.device) // pairs,
         ),
     )
     merge_g = triton.next_power_of_2(group)
@@ -281,13 +282,11 @@ def decode_attention(
         BLOCK_N=block_n,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
-        BLOCK_S=max(
-            1, min(16, triton.next_power_of_2(splits), OVERRIDE.get("merge", MERGED_AT_ONCE) // (merge_g * block_d))
-        ),
+        BLOCK_S=max(1, min(16, triton.next_power_of_2(splits), MERGED_AT_ONCE // (merge_g * block_d))),
         MERGE_G=merge_g,
         DOT_DTYPE=dot_dtype(keys.dtype),
-        num_warps=OVERRIDE.get("warps", 4),
-        num_stages=2 if keys.element_size() == 4 else OVERRIDE.get("stages", 3),
+        num_warps=made["warps"],
+        num_stages=2 if keys.element_size() == 4 else made["stages"],
         **launch_options(query.device),
     )
     return out if lse is None else (out, lse)

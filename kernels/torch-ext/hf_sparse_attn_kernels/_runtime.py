@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
@@ -81,8 +81,9 @@ def run_op(op: str, impl: str | None, *tensors: torch.Tensor, **options: Any) ->
         return function(*tensors, **options)
     checks.for_triton(op, tensors[0])
     function = getattr(import_module(f".{op}", __package__), op)
-    # Triton launches on the current CUDA device, which need not be the one that holds the tensors.
-    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext():
+    if not tensors[0].is_cuda or tensors[0].get_device() == torch.cuda.current_device():
+        return function(*tensors, **options)
+    with torch.cuda.device(tensors[0].device):  # Triton launches on the current device
         return function(*tensors, **options)
 
 

@@ -156,7 +156,7 @@ def _range_of_scores(keys):
 def _ranks(flags, BLOCK_N: tl.constexpr):
     """How many flags of a tile are set before each one, [BLOCK_N].
 
-    In two levels, of which the longer runs within few threads: a scan of the whole tile would take several times as long.
+    In two levels, the longer of them within few threads: a scan of the whole tile would take several times as long.
     """
     rows = tl.reshape(flags.to(tl.int32), (BLOCK_N // 32, 32))
     in_row = tl.sum(rows, axis=1)
@@ -166,7 +166,7 @@ def _ranks(flags, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _write_tile(keys, blocks, bound, ties_left, has_surplus, written, indices_ptr, BLOCK_N: tl.constexpr):
-    """Write the indices of one tile's taken blocks after those written before; how many are written and ties left now."""
+    """Write the indices of a tile's taken blocks after those written; return the new number, and the ties left."""
     taken = keys >= bound
     if has_surplus:
         tied = keys == bound

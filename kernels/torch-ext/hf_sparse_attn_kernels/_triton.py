@@ -28,7 +28,7 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 
 
 def score_dtype(query: torch.Tensor, quantized: bool) -> Any:
-    """Return the type of the operands of `tl.dot` for page scores: 8-bit levels become float16, see `levels_to_half`."""
+    """Return the type of the operands of `tl.dot` for page scores: 8-bit levels become float16."""
     return tl.float16 if quantized and query.dtype != torch.float32 else dot_dtype(query.dtype)
 
 

@@ -265,8 +265,8 @@ def append_and_select(
     counter : torch.Tensor, optional
         int64 [4], added to in place: [2] += the bytes of bounds and exponents that were scored.
     finished : torch.Tensor, optional
-        int32 [batch, kv_heads], zeros before and after, in which the Triton programs count those that have finished; one
-        may serve all ops of a stream. None makes one, which takes a launch.
+        int32 [batch, kv_heads], zeros before and after: Triton programs count in it those that have finished. One may
+        serve all ops of a stream. None makes one, which takes a launch.
     impl : {"triton", "reference"} or None
         None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
 

@@ -61,8 +61,8 @@ def sparse_decode(
         int64 [4], added to in place: [0] += the tokens read, over rows and KV heads, [1] += those that dense attention
         reads, [3] += 1.
     finished : torch.Tensor, optional
-        int32 [batch, kv_heads], zeros before and after, in which the Triton programs count those that have finished; one
-        may serve all ops of a stream. None makes one, which takes a launch.
+        int32 [batch, kv_heads], zeros before and after: Triton programs count in it those that have finished. One may
+        serve all ops of a stream. None makes one, which takes a launch.
     impl : {"triton", "reference"} or None
         None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
 
@@ -131,8 +131,8 @@ def dense_decode(
         int64 [4], added to in place: [0] += the tokens read, over rows and KV heads, [1] += those that dense attention
         reads, [3] += 1.
     finished : torch.Tensor, optional
-        int32 [batch, kv_heads], zeros before and after, in which the Triton programs count those that have finished; one
-        may serve all ops of a stream. None makes one, which takes a launch.
+        int32 [batch, kv_heads], zeros before and after: Triton programs count in it those that have finished. One may
+        serve all ops of a stream. None makes one, which takes a launch.
     impl : {"triton", "reference"} or None
         None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
 

@@ -27,7 +27,7 @@ def largest_keys_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Largest |k| of each channel over TOKENS tokens of a row that is all new; grid (token chunks, batch * kv_heads)."""
+    """Largest |k| of each channel over TOKENS tokens of a row that is all new; grid (token chunks, pairs)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     start = tl.load(start_ptr + row)

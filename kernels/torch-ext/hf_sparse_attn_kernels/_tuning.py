@@ -1,0 +1,103 @@
+"""Launch choices by shape: measured once, kept in `tuned.json`, looked up by the launchers.
+
+Nothing is timed when an op is called: which choice it takes depends on shapes alone, so that results do not change from
+run to run and compiling a model costs no search. `python kernels/benchmarks/run.py --tune` measures and writes it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TUNED = Path(__file__).parent / "tuned.json"
+SHAPE = ("pairs", "group", "head_dim", "tokens")
+"""What a choice depends on: batch * KV heads, query heads per KV head, head_dim, tokens that there is room for."""
+
+DEFAULTS: dict[str, dict[str, int]] = {
+    # Pages in a tile, programs for each multiprocessor, warps in a program.
+    "score": {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
+    # Pages from which the selection has two levels.
+    "select": {"two_levels_from": 2049, "warps": 4},
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight.
+    "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+    "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+}
+CANDIDATES: dict[str, list[dict[str, int]]] = {
+    "score": [
+        {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
+        {"block_p": 64, "per_multiprocessor": 6, "warps": 4},
+        {"block_p": 128, "per_multiprocessor": 2, "warps": 4},
+        {"block_p": 128, "per_multiprocessor": 2, "warps": 8},
+        {"block_p": 32, "per_multiprocessor": 6, "warps": 4},
+    ],
+    "select": [
+        {"two_levels_from": 8193, "warps": 8},
+        {"two_levels_from": 1025, "warps": 8},
+        {"two_levels_from": 1025, "warps": 4},
+        {"two_levels_from": 1025, "warps": 2},
+    ],
+    "sparse_decode": [
+        {"block_n": 128, "per_multiprocessor": 1, "warps": 4, "stages": 3},
+        {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+        {"block_n": 64, "per_multiprocessor": 4, "warps": 4, "stages": 3},
+        {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 3},
+    ],
+    "dense_decode": [
+        {"block_n": 128, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+        {"block_n": 128, "per_multiprocessor": 2, "warps": 8, "stages": 3},
+        {"block_n": 128, "per_multiprocessor": 4, "warps": 4, "stages": 2},
+        {"block_n": 64, "per_multiprocessor": 3, "warps": 4, "stages": 4},
+    ],
+}
+
+_forced: dict[str, dict[str, int]] = {}
+
+
+def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
+    """Return the choice for a shape, `SHAPE` by name: that of the nearest shape measured on such a device."""
+    return _forced.get(op) or _nearest(op, device, tuple(shape[name] for name in SHAPE))
+
+
+@contextmanager
+def forced(**choices: dict[str, int]) -> Iterator[None]:
+    """Set the choice of ops, by name, inside the `with` block, whatever the shape: to measure it, or to test it."""
+    before = dict(_forced)
+    _forced.update({op: DEFAULTS[op] | made for op, made in choices.items()})
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+@lru_cache(maxsize=1024)
+def _nearest(op: str, device: torch.device, shape: tuple[int, ...]) -> dict[str, int]:
+    measured = _measured(device).get(op, [])
+    if not measured:
+        return DEFAULTS[op]
+
+    def distance(entry: dict[str, Any]) -> float:
+        return sum(abs(log2(entry["shape"][name] / size)) for name, size in zip(SHAPE, shape, strict=True))
+
+    chosen: dict[str, int] = min(measured, key=distance)["choice"]
+    return chosen
+
+
+@lru_cache
+def _measured(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    if device.type != "cuda" or not TUNED.exists():
+        return {}
+    major, minor = torch.cuda.get_device_capability(device)
+    of_device: dict[str, list[dict[str, Any]]] = json.loads(TUNED.read_text()).get(f"{major}.{minor}", {})
+    return of_device
+
+
+def forget() -> None:
+    """Read the file again at the next look-up."""
+    _nearest.cache_clear()
+    _measured.cache_clear()
