@@ -49,8 +49,8 @@ test-gpu bench: $(STAMP)
 endif
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
-	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m pytest tests/ops tests/test_contracts.py tests/test_patch.py -m "not gpu"
+	$(PYTHON) -m pytest -m gpu tests/test_compiled.py tests/test_devices.py
+	$(PYTHON) -m pytest -m "not gpu" tests/ops tests/test_contracts.py tests/test_patch.py tests/test_static_cache.py
 
 # The README's tables are written from whatever results there are, also where a measurement failed.
 bench:

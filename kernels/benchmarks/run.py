@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for and return the exit status: 0, or 1 where something failed or is slower."""
     options = parser().parse_args(arguments)
-    command = " ".join(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
+    command = _without_out(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         if options.readme:
             update_readme(options.readme, ROOT)
@@ -69,6 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (results.ResultsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _without_out(command: Sequence[str]) -> str:
+    """The command as the results record it: where they were written says nothing."""
+    kept = [word for at, word in enumerate(command) if "--out" not in (word.split("=")[0], command[at - 1])]
+    return " ".join(kept)
 
 
 def run_kernels(options: argparse.Namespace, command: str) -> int:

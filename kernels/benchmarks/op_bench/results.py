@@ -107,9 +107,15 @@ def machine_record(device: str, copy_bytes_per_second: float, command: str, root
         **versions,
         "copy_bytes_per_second": copy_bytes_per_second,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"),
+        "commit": _clean_commit(root),
         "command": command,
     }
+
+
+def _clean_commit(root: Path) -> str | None:
+    """The commit that was measured; None where the checkout holds anything else, which no name would lead back to."""
+    changed = _output("git", "-C", str(root), "status", "--porcelain")
+    return None if changed else _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")
 
 
 def _output(*command: str) -> str | None:

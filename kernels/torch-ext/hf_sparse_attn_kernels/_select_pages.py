@@ -179,7 +179,7 @@ def select_pages(
     made = choice("select", device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
     # Two levels of about the same size: num_pages / span spans, then max_blocks * span pages.
     span = triton.next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
-    block_c = triton.next_power_of_2(max_blocks) * span
+    block_c = max(128, triton.next_power_of_2(max_blocks) * span)
     two_levels = num_pages >= made["two_levels_from"] and 2 * block_c <= num_pages
     one_program = not two_levels and group_reduce != "softmax"
     program_p = max(REDUCED_BY_PROGRAM, span)
