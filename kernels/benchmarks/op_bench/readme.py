@@ -42,13 +42,17 @@ def update_readme(path: Path, root: Path) -> None:
 
 def speed_section(root: Path) -> str:
     """The section's text, from ``kernels/benchmarks/results`` and ``eval/results/speed`` under ``root``."""
-    reports = [read(path) for path in sorted((root / "kernels/benchmarks/results").glob("*.json"))]
+    reports = {path: read(path) for path in sorted((root / "kernels/benchmarks/results").glob("*.json"))}
     speeds = [_read_speed(path) for path in sorted((root / "eval/results/speed").glob("*.json"))]
     parts = ["## Speed\n"]
     if not reports:
         parts.append("The kernels' times have not been measured yet: `make bench` on a CUDA machine does it.\n")
-    for report in reports:
+    for path, report in reports.items():
         parts += _kernel_part(report)
+        figure = path.with_suffix(".png")
+        if figure.exists():
+            label = f"Time of a layer against length, {report['machine']['device']}"
+            parts.append(f"![{label}]({figure.relative_to(root).as_posix()})\n")
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:
