@@ -45,11 +45,14 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 ifeq ($(PYTHON),$(BIN)/python)
+GPU_TESTS := tests
 test-gpu bench: $(STAMP)
+else # what needs no more than torch, triton and transformers
+GPU_TESTS := tests/test_compiled.py tests/test_devices.py
 endif
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
-	$(PYTHON) -m pytest -m gpu tests/test_compiled.py tests/test_devices.py
+	$(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 	$(PYTHON) -m pytest -m "not gpu" tests/ops tests/test_contracts.py tests/test_patch.py tests/test_static_cache.py
 
 # The README's tables are written from whatever results there are, also where a measurement failed.

@@ -183,6 +183,7 @@ class Quest(SparseMethod):
         return Selection(block_indices, block_counts, self.page_size)
 
     def _bounds(self, layer: SparseLayer) -> dict[str, Any]:
+        """The metadata as keyword arguments: it is named as the ops take it."""
         return layer.metadata
 
     def _scored_pages(self, layer: SparseLayer) -> int | None:

@@ -90,9 +90,7 @@ def check_selection(
         layer.seq_start,
         layer.seq_end,
         block_size=settings.page_size,
-        max_blocks=settings.max_blocks,
-        sink_blocks=settings.sink_blocks,
-        recent_blocks=settings.recent_blocks,
+        **settings.budget,
         impl="reference",
     )
     if not torch.equal(counts, expected_counts):

@@ -66,9 +66,7 @@ def _run_select(layer: Layer, impl: str | None) -> Outputs:
         layer.seq_start,
         layer.seq_end,
         block_size=settings.page_size,
-        max_blocks=settings.max_blocks,
-        sink_blocks=settings.sink_blocks,
-        recent_blocks=settings.recent_blocks,
+        **settings.budget,
         impl=impl,
     )
     return selection
@@ -87,9 +85,7 @@ def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs
         layer.seq_start,
         layer.seq_end,
         page_size=settings.page_size,
-        max_blocks=settings.max_blocks,
-        sink_blocks=settings.sink_blocks,
-        recent_blocks=settings.recent_blocks,
+        **settings.budget,
         **bounds.exponents,
         counter=layer.counter,
         finished=layer.finished,

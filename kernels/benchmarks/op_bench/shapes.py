@@ -52,6 +52,15 @@ class Settings:
         """Pages that a KV head reads."""
         return self.token_budget // self.page_size
 
+    @property
+    def budget(self) -> dict[str, int]:
+        """What is chosen, as the ops' keyword arguments."""
+        return {
+            "max_blocks": self.max_blocks,
+            "sink_blocks": self.sink_blocks,
+            "recent_blocks": self.recent_blocks,
+        }
+
     def pages(self, shape: Shape) -> int:
         """Pages of a row."""
         return -(-shape.length // self.page_size)

@@ -163,9 +163,7 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
         layer.scores,
         *rows,
         block_size=settings.page_size,
-        max_blocks=settings.max_blocks,
-        sink_blocks=settings.sink_blocks,
-        recent_blocks=settings.recent_blocks,
+        **settings.budget,
         impl=impl,
     )
     return layer
