@@ -53,7 +53,7 @@ endif
 test-gpu:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
 	$(PYTHON) -m pytest -m gpu $(GPU_TESTS)
-	$(PYTHON) -m pytest -m "not gpu" tests/ops tests/test_contracts.py tests/test_patch.py tests/test_static_cache.py
+	$(PYTHON) -m pytest -m "not gpu" tests/ops tests/methods tests/test_contracts.py tests/test_patch.py tests/test_static_cache.py
 
 # The README's tables are written from whatever results there are, also where a measurement failed.
 bench:

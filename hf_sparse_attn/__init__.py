@@ -1,7 +1,7 @@
 """Sparse attention for Transformers models: patch in one line, call ``generate()`` as usual."""
 
 from hf_sparse_attn.cache import SparseCache
-from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod
+from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod, TokenSelect
 from hf_sparse_attn.patch import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
@@ -13,6 +13,7 @@ __all__ = [
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
+    "TokenSelect",
     "patch_model",
     "sparse_attention",
     "sparse_attention_stats",

@@ -9,6 +9,7 @@ from hf_sparse_attn_kernels import dense_decode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.cache import SparseCache, SparseLayer
+from hf_sparse_attn.rope import rotated_as_model
 
 
 def sparse_attention_forward(
@@ -22,14 +23,14 @@ def sparse_attention_forward(
     sparse_cache: SparseCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend sparsely in decode steps, densely in prefill, in dense layers and within the budget.
+    """Attend sparsely in decode steps, densely in dense layers, within the budget and, mostly, in prefill.
 
     Parameters
     ----------
     module
         The attention module; its ``layer_idx`` says which cache layer is its own.
     query
-        [batch, q_heads, query tokens, head_dim], after RoPE.
+        [batch, q_heads, query tokens, head_dim], after RoPE; before it where the method has ``rotates_keys``.
     key, value
         [batch, kv_heads, length, head_dim], the new tokens included: what the cache layer's ``update`` returned. A
         single token is read from the layer itself.
@@ -48,18 +49,40 @@ def sparse_attention_forward(
         [batch, query tokens, q_heads, head_dim], and None in place of the attention weights.
     """
     layer = None if sparse_cache is None else sparse_cache.layers[module.layer_idx]
-    if isinstance(layer, SparseLayer) and query.shape[2] == 1:
+    if isinstance(layer, SparseLayer):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         new_token = layer.take_pending()
         if new_token is not None:
             return _sparse_step(query[:, :, 0], layer, *new_token, scale).unsqueeze(1), None
-        if layer.is_static or query.is_cuda:
-            return _dense_step(query[:, :, 0], layer, scale).unsqueeze(1), None
-        layer.counter.count_dense(layer)
+        if layer.method.rotates_keys and layer.method.covers(layer.length - layer.least_padding):
+            if query.shape[2] == 1:
+                layer.counter.count_dense(layer)
+            query, key, attention_mask = _by_position(query, layer)
+            value = layer.values[:, :, : layer.length]
+        elif layer.method.prefills and not layer.is_dense:
+            return layer.method.prefill(query, layer, scale).transpose(1, 2), None
+        elif query.shape[2] == 1:
+            if layer.is_static or query.is_cuda:
+                return _dense_step(query[:, :, 0], layer, scale).unsqueeze(1), None
+            layer.counter.count_dense(layer)
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output
+
+
+def _by_position(query: torch.Tensor, layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What dense attention takes where the keys are cached before RoPE: queries and keys rotated, and a mask."""
+    queries, length = query.shape[2], layer.length
+    at = torch.arange(length, device=query.device)[None]
+    seq_start = layer.seq_start[:, None] if layer.rows.has_padding else torch.zeros_like(at[:, :1])
+    positions = (at - seq_start).clamp_min(0)
+    mask = None
+    if layer.rows.has_padding or 1 < queries < length:
+        causal = at[0] <= at[0, -queries:, None]
+        mask = (causal & (at >= seq_start)[:, None])[:, None]
+    keys = rotated_as_model(layer.keys[:, :, :length], layer.rope, positions)
+    return rotated_as_model(query, layer.rope, positions[:, -queries:]), keys, mask
 
 
 def _sparse_step(

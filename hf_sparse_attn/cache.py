@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_sparse_attn.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod, make_method
+from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.rows import Rows
 
 if TYPE_CHECKING:
@@ -66,7 +67,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             if type(layer) is DynamicLayer:
                 is_dense = layer_idx < self.method.dense_layers
                 layers[layer_idx] = SparseLayer(
-                    self.method, is_dense, max_cache_len, initial_capacity, self._rows_by_device
+                    self.method,
+                    is_dense,
+                    max_cache_len,
+                    initial_capacity,
+                    self._rows_by_device,
+                    config.num_attention_heads,
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -99,10 +105,17 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            The method's name is unknown.
+            The method's name is unknown, or one of the two methods caches keys before RoPE and the other after it.
         """
+        made = make_method(method)
+        if made.rotates_keys != self.method.rotates_keys:
+            kinds = ("after RoPE", "before RoPE")
+            raise ValueError(
+                f"method={made.name!r} needs keys {kinds[made.rotates_keys]}, but the cache of {self.method.name!r} "
+                f"holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
+            )
         fork = copy.copy(self)
-        fork.method = make_method(method)
+        fork.method = made
         fork._rows_by_device = {}  # filled by the layers, the first on a device before the others
         fork.layers = [
             layer.fork(fork.method, layer_idx < fork.method.dense_layers, fork._rows_by_device)
@@ -133,6 +146,14 @@ class SparseCache(Cache):  # type: ignore[misc]
             layer.get_query_offset() if isinstance(layer, SparseLayer) else layer.get_seq_length()
         )
         return offset
+
+    def use_rope(self, tables: RopeTables) -> None:
+        """Take the patched model's rotations, for a method with ``rotates_keys``."""
+        for layer in self.sparse_layers:
+            if layer.rope_tables is not tables:
+                layer.rope_tables = tables
+                if layer.is_initialized:
+                    layer.rope = tables.on(layer.device)
 
     def announce_step(self) -> None:
         """Say that the coming forward pass is a patched model's: its attention function appends single tokens."""

@@ -381,7 +381,7 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> 
 
 
 def _check_positions(model: PreTrainedModel, needed: int) -> None:
-    from hf_sparse_attn.patch import max_positions
+    from hf_sparse_attn.rope import max_positions
 
     available = max_positions(model.config)
     if needed > available:

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_sparse_attn.buffers import enlarged, mark_static, replaced
 from hf_sparse_attn.methods import SparseMethod
+from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.rows import Rows
 from hf_sparse_attn.stats import LayerCounter
 
@@ -41,19 +42,23 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Where ``max_cache_len`` is None: tokens to allocate room for at first.
     rows_by_device
         The rows of the cache that the layer is part of; None for a layer of its own.
+    q_heads
+        Query heads of the model.
     """
 
     is_sliding = False
     is_croppable = True
 
     keys: torch.Tensor
-    """[batch, kv_heads, capacity, head_dim], after RoPE."""
+    """[batch, kv_heads, capacity, head_dim], after RoPE; before it where the method has ``rotates_keys``."""
     values: torch.Tensor
     """[batch, kv_heads, capacity, head_dim]."""
     metadata: dict[str, torch.Tensor]
     """The method's own tensors, batch dimension first."""
     finished: torch.Tensor
     """int32 [batch, kv_heads]: zeros between ops, which count their finished programs in it."""
+    rope: Rope
+    """Rotations by slot, on the layer's device, where the method has ``rotates_keys``."""
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         max_cache_len: int | None = None,
         initial_capacity: int = 0,
         rows_by_device: dict[torch.device, Rows] | None = None,
+        q_heads: int = 1,
     ) -> None:
         super().__init__()
         self.method = method
@@ -69,6 +75,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.max_cache_len = max_cache_len
         self.initial_capacity = max_cache_len or max(initial_capacity, MIN_CAPACITY)
         self.is_static = self.is_compileable = max_cache_len is not None
+        self.q_heads = q_heads
+        self.rope_tables: RopeTables | None = None
         self.metadata = {}
         self.counter = LayerCounter()
         self._rows_by_device = {} if rows_by_device is None else rows_by_device
@@ -106,11 +114,14 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def decodes_sparsely(self) -> bool:
         """Whether the method chooses what a decode step reads.
 
-        Not in dense layers, nor within the budget where the host knows the length. Static buffers are read through the
-        method at every length, so that one compiled step serves all of them; within the budget it chooses everything.
+        Not in dense layers, nor within the budget where the host knows the length (on CUDA only with keys after RoPE).
+        Static buffers are read through the method at every length, so that one compiled step serves all of them; within
+        the budget it chooses everything.
         """
         if self.is_dense:
             return False
+        if self.method.rotates_keys and self.device.type == "cuda":
+            return True  # the kernels rotate what they read; dense attention takes all keys rotated anew
         return not self.method.covers(sys.maxsize if self.is_static else self.length - self.least_padding)
 
     def row_lengths(self) -> torch.Tensor:
@@ -136,6 +147,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         capacity = self.initial_capacity if self.is_static else max(self.initial_capacity, key_states.shape[2])
         self.keys = self._new_buffer(key_states, capacity)
         self.values = self._new_buffer(value_states, capacity)
+        if self.rope_tables is not None:
+            self.rope = self.rope_tables.on(self.device)
         self.metadata = self._new_metadata()
         self.finished = self._new_finished()
         self.counter.allocate(self)

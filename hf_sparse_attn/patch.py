@@ -1,10 +1,12 @@
 """patch_model, unpatch_model, sparse_attention: with generation.py the files that know private names of Transformers.
 
-A patched model differs from a stock one in three places, and unpatching puts all three back:
+A patched model differs from a stock one in three places, with some methods in five, and unpatching puts all back:
 
 1. ``config._attn_implementation`` names our attention function, registered beside SDPA's mask function;
 2. a forward pre-hook on the decoder hands the cache to that function, and refuses what would be silently wrong;
-3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`.
+3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`;
+4. where a method caches keys before RoPE, the decoder's rotary module is wrapped in one that rotates nothing;
+5. where a method attends in the prefill, the decoder's ``forward`` feeds long prompts in chunks.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.cache import SparseCache
+from hf_sparse_attn.chunked import ChunkedForward
 from hf_sparse_attn.generation import NO_ATTENTIONS, PrepareCache, check_cache
 from hf_sparse_attn.methods import SparseMethod, make_method
+from hf_sparse_attn.rope import RawRotary, RopeTables, head_dim_of, max_positions
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
+from hf_sparse_attn.support import NO_TRAINING, check_positions, check_supported
 
 IMPLEMENTATION = "hf_sparse_attn"
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-MAX_HEAD_DIM = 256
+UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
 
 
 def _attention_mask(**arguments: Any) -> torch.Tensor | None:
@@ -47,8 +51,16 @@ def _attention_mask(**arguments: Any) -> torch.Tensor | None:
     return mask
 
 
+def _padding_mask(**arguments: Any) -> torch.Tensor | None:
+    """The 2-D mask as it is, for the decoder hook to find the padding in: nothing attends under a mask."""
+    mask: torch.Tensor | None = None if arguments["q_length"] == 1 else arguments.get("attention_mask")
+    return mask
+
+
 AttentionInterface.register(IMPLEMENTATION, sparse_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, _attention_mask)
+AttentionInterface.register(UNMASKED_IMPLEMENTATION, sparse_attention_forward)
+AttentionMaskInterface.register(UNMASKED_IMPLEMENTATION, _padding_mask)
 
 _PATCH = "_hf_sparse_attn_patch"  # the attribute of a patched model that holds its _Patch
 _PREPARE_CACHE = "_prepare_cache_for_generation"
@@ -60,7 +72,11 @@ class _Patch:
     stock_implementation: str
     stock_instance_attributes: dict[str, Any]
     """What ``_prepare_cache_for_generation`` was on the instance itself, where somebody had set it."""
+    stock_decoder_attributes: dict[str, Any]
+    """What ``forward`` was on the decoder itself, likewise."""
     hook: RemovableHandle
+    rope_tables: RopeTables | None = None
+    """Of a method that caches keys before RoPE."""
     counters: Sequence[LayerCounter] = ()
     """Of the most recently used cache."""
 
@@ -100,19 +116,27 @@ def patch_model(
     >>> sparse_attention_stats(model).kv_fraction
     """
     made = make_method(method, **hyperparameters)
-    _check_supported(model, made)
+    check_supported(model, made)
     if is_patched(model):
         unpatch_model(model)
 
     stock_implementation = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(UNMASKED_IMPLEMENTATION if made.prefills else IMPLEMENTATION)
+    decoder = model.get_decoder()
     patch = _Patch(
         method=made,
         stock_implementation=stock_implementation,
         stock_instance_attributes={k: v for k, v in model.__dict__.items() if k == _PREPARE_CACHE},
-        hook=model.get_decoder().register_forward_pre_hook(_DecoderHook(model), with_kwargs=True),
+        stock_decoder_attributes={k: v for k, v in decoder.__dict__.items() if k == "forward"},
+        hook=decoder.register_forward_pre_hook(_DecoderHook(model), with_kwargs=True),
     )
     setattr(model, _PATCH, patch)
+    positions = max_positions(model.config)
+    if made.rotates_keys:
+        patch.rope_tables = RopeTables(decoder.rotary_emb, made.rope_slots(positions))
+        decoder.rotary_emb = RawRotary(decoder.rotary_emb, head_dim_of(model.config)).eval()
+    if made.prefills:
+        decoder.forward = ChunkedForward(decoder.forward, made.prefill_chunk(positions))
     if hasattr(model, _PREPARE_CACHE):  # a bare decoder cannot generate
         setattr(model, _PREPARE_CACHE, PrepareCache(model, made))
     return model
@@ -131,6 +155,11 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     model.__dict__.pop(_PREPARE_CACHE, None)
     model.__dict__.pop(_PATCH)
     model.__dict__.update(patch.stock_instance_attributes)
+    decoder = model.get_decoder()
+    decoder.__dict__.pop("forward", None)
+    decoder.__dict__.update(patch.stock_decoder_attributes)
+    if isinstance(decoder.rotary_emb, RawRotary):
+        decoder.rotary_emb = decoder.rotary_emb.rotary
     model.set_attn_implementation(patch.stock_implementation)
     return model
 
@@ -213,7 +242,7 @@ class _DecoderHook:
             return (), {**kwargs, "sparse_cache": cache}
         config, patch = self.model.config, _get_patch(self.model)
         if self.model.training:
-            raise ValueError(_NO_TRAINING)
+            raise ValueError(NO_TRAINING)
         wants_attentions = kwargs.get("output_attentions")
         if wants_attentions or (wants_attentions is None and config.output_attentions):
             raise ValueError(NO_ATTENTIONS)
@@ -223,70 +252,23 @@ class _DecoderHook:
         if tokens is None:
             return (), kwargs  # the decoder itself says what is missing
         query_length = tokens.shape[1]
-        _check_positions(config, patch.method, query_length, 0 if cache is None else cache.get_seq_length())
+        check_positions(config, patch.method, query_length, 0 if cache is None else cache.get_seq_length())
         if cache is None:
             use_cache = kwargs.get("use_cache")
             if not (config.use_cache if use_cache is None else use_cache):
+                if patch.method.prefills:
+                    raise ValueError(
+                        f"use_cache=False does not go with {patch.method.name}, which attends to the cache"
+                    )
                 return (), kwargs  # nothing cached, nothing to read sparsely: dense
             cache = kwargs["past_key_values"] = SparseCache(config, patch.method)
         mask = kwargs.get("attention_mask")
         cache.prepare(mask.get("full_attention") if isinstance(mask, dict) else mask, query_length)
         cache.announce_step()
-        if query_length == 1 and not cache.needs_decode_mask:
+        if patch.rope_tables is not None:
+            cache.use_rope(patch.rope_tables)
+        if patch.method.prefills or (query_length == 1 and not cache.needs_decode_mask):
             kwargs["attention_mask"] = None  # Transformers would ask the device at every step whether it is all ones
         patch.counters = [layer.counter for layer in cache.sparse_layers]
         kwargs["sparse_cache"] = cache
         return (), kwargs
-
-
-_NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
-
-
-def _check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
-    """Raise where the model cannot be patched with the method; looks only, changes nothing."""
-    supported = ", ".join(SUPPORTED_MODEL_TYPES)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a Transformers model ({supported}), got {type(model).__name__}")
-    config = model.config
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"{type(model).__name__} (model type {config.model_type!r}) is not supported; supported: {supported}"
-        )
-    if model.training:
-        raise ValueError(_NO_TRAINING)
-    if config.output_attentions:
-        raise ValueError(NO_ATTENTIONS)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
-    full_attention = SparseCache(config, method).sparse_layers
-    if not full_attention:
-        raise ValueError(
-            f"every layer of this {type(model).__name__} has sliding-window attention "
-            f"(sliding_window={config.sliding_window}); there is nothing to make sparse"
-        )
-    if all(layer.is_dense for layer in full_attention):
-        raise ValueError(
-            f"dense_layers must leave a layer to make sparse: got {method.dense_layers}, "
-            f"and the model has {config.num_hidden_layers} layers"
-        )
-
-
-def _check_positions(config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int) -> None:
-    """Raise where a prompt goes past the positions that the model knows; single decode steps are let through."""
-    limit = max_positions(config)
-    if query_length > 1 and cached + query_length > limit and not method.extends_positions:
-        raise ValueError(
-            f"the prompt has {cached + query_length} tokens, but the model has {limit} positions "
-            f"(max_position_embeddings={config.max_position_embeddings}); {method.name} does not extend them"
-        )
-
-
-def max_positions(config: PreTrainedConfig) -> int:
-    """Return how many positions a model can tell apart, with RoPE scaling counted in where the config leaves it out."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    limit: int = config.max_position_embeddings
-    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-        trained = rope.get("original_max_position_embeddings") or limit
-        limit = max(limit, int(trained * rope.get("factor", 1.0)))
-    return limit

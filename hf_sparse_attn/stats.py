@@ -24,6 +24,9 @@ class LayerCounter:
     totals: torch.Tensor
     """int64 [4]: tokens read, tokens that dense attention would have read, metadata bytes read, decode steps."""
 
+    selections: torch.Tensor
+    """int64 [2]: times that a row kept an earlier selection, and times that it needed one."""
+
     def __init__(self) -> None:
         self._token_bytes = 0
         # Where the host knows what a step reads, no op need count it.
@@ -34,8 +37,10 @@ class LayerCounter:
         """Make :attr:`totals` beside the layer's buffers; later buffers of the same layer go on with the counts."""
         if not hasattr(self, "totals"):
             self.totals = torch.zeros(4, dtype=torch.int64, device=layer.keys.device)
+            self.selections = torch.zeros(2, dtype=torch.int64, device=layer.keys.device)
             if layer.is_static:
                 mark_static(self.totals)
+                mark_static(self.selections)
         self._token_bytes = (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
 
     def count_dense(self, layer: SparseLayer) -> None:
@@ -56,12 +61,15 @@ class LayerCounter:
         if not hasattr(self, "totals"):
             return LayerStats()
         tokens, dense_tokens, metadata_bytes, steps = self.totals.tolist()
+        selections_kept, selections = self.selections.tolist()
         return LayerStats(
             decode_steps=steps + self._host_steps,
             tokens_read=tokens + self._host_tokens,
             kv_bytes=(tokens + self._host_tokens) * self._token_bytes,
             metadata_bytes=metadata_bytes,
             dense_bytes=(dense_tokens + self._host_tokens) * self._token_bytes,
+            selections=selections,
+            selections_kept=selections_kept,
         )
 
 
@@ -82,6 +90,15 @@ class LayerStats:
     """Bytes of the method's metadata read."""
     dense_bytes: int = 0
     """Bytes of K and V that dense attention would have read."""
+    selections: int = 0
+    """Where a method keeps selections (TokenSelect): times that a row needed one, summed over steps."""
+    selections_kept: int = 0
+    """Of these, the times that an earlier selection was kept."""
+
+    @property
+    def selection_hit_rate(self) -> float:
+        """The share of selections that were kept; 0.0 where none was needed."""
+        return self.selections_kept / self.selections if self.selections else 0.0
 
     @property
     def kv_fraction(self) -> float:
@@ -105,5 +122,7 @@ class SparseAttentionStats(LayerStats):
             kv_bytes=sum(layer.kv_bytes for layer in layers),
             metadata_bytes=sum(layer.metadata_bytes for layer in layers),
             dense_bytes=sum(layer.dense_bytes for layer in layers),
+            selections=sum(layer.selections for layer in layers),
+            selections_kept=sum(layer.selections_kept for layer in layers),
             layers=layers,
         )

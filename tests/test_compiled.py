@@ -5,7 +5,15 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn import (
+    Quest,
+    SparseCache,
+    TokenSelect,
+    patch_model,
+    sparse_attention,
+    sparse_attention_stats,
+    unpatch_model,
+)
 from hf_sparse_attn.generation import static_capacity
 from tests import models
 from tests.methods.toy import TokenTopK
@@ -86,7 +94,17 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("method", [Quest(token_budget=48, bounds_dtype="model"), TokenTopK(token_budget=48), "full"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Quest(token_budget=48, bounds_dtype="model"),
+        TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
+        TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
+        TokenTopK(token_budget=48),
+        "full",
+    ],
+    ids=str,
+)
 def test_every_kind_of_method_compiles(method):
     model = patch_model(make_model("llama"), method)
     for lengths in ((150, 90), (80, 80), (210, 3)):

@@ -1,11 +1,13 @@
 """What every method keeps, on every supported family: a budget that covers everything changes no token."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
-from tests.models import DEVICE, FAMILIES, METHOD_CLASSES, make_model, random_ids, shared_model
+from tests.models import DEVICE, FAMILIES, METHOD_CLASSES, POSITIONS, make_model, random_ids, shared_model
 
 GREEDY = {
     "max_new_tokens": 12,
@@ -14,7 +16,7 @@ GREEDY = {
     "pad_token_id": 0,
     "disable_compile": True,  # compiled decoding has tests of its own; on CUDA these would take minutes with it
 }
-COVERS_ALL = 1024
+COVERS_ALL = POSITIONS  # the most that a method which packs positions may read
 
 families = pytest.mark.parametrize("family", FAMILIES)
 methods = pytest.mark.parametrize("method_name", METHOD_CLASSES)
@@ -126,7 +128,7 @@ def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.inference_mode()
 def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method_name, monkeypatch):
-    ids = random_ids(2, 70)
+    ids = random_ids(8, 70)
 
     def last_logits(model):
         cache = model(ids[:, :-1]).past_key_values
@@ -228,17 +230,18 @@ def test_metadata_follows_every_cache_operation(method_name):
 
 @methods
 @torch.inference_mode()
-def test_fork_continues_a_dense_prefill_as_its_own_prefill_would(method_name):
-    """One prefill serves several methods, one after another; none sees what another appended."""
+def test_fork_continues_a_prefill_as_its_own_prefill_would(method_name):
+    """One prefill, dense or by a method that rotates keys, serves several methods; none sees what another appended."""
     model = shared_model("llama")
     ids, steps = random_ids(1, 150), random_ids(1, 6, seed=4)
-    prefix = SparseCache(model.config, "full", initial_capacity=200)
-    model(ids, past_key_values=prefix)  # not patched
+    method = METHOD_CLASSES[method_name](token_budget=48)
+    prefix = SparseCache(model.config, method if method.rotates_keys else "full", initial_capacity=200)
+    with sparse_attention(model, method) if method.rotates_keys else nullcontext():
+        model(ids, past_key_values=prefix)
 
     def decode(cache):
         return torch.cat([model(steps[:, i : i + 1], past_key_values=cache).logits for i in range(6)], dim=1)
 
-    method = METHOD_CLASSES[method_name](token_budget=48)
     with sparse_attention(model, method):
         own = SparseCache.for_model(model)
         model(ids, past_key_values=own)

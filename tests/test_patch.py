@@ -15,7 +15,8 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.patch import is_patched, max_positions, patched_method
+from hf_sparse_attn.patch import is_patched, patched_method
+from hf_sparse_attn.rope import max_positions
 from tests.models import POSITIONS, make_model, random_ids
 
 # Compiled decoding has tests of its own; on CUDA these would take minutes with it.

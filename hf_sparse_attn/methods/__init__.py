@@ -10,10 +10,11 @@ from typing import Any
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.quest import Quest
+from hf_sparse_attn.methods.tokenselect import TokenSelect
 
-METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest)}
+METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest, TokenSelect)}
 
-__all__ = ["METHODS", "Full", "Quest", "Selection", "SparseMethod", "make_method"]
+__all__ = ["METHODS", "Full", "Quest", "Selection", "SparseMethod", "TokenSelect", "make_method"]
 
 
 def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:

@@ -10,6 +10,8 @@ import torch
 from hf_sparse_attn_kernels import sparse_decode
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_sparse_attn.layer import SparseLayer
 
 
@@ -21,9 +23,10 @@ class Selection(NamedTuple):
     """
 
     block_indices: torch.Tensor
-    """int32 [batch, kv_heads, n]: valid entries first, ``-1`` after them, no duplicates."""
+    """int32 [batch, kv_heads, n], or [batch, 1, n] where all KV heads share it: valid entries first, ``-1`` after them,
+    no duplicates."""
     block_counts: torch.Tensor
-    """int32 [batch, kv_heads]: how many entries are valid."""
+    """int32 [batch, kv_heads] or [batch, 1]: how many entries are valid."""
     block_size: int
     """Tokens in a block; 1 for methods that select single tokens."""
 
@@ -51,6 +54,8 @@ class SparseMethod(ABC):
     sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
     extends_positions: ClassVar[bool] = False
     """Whether prompts may be longer than the positions that the model was trained on."""
+    rotates_keys: ClassVar[bool] = False
+    """Whether keys are cached before RoPE; the method then rotates what it reads, by ``layer.rope``."""
 
     token_budget: int = 1024
     dense_layers: int = 0
@@ -65,12 +70,16 @@ class SparseMethod(ABC):
         ValueError
             A value is out of range.
         """
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", int) and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{field.name} must be a whole number, got {value!r}")
+        self._check_whole_numbers()
         self._require("token_budget", self.token_budget >= 1, "at least 1")
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
+
+    def _check_whole_numbers(self, but: tuple[str, ...] = ()) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if field.type in ("int", int) and field.name not in but and not is_whole:
+                raise TypeError(f"{field.name} must be a whole number, got {value!r}")
 
     def _require(self, parameter: str, holds: bool, allowed: str) -> None:
         if not holds:
@@ -83,12 +92,28 @@ class SparseMethod(ABC):
         """
         return length <= self.token_budget
 
+    @property
+    def prefills(self) -> bool:
+        """Whether the method attends in the prefill too, by :meth:`prefill`."""
+        return "prefill" in self.sparse_phases
+
+    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 -- most methods take every supported model
+        """Raise ``ValueError`` where the method cannot serve a model that is supported otherwise."""
+
+    def prefill_chunk(self, positions: int) -> int:
+        """The most tokens that :meth:`prefill` takes at once, of a model with so many positions."""
+        return positions
+
+    def rope_slots(self, positions: int) -> int:
+        """Where ``rotates_keys``: how many slots ``layer.rope`` needs, of a model with so many positions."""
+        return positions
+
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate what the method keeps beside K and V, for ``layer.capacity`` tokens.
 
         Every tensor starts with the batch dimension and lies on the device of ``layer.keys``, whose shape, dtype and
-        device are all there is to read yet. When a layer grows, this is called again and the old contents are copied
-        into the leading part of the new tensors.
+        device are, with ``layer.q_heads``, all there is to read yet. When a layer grows, this is called again and the
+        old contents are copied into the leading part of the new tensors.
         """
         return {}
 
@@ -168,3 +193,23 @@ class SparseMethod(ABC):
         )
         assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
         return output
+
+    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
+        """Attend from the tokens that were appended last; called where ``sparse_phases`` has ``"prefill"``.
+
+        Parameters
+        ----------
+        query
+            [batch, q_heads, tokens, head_dim] of the last tokens of every row, at most :meth:`prefill_chunk`; before
+            RoPE where ``rotates_keys``.
+        layer
+            Holds the tokens' K and V already.
+        scale
+            What the model multiplies q.k with.
+
+        Returns
+        -------
+        torch.Tensor
+            Of query's shape; what stands for left padding is of no consequence.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says that it prefills, but has no prefill()")

@@ -130,3 +130,17 @@ def dequantized(bounds: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     """float64 bounds from levels and exponents."""
     exponents = bounds["channel_exponent"].double()[:, :, None] + bounds["page_exponent"].double()[..., None]
     return bounds["page_min"].double() * exponents.exp2(), bounds["page_max"].double() * exponents.exp2()
+
+
+def rope_table(slots: int, head_dim: int) -> dict[str, torch.Tensor]:
+    """Cosines and sines of RoPE's angles, by the names of the ops' arguments."""
+    angles = torch.arange(slots)[:, None] * 10000.0 ** -torch.linspace(0, 1, head_dim // 2 + 1)[:-1]
+    return {"rope_cos": angles.cos().to(device), "rope_sin": angles.sin().to(device)}
+
+
+def rotate(x: torch.Tensor, slots: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [.., head_dim] to `slots`, half-split as in Transformers, in at least float32 and rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first, second = x.to(wide).chunk(2, dim=-1)
+    cos, sin = rope_cos[slots].to(wide), rope_sin[slots].to(wide)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -12,7 +12,8 @@ if HAS_TRITON:
         import_module(f".{_op}", __name__)
 
 from .api import append_and_select, page_bounds, page_scores, select_blocks
-from .attention_api import dense_decode, sparse_decode
+from .attention_api import dense_decode, sparse_decode, sparse_prefill
+from .token_api import select_tokens, token_votes
 
 _custom_ops.register()
 
@@ -22,6 +23,9 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "select_blocks",
+    "select_tokens",
     "sparse_decode",
+    "sparse_prefill",
+    "token_votes",
     "use_impl",
 ]

@@ -3,8 +3,13 @@
 import torch
 
 from . import _validate as validate
+from ._attention_checks import BUFFER_AXES, check_buffers, check_counters, check_query
+from ._attention_checks import dense_decode as dense_decode
+from ._attention_checks import sparse_decode as sparse_decode
+from ._attention_checks import sparse_prefill as sparse_prefill
+from ._token_checks import select_tokens as select_tokens
+from ._token_checks import token_votes as token_votes
 
-BUFFER_AXES = "batch, kv_heads, capacity, head_dim"
 BOUNDS_AXES = "batch, kv_heads, max_pages, head_dim"
 
 
@@ -56,24 +61,6 @@ def _capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> None:
         )
 
 
-def _query(query: torch.Tensor, kv_heads: int) -> None:
-    validate.check_dims("query", query, "batch, q_heads, head_dim")
-    validate.check_float("query", query)
-    validate.check_group(query.shape[1], kv_heads)
-
-
-def _buffers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the query, and keys and values against it."""
-    validate.check_dims("keys", keys, BUFFER_AXES)
-    kv_heads, capacity = keys.shape[1:3]
-    _query(query, kv_heads)
-    shape = (query.shape[0], kv_heads, capacity, query.shape[2])
-    for name, buffer in (("keys", keys), ("values", values)):
-        validate.check_shape(name, buffer, BUFFER_AXES, shape)
-        validate.check_like(name, buffer, "query", query)
-        validate.check_last_stride(name, buffer)
-
-
 def _scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
     if group_reduce not in validate.GROUP_REDUCE:
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, validate.GROUP_REDUCE))}")
@@ -90,19 +77,6 @@ def _budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent:
             f"sink_blocks={sink_blocks} and recent_blocks={recent_blocks}; allowed: together at most "
             f"max_blocks={max_blocks}"
         )
-
-
-def _counters(counter: torch.Tensor | None, finished: torch.Tensor | None, query: torch.Tensor, kv_heads: int) -> None:
-    if counter is not None:
-        validate.check_dtype("counter", counter, torch.int64)
-        validate.check_shape("counter", counter, "4", (4,))
-        validate.check_device("counter", counter, "query", query)
-        validate.check_contiguous("counter", counter)
-    if finished is not None:
-        validate.check_dtype("finished", finished, torch.int32)
-        validate.check_shape("finished", finished, "batch, kv_heads", (query.shape[0], kv_heads))
-        validate.check_device("finished", finished, "query", query)
-        validate.check_contiguous("finished", finished)
 
 
 def page_bounds(
@@ -148,7 +122,7 @@ def page_scores(
     """Check the arguments of `hf_sparse_attn_kernels.page_scores`."""
     validate.check_dims("page_min", page_min, BOUNDS_AXES)
     kv_heads, max_pages = page_min.shape[1:3]
-    _query(query, kv_heads)
+    check_query(query, kv_heads)
     batch, _, head_dim = query.shape
     shape = (batch, kv_heads, max_pages, head_dim)
     _bounds(page_min, page_max, page_exponent, channel_exponent, shape, "query", query)
@@ -200,7 +174,7 @@ def append_and_select(
     finished: torch.Tensor | None = None,
 ) -> None:
     """Check the arguments of `hf_sparse_attn_kernels.append_and_select`."""
-    _buffers(query, keys, values)
+    check_buffers(query, keys, values)
     batch, kv_heads, capacity, head_dim = keys.shape
     for name, token in (("new_key", new_key), ("new_value", new_value)):
         validate.check_shape(name, token, "batch, kv_heads, head_dim", (batch, kv_heads, head_dim))
@@ -214,55 +188,7 @@ def append_and_select(
     validate.check_sequence(seq_start, seq_end, batch, "query", query)
     _scoring(group_reduce, num_pages, page_min.shape[2])
     _budget(max_blocks, sink_blocks, recent_blocks, least_recent=1)
-    _counters(counter, finished, query, keys.shape[1])
-
-
-def sparse_decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_indices: torch.Tensor,
-    block_counts: torch.Tensor,
-    seq_start: torch.Tensor,
-    seq_end: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float | None = None,
-    return_lse: bool = False,
-    counter: torch.Tensor | None = None,
-    finished: torch.Tensor | None = None,
-) -> None:
-    """Check the arguments of `hf_sparse_attn_kernels.sparse_decode`."""
-    _buffers(query, keys, values)
-    batch, kv_heads = keys.shape[:2]
-    validate.check_dims("block_indices", block_indices, "batch, kv_heads, max_blocks")
-    max_blocks = block_indices.shape[2]
-    validate.check_shape("block_indices", block_indices, "batch, kv_heads, max_blocks", (batch, kv_heads, max_blocks))
-    validate.check_shape("block_counts", block_counts, "batch, kv_heads", (batch, kv_heads))
-    for name, tensor in (("block_indices", block_indices), ("block_counts", block_counts)):
-        validate.check_dtype(name, tensor, torch.int32)
-        validate.check_device(name, tensor, "query", query)
-    validate.check_sequence(seq_start, seq_end, batch, "query", query)
-    validate.check_at_least("block_size", block_size, 1)
-    _counters(counter, finished, query, keys.shape[1])
-
-
-def dense_decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seq_start: torch.Tensor,
-    seq_end: torch.Tensor,
-    *,
-    scale: float | None = None,
-    return_lse: bool = False,
-    counter: torch.Tensor | None = None,
-    finished: torch.Tensor | None = None,
-) -> None:
-    """Check the arguments of `hf_sparse_attn_kernels.dense_decode`."""
-    _buffers(query, keys, values)
-    validate.check_sequence(seq_start, seq_end, query.shape[0], "query", query)
-    _counters(counter, finished, query, keys.shape[1])
+    check_counters(counter, finished, query, keys.shape[1])
 
 
 def for_triton(op: str, tensor: torch.Tensor) -> None:

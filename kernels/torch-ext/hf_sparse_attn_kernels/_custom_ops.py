@@ -19,6 +19,7 @@ _SCORING = 'float? scale=None, str group_reduce="softmax", SymInt? num_pages=Non
 _EXPONENTS = "Tensor? page_exponent=None, Tensor? channel_exponent=None"
 _EXPONENTS_WRITTEN = "Tensor(c!)? page_exponent=None, Tensor(d!)? channel_exponent=None"
 _BUDGET = "SymInt max_blocks, SymInt sink_blocks=0, SymInt recent_blocks=0"
+_ROPE = "Tensor? rope_cos=None, Tensor? rope_sin=None"
 _ATTENTION = (
     "float? scale=None, bool return_lse=False, Tensor(a!)? counter=None, Tensor(b!)? finished=None, str? impl=None) "
     "-> (Tensor, Tensor)"
@@ -38,11 +39,26 @@ SCHEMAS = {
         f"{_BOUNDS_WRITTEN}, {_ROWS}, SymInt page_size, {_BUDGET}, {_SCORING}, {_EXPONENTS_WRITTEN}, "
         "Tensor(g!)? counter=None, Tensor(h!)? finished=None, str? impl=None) -> (Tensor, Tensor)"
     ),
+    "token_votes": (
+        f"(Tensor query, Tensor keys, {_ROWS}, SymInt sink_tokens=0, SymInt recent_tokens=0, "
+        'str vote="soft", SymInt? max_tokens=None, SymInt? num_tokens=None, str? impl=None) -> Tensor'
+    ),
+    "select_tokens": (
+        f"(Tensor query, Tensor keys, {_ROWS}, SymInt max_tokens, SymInt sink_tokens, SymInt recent_tokens, "
+        'str vote="soft", SymInt pool_size=0, SymInt? num_tokens=None, '
+        "Tensor(a!)? cached_query=None, Tensor(b!)? cached_tokens=None, Tensor(c!)? cached_valid=None, "
+        "float threshold=1.0, Tensor(d!)? counter=None, Tensor(e!)? reuse_counter=None, Tensor(f!)? finished=None, "
+        "str? impl=None) -> (Tensor, Tensor)"
+    ),
     "sparse_decode": (
         "(Tensor query, Tensor keys, Tensor values, Tensor block_indices, Tensor block_counts, "
-        f"{_ROWS}, SymInt block_size, {_ATTENTION}"
+        f"{_ROWS}, SymInt block_size, {_ROPE}, {_ATTENTION}"
     ),
     "dense_decode": f"(Tensor query, Tensor keys, Tensor values, {_ROWS}, {_ATTENTION}",
+    "sparse_prefill": (
+        "(Tensor query, Tensor keys, Tensor values, Tensor block_indices, Tensor block_counts, "
+        f"{_ROWS}, {_ROPE}, float? scale=None, str? impl=None) -> Tensor"
+    ),
 }
 
 
@@ -84,10 +100,27 @@ def _fake_append_and_select(
     return _empty_selection(query, new_key.shape[1], max_blocks)
 
 
+def _fake_token_votes(
+    query: torch.Tensor, keys: torch.Tensor, *_: torch.Tensor, num_tokens: int | None = None, **options: Any
+) -> torch.Tensor:
+    shape = (keys.shape[0], keys.shape[2] if num_tokens is None else num_tokens)
+    return query.new_empty(shape, dtype=compute_dtype(query.dtype))
+
+
+def _fake_select_tokens(
+    query: torch.Tensor, *_: torch.Tensor, max_tokens: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_selection(query, 1, max_tokens)
+
+
 def _fake_attention(
     query: torch.Tensor, *_: torch.Tensor, return_lse: bool = False, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), _empty_lse(query, query.shape[:2] if return_lse else (0,))
+
+
+def _fake_sparse_prefill(query: torch.Tensor, *_: torch.Tensor, **options: Any) -> torch.Tensor:
+    return query.new_empty(query.shape)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -95,8 +128,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "page_scores": _fake_page_scores,
     "select_blocks": _fake_select_blocks,
     "append_and_select": _fake_append_and_select,
+    "token_votes": _fake_token_votes,
+    "select_tokens": _fake_select_tokens,
     "sparse_decode": _fake_attention,
     "dense_decode": _fake_attention,
+    "sparse_prefill": _fake_sparse_prefill,
 }
 
 

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._triton import dot_dtype, finished_last, launch_options, multiprocessors, wait_for_previous_kernel
+from ._merge import merge_if_last, merge_splits_kernel
+from ._rope import load_rotated
+from ._triton import dot_dtype, launch_options, multiprocessors, wait_for_previous_kernel
 from ._tuning import choice
 
 MAX_SPLITS = 128
@@ -20,8 +22,8 @@ def decode_attention_kernel(
     query_ptr,
     keys_ptr,
     values_ptr,
-    indices_ptr,  # [batch * kv_heads, max_blocks], not for DENSE, like the next
-    counts_ptr,  # [batch * kv_heads]
+    indices_ptr,  # [batch * kv_heads, max_blocks] or, if SHARED, [batch, max_blocks]; not for DENSE, like the next
+    counts_ptr,  # [batch * kv_heads] or [batch]
     start_ptr,
     end_ptr,
     out_ptr,  # [batch * q_heads, head_dim]
@@ -44,8 +46,12 @@ def decode_attention_kernel(
     values_stride_b,
     values_stride_h,
     values_stride_n,
+    rope_cos_ptr,  # [slots, HEAD_DIM // 2], for ROPE, like the next
+    rope_sin_ptr,
     HEAD_DIM: tl.constexpr,
     DENSE: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROPE: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -55,10 +61,14 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MERGE_G: tl.constexpr,
+    MERGE_APART: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of a row and KV head, all query heads of its group; the last to finish merges; grid (splits, pairs)."""
+    """One split of a row and KV head, all query heads of its group; grid (splits, pairs).
+
+    The last to finish merges them, unless that is left to a kernel of its own (MERGE_APART).
+    """
     wait_for_previous_kernel(PDL)
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -70,7 +80,8 @@ def decode_attention_kernel(
     # The splits share the tokens that there are, or the most that can be selected, in whole tiles. Not those that are
     # selected: the loads below need not wait for their number.
     tokens = tl.maximum(end - start, 0) if DENSE else max_blocks * BLOCK_SIZE
-    selected = tokens if DENSE else tl.load(counts_ptr + pair) * BLOCK_SIZE
+    selection = row if SHARED else pair
+    selected = tokens if DENSE else tl.load(counts_ptr + selection) * BLOCK_SIZE
     per_split = tl.cdiv(tl.cdiv(tokens, BLOCK_N), splits) * BLOCK_N
     first = split * per_split
     last = tl.minimum(first + per_split, tokens)
@@ -82,11 +93,18 @@ def decode_attention_kernel(
     dim_mask = dims < HEAD_DIM
     group_mask = head_mask[:, None] & dim_mask[None, :]
     query_at = query_ptr + row * query_stride_b + (head * group + heads)[:, None] * query_stride_h
-    q = tl.load(query_at + dims[None, :] * query_stride_d, mask=group_mask, other=0.0)
-    q = q.to(DOT_DTYPE)  # [BLOCK_G, BLOCK_D]
+    if ROPE:  # halves [BLOCK_G, BLOCK_D // 2], rotated to the slot of the last token selected
+        BLOCK_H: tl.constexpr = BLOCK_D // 2
+        own_slot = tl.zeros_like(heads) + tl.maximum(selected - 1, 0)
+        q1, q2 = load_rotated(
+            query_at, query_stride_d, own_slot, head_mask, rope_cos_ptr, rope_sin_ptr, HEAD_DIM, BLOCK_H
+        )
+    else:
+        q = tl.load(query_at + dims[None, :] * query_stride_d, mask=group_mask, other=0.0)
+        q = q.to(DOT_DTYPE)  # [BLOCK_G, BLOCK_D]
     keys_ptr += row * keys_stride_b + head * keys_stride_h
     values_ptr += row * values_stride_b + head * values_stride_h
-    indices_ptr += pair * max_blocks
+    indices_ptr += selection * max_blocks
 
     running_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     running_sum = tl.zeros((BLOCK_G,), tl.float32)
@@ -102,10 +120,16 @@ def decode_attention_kernel(
             position = start.to(tl.int64) + block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
             valid = (block >= 0) & (position < end) & (token < selected)
         mask = valid[:, None] & dim_mask[None, :]
+        keys_at = keys_ptr + position[:, None] * keys_stride_n
         # What is masked is 0, not the buffer's content: a weight of 0 times a NaN would still be NaN.
-        k = tl.load(keys_ptr + position[:, None] * keys_stride_n + dims[None, :], mask=mask, other=0.0)
+        if ROPE:
+            k1, k2 = load_rotated(keys_at, 1, token, valid, rope_cos_ptr, rope_sin_ptr, HEAD_DIM, BLOCK_H)
+            scores = tl.dot(q1.to(DOT_DTYPE), tl.trans(k1.to(DOT_DTYPE)), input_precision="ieee")
+            scores = tl.dot(q2.to(DOT_DTYPE), tl.trans(k2.to(DOT_DTYPE)), scores, input_precision="ieee") * scale_log2
+        else:
+            k = tl.load(keys_at + dims[None, :], mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
         v = tl.load(values_ptr + position[:, None] * values_stride_n + dims[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -142,8 +166,9 @@ def decode_attention_kernel(
         tl.store(partial_max_ptr + at, running_max, mask=head_mask)
         tl.store(partial_sum_ptr + at, running_sum, mask=head_mask)
         tl.store(partial_out_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
-        if finished_last(finished_ptr + pair, splits):
-            _merge_splits(
+        if not MERGE_APART:
+            merge_if_last(
+                finished_ptr + pair,
                 partial_max_ptr,
                 partial_sum_ptr,
                 partial_out_ptr,
@@ -159,51 +184,6 @@ def decode_attention_kernel(
             )
 
 
-@triton.jit
-def _merge_splits(
-    partial_max_ptr,  # of the row and KV head, like all pointers here
-    partial_sum_ptr,
-    partial_out_ptr,
-    out_ptr,
-    lse_ptr,
-    group,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    MERGE_G: tl.constexpr,
-):
-    """Merge the splits of a group of query heads by their log-sum-exp, BLOCK_S splits at a time."""
-    heads = tl.arange(0, MERGE_G)
-    dims = tl.arange(0, BLOCK_D)
-    top = tl.full((MERGE_G,), float("-inf"), tl.float32)
-    total = tl.zeros((MERGE_G,), tl.float32)
-    out = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        every = first + tl.arange(0, BLOCK_S)
-        at = every[:, None] * group + heads[None, :]  # [BLOCK_S, MERGE_G]
-        mask = (every < splits)[:, None] & (heads < group)[None, :]
-        part_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-        part_at = partial_out_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :]
-        parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
-        maxima = tl.load(partial_max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(partial_sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(maxima, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(maxima - shift[None, :])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(sums * weights, axis=0)
-        out = out * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
-        top = new_top
-    safe_total = tl.where(total > 0, total, 1.0)
-    out = out / safe_total[:, None]
-    mask = (heads < group)[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    if WITH_LSE:
-        tl.store(lse_ptr + heads, (top + tl.log2(safe_total)) * 0.6931471805599453, mask=heads < group)
-
-
 def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -213,6 +193,7 @@ def decode_attention(
     seq_end: torch.Tensor,
     *,
     block_size: int,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
     scale: float | None,
     return_lse: bool,
     counter: torch.Tensor | None,
@@ -227,20 +208,21 @@ def decode_attention(
     block_indices, block_counts = (seq_start, seq_start) if selection is None else selection
     max_blocks = 0 if selection is None else block_indices.shape[2]
     most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    op = "dense_decode" if selection is None else "sparse_decode"
+    # With RoPE each half of the channels is a product of its own, of 16 channels or more.
+    block_d = max(16 if rope is None else 32, triton.next_power_of_2(head_dim))
+    op = "dense_decode" if selection is None else "sparse_decode" if rope is None else "rope_decode"
     made = choice(op, query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=capacity)
-    # One tile of K and one of V: at most 64 KiB together, times the stages in flight.
-    block_n = max(16, min(made["block_n"], 32768 // (block_d * keys.element_size())))
-    splits = max(
-        1,
-        min(
-            MAX_SPLITS,
-            triton.cdiv(most_tokens, block_n),
-            made["per_multiprocessor"] * multiprocessors(query.device) // pairs,
-        ),
-    )
-    merge_g = triton.next_power_of_2(group)
+    # One tile of K and one of V, with RoPE half as large and the table's: at most 64 KiB, times the stages in flight.
+    most_n = 32768 // (block_d * keys.element_size())
+    block_n = max(16, min(made["block_n"], most_n if rope is None else most_n // 2))
+    per_pair = made["per_multiprocessor"] * multiprocessors(query.device) // pairs
+    splits = max(1, min(MAX_SPLITS, triton.cdiv(most_tokens, block_n), per_pair))
+    if rope is not None:  # no more splits than have a tile
+        tiles = triton.cdiv(max_blocks, block_n)
+        splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))
+    # RoPE's tiles are small, and their splits more than one program merges quickly.
+    merge_apart = rope is not None and splits > 1
+    merge_g, block_s = triton.next_power_of_2(group), triton.next_power_of_2(splits)
 
     out = query.new_empty((batch, q_heads, head_dim))
     lse = query.new_empty((batch, q_heads), dtype=torch.float32) if return_lse else None
@@ -249,7 +231,7 @@ def decode_attention(
         partial_max = query.new_empty((2, pairs, splits, group), dtype=torch.float32)
         partial_sum = partial_max[1]
         partial_out = query.new_empty((pairs, splits, group, head_dim), dtype=torch.float32)
-        if finished is None:
+        if finished is None and not merge_apart:
             finished = torch.zeros((batch, kv_heads), dtype=torch.int32, device=query.device)
     decode_attention_kernel[(splits, pairs)](
         query,
@@ -273,8 +255,11 @@ def decode_attention(
         *query.stride(),
         *keys.stride()[:3],
         *values.stride()[:3],
+        *((seq_start, seq_start) if rope is None else rope),
         HEAD_DIM=head_dim,
         DENSE=selection is None,
+        SHARED=selection is not None and block_counts.shape[1] != kv_heads,
+        ROPE=rope is not None,
         ONE_SPLIT=splits == 1,
         WITH_LSE=return_lse,
         COUNT=counter is not None,
@@ -282,11 +267,28 @@ def decode_attention(
         BLOCK_N=block_n,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
-        BLOCK_S=max(1, min(16, triton.next_power_of_2(splits), MERGED_AT_ONCE // (merge_g * block_d))),
-        MERGE_G=merge_g,
+        BLOCK_S=1 if merge_apart else max(1, min(16, block_s, MERGED_AT_ONCE // (merge_g * block_d))),
+        MERGE_G=1 if merge_apart else merge_g,
+        MERGE_APART=merge_apart,
         DOT_DTYPE=dot_dtype(keys.dtype),
         num_warps=made["warps"],
         num_stages=2 if keys.element_size() == 4 else made["stages"],
         **launch_options(query.device),
     )
+    if merge_apart:
+        merge_splits_kernel[(pairs, group)](
+            partial_max,
+            partial_sum,
+            partial_out,
+            out,
+            out if lse is None else lse,
+            group,
+            splits,
+            HEAD_DIM=head_dim,
+            WITH_LSE=return_lse,
+            BLOCK_D=block_d,
+            BLOCK_S=block_s,
+            num_warps=8,
+            **launch_options(query.device),
+        )
     return out if lse is None else (out, lse)

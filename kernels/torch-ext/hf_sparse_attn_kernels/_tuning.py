@@ -25,6 +25,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "select": {"two_levels_from": 2049, "warps": 4},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight.
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+    "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
 }
 CANDIDATES: dict[str, list[dict[str, int]]] = {

@@ -26,6 +26,7 @@ def dense_decode(
         seq_start,
         seq_end,
         block_size=1,
+        rope=None,
         scale=scale,
         return_lse=return_lse,
         counter=counter,

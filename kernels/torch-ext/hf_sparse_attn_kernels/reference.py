@@ -12,10 +12,21 @@ import torch
 from torch.nn.functional import pad
 
 from ._reference_common import compute_dtype, host_lengths, power_of_two, row_lengths
-from .reference_attention import dense_decode, sparse_decode
+from .reference_attention import dense_decode, sparse_decode, sparse_prefill
 from .reference_bounds import page_bounds
+from .reference_tokens import select_tokens, token_votes
 
-__all__ = ["append_and_select", "dense_decode", "page_bounds", "page_scores", "select_blocks", "sparse_decode"]
+__all__ = [
+    "append_and_select",
+    "dense_decode",
+    "page_bounds",
+    "page_scores",
+    "select_blocks",
+    "select_tokens",
+    "sparse_decode",
+    "sparse_prefill",
+    "token_votes",
+]
 
 _FORCED = 1 << 33  # ranks above every score's order
 _NOT_THERE = -(1 << 33)

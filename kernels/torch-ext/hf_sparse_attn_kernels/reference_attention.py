@@ -16,6 +16,8 @@ def sparse_decode(
     seq_end: torch.Tensor,
     *,
     block_size: int,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     counter: torch.Tensor | None = None,
@@ -27,12 +29,18 @@ def sparse_decode(
     # A slot that lists no block stands past every row.
     first_tokens = (block_indices.long() * block_size).masked_fill_(slots >= block_counts[..., None], keys.shape[2])
     tokens = (first_tokens[..., None] + torch.arange(block_size, device=query.device)).flatten(2)
-    invalid = tokens >= length[:, None, None]  # [batch, kv_heads, tokens]
+    invalid = tokens >= length[:, None, None]  # [batch, kv_heads or 1, tokens]
     # In place of a token that is not there, the first one listed: no other is read, and its score is masked.
     positions = torch.where(invalid, tokens[..., :1], tokens) + seq_start[:, None, None]
     k, v = take_tokens((keys, values), positions)
     if counter is not None:
-        _count(counter, (~invalid).sum(), length, keys.shape[1])
+        kv_heads = keys.shape[1]
+        _count(counter, (~invalid).sum() * (kv_heads // invalid.shape[1]), length, kv_heads)
+    if rope_cos is not None and rope_sin is not None:
+        k = _rotate(k, rope_cos[: k.shape[2]], rope_sin[: k.shape[2]])
+        own_slot = (block_counts - 1).clamp_(min=0).long()[:, :, None]  # [batch, kv_heads or 1, 1]
+        grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
+        query = _rotate(grouped, rope_cos[own_slot], rope_sin[own_slot]).flatten(1, 2)
     return _attend(query, k, v, invalid, scale, return_lse)
 
 
@@ -72,6 +80,69 @@ def dense_decode(
         if return_lse:
             lse[row] = _scores(grouped, k, scale).logsumexp(dim=3).view(-1)
     return (out, lse) if return_lse else out
+
+
+def sparse_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_counts: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    rope_cos: torch.Tensor | None = None,
+    rope_sin: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Reference of `hf_sparse_attn_kernels.sparse_prefill`."""
+    batch, _, queries, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    if block_counts.device.type == "cpu":  # where it costs no wait, slots that no row uses are left out
+        block_indices = block_indices[..., : int(block_counts.max())]
+    chosen = torch.arange(block_indices.shape[2], device=query.device)
+    chunk = torch.arange(queries, device=query.device)
+    own = seq_end[:, None].long() - queries + chunk  # [batch, queries]: buffer positions
+    is_query = own >= seq_start[:, None]
+    # Of every slot to attend to, first the chosen tokens, then the chunk: [batch, kv_heads or 1, n + queries]
+    is_chosen = chosen < block_counts[..., None]
+    heads = is_chosen.shape[1]
+    there = torch.cat((is_chosen, is_query[:, None].expand(-1, heads, -1)), dim=2)
+    positions = block_indices.long() + seq_start[:, None, None]
+    positions = torch.cat((positions, own[:, None].expand(-1, heads, -1)), dim=2)
+    # In place of a token that is not there, the row's last one: no other is read, and its score is masked.
+    positions = torch.where(there, positions, seq_end[:, None, None] - 1)
+    k, v = take_tokens((keys, values), positions)
+
+    grouped = query.reshape(batch, kv_heads, -1, queries, head_dim)  # [batch, kv_heads, group, queries, head_dim]
+    if rope_cos is not None and rope_sin is not None:
+        chunk_start = torch.maximum(own[:, :1], seq_start[:, None])
+        own_slots = block_counts[..., None] + (own - chunk_start).clamp_(min=0)[:, None]  # [batch, heads, queries]
+        slots = torch.cat((chosen.expand_as(is_chosen), own_slots), dim=2)
+        k = _rotate(k, rope_cos[slots], rope_sin[slots])
+        grouped = _rotate(grouped, rope_cos[own_slots][:, :, None], rope_sin[own_slots][:, :, None])
+    causal = (chunk[:, None] >= chunk) & is_query[:, None]  # [batch, queries, queries]
+    mask = torch.cat(
+        (
+            is_chosen[:, :, None].expand(-1, -1, queries, -1),
+            causal[:, None].expand(-1, heads, -1, -1),
+        ),
+        dim=3,
+    )
+    # A group shares its keys and values: they are heads of stride 0.
+    group = grouped.shape[2]
+    k, v = (taken.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for taken in (k, v))
+    mask = mask.expand(-1, kv_heads, -1, -1).reshape(batch * kv_heads, 1, queries, -1)
+    out = scaled_dot_product_attention(grouped.flatten(0, 1), k, v, attn_mask=mask, scale=scale)
+    out = out.reshape(batch, kv_heads * group, queries, head_dim)
+    # What was taken in place of tokens that are not there may be NaN where a row has none.
+    return out.masked_fill(~is_query[:, None, :, None], 0.0)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [.., head_dim] by angles [.., head_dim // 2], half-split as in Transformers, rounded once."""
+    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _scores(grouped: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -1,0 +1,293 @@
+"""TokenSelect: single tokens by soft vote, for decoding and prefill, beyond the trained length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from hf_sparse_attn_kernels import select_tokens, sparse_decode, sparse_prefill
+
+from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_sparse_attn.layer import SparseLayer
+
+VOTES = ("soft", "head", "logits")
+PAPER_K = 2048
+
+
+class TokenSplit(NamedTuple):
+    """How a budget of tokens is shared out."""
+
+    first: int
+    chosen: int
+    last: int
+
+
+@dataclass(frozen=True)
+class TokenSelect(SparseMethod):
+    """Read the tokens that the heads vote for, packed into contiguous positions (TokenSelect, arXiv 2411.02886).
+
+    Keys are cached before RoPE. Every query head votes with its softmax of q.k over the tokens between the first
+    ``n_init`` and the last ``n_local``, without 1/sqrt(d); the votes are summed over all heads of the layer, and the
+    ``k`` tokens with most of them are read by every head (the paper's head soft vote, section 4.2). For the vote the
+    query is rotated as if every candidate were ``n_local`` tokens away. What is read is rotated by its place among what
+    is read, so that no position lies beyond those the model was trained on, however long the context is.
+
+    A prefill goes in chunks of ``chunk_size`` tokens, each of which reads one selection, made by its mean query, and
+    itself. A decode step whose query is close to the one that last chose reads the same tokens again (the paper's
+    Selection Cache, section 4.3).
+
+    Parameters
+    ----------
+    token_budget
+        Cached tokens that a decode step reads, k + n_init + n_local. Given in place of ``k``, it sets
+        ``k = token_budget - n_init - n_local``; where the two would take more than half of it, they are shrunk to half,
+        in proportion.
+    k
+        Tokens chosen by vote; the paper's value is 2048.
+    n_init
+        First tokens, always read; the paper's value is 128.
+    n_local
+        Last tokens, always read, the current one among them; before a chunk of the prefill as many. At least 1; the
+        paper's value is 512.
+    chunk_size
+        Tokens of the prefill that share a selection; the paper's value is 512. Where chunk and selection together would
+        take more positions than the model was trained on, the selection is smaller.
+    selection_cache_threshold
+        The paper's theta: the least cosine between a step's query, all heads together, and the one that last chose, at
+        which the choice is kept. 1 chooses anew at every step.
+    pool_size
+        Votes are max-pooled over so many neighbours first, an odd number; 0 for none, as in the paper. The released
+        code tunes it per task.
+    vote
+        ``"soft"`` (default), or what the paper compares it with in table 4: ``"logits"``, the sum of q.k over the
+        heads; ``"head"``, the number of heads that have the token among their own k.
+
+    All layers are sparse: ``dense_layers`` must be 0, since none may leave the trained positions. A token's K and V are
+    counted in the budget; that the vote reads every candidate's key is counted as metadata.
+    """
+
+    name: ClassVar[str] = "tokenselect"
+    summary: ClassVar[str] = "top-k tokens by a soft vote of all heads, positions by slot"
+    paper: ClassVar[str] = "arXiv 2411.02886"
+    sparse_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    extends_positions: ClassVar[bool] = True
+    rotates_keys: ClassVar[bool] = True
+
+    token_budget: int = None  # type: ignore[assignment]  # the sum of the three below, once the instance is made
+    k: int = PAPER_K
+    n_init: int = 128
+    n_local: int = 512
+    chunk_size: int = 512
+    selection_cache_threshold: float = 0.9
+    pool_size: int = 0
+    vote: str = "soft"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters.
+
+        Raises
+        ------
+        TypeError
+            A number was expected and something else was given.
+        ValueError
+            A value is out of range, or ``k`` and ``token_budget`` contradict each other.
+        """
+        self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
+        if isinstance(self.selection_cache_threshold, bool) or not isinstance(
+            self.selection_cache_threshold, (int, float)
+        ):
+            raise TypeError(f"selection_cache_threshold must be a number, got {self.selection_cache_threshold!r}")
+        self._require("k", self.k >= 1, "at least 1")
+        self._require("n_init", self.n_init >= 0, "0 or more")
+        self._require("n_local", self.n_local >= 1, "at least 1: the current token")
+        self._require("chunk_size", self.chunk_size >= 1, "at least 1")
+        self._require("selection_cache_threshold", -1 <= self.selection_cache_threshold <= 1, "between -1 and 1")
+        is_window = self.pool_size > 0 and self.pool_size % 2 == 1
+        self._require("pool_size", self.pool_size == 0 or is_window, "0, or an odd number of neighbours")
+        self._require("vote", self.vote in VOTES, f"one of {', '.join(VOTES)}")
+        if self.token_budget is None:
+            object.__setattr__(self, "token_budget", self._sum)
+        super().__post_init__()
+        self._require("token_budget", self.token_budget >= 2, "at least 2: the current token, and one that is chosen")
+        self._require(
+            "dense_layers", self.dense_layers == 0, "0: a dense layer would need positions beyond the trained"
+        )
+        if self.k != PAPER_K and self.token_budget != self._sum:
+            raise ValueError(
+                f"{self.name}: k={self.k} and token_budget={self.token_budget} contradict each other, since k + n_init "
+                f"+ n_local = {self._sum}; give one of the two"
+            )
+
+    @property
+    def _sum(self) -> int:
+        return self.k + self.n_init + self.n_local
+
+    @property
+    def split(self) -> TokenSplit:
+        """First, chosen and last tokens of a decode step, ``token_budget`` together."""
+        if self.token_budget == self._sum:
+            return TokenSplit(self.n_init, self.k, self.n_local)
+        return self._split(self.token_budget)
+
+    def _split(self, tokens: int) -> TokenSplit:
+        """Share ``tokens``, at least 2, out: half of them at least are chosen."""
+        always = self.n_init + self.n_local
+        room = min(always, tokens // 2)
+        first = room * self.n_init // always
+        return TokenSplit(first, tokens - room, room - first)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise where the model's positions cannot be given out by slot.
+
+        Raises
+        ------
+        ValueError
+            More slots than trained positions, or an unsupported RoPE variant.
+        """
+        config = model.config
+        positions = max_positions(config)
+        if self.token_budget > positions:
+            split = self.split
+            raise ValueError(
+                f"{self.name}: k + n_init + n_local = {split.chosen} + {split.first} + {split.last} = "
+                f"{self.token_budget} must be at most the model's {positions} positions "
+                f"(max_position_embeddings={config.max_position_embeddings})"
+            )
+        check_rope(config, decoder_rotary(model), self.name)
+
+    def prefill_chunk(self, positions: int) -> int:
+        """Tokens that a prefill feeds at once: no more than half of the model's positions, the rest is for the past."""
+        return min(self.chunk_size, max(1, positions // 2))
+
+    def rope_slots(self, positions: int) -> int:
+        """Slots that a chunk and what it reads may take."""
+        return min(positions, self.token_budget + self.chunk_size)
+
+    def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
+        """The Selection Cache, named as the op takes it: the query that last chose, what it chose, and whether it did.
+
+        ``cached_query`` [batch, q_heads, head_dim] in the keys' dtype, ``cached_tokens`` int32 [batch, k],
+        ``cached_valid`` int32 [batch]. None of it where the threshold is 1.
+        """
+        if self.selection_cache_threshold >= 1:
+            return {}
+        keys, batch = layer.keys, layer.keys.shape[0]
+        return {
+            "cached_query": keys.new_zeros(batch, layer.q_heads, keys.shape[3]),
+            "cached_tokens": torch.zeros(batch, self.split.chosen, dtype=torch.int32, device=keys.device),
+            "cached_valid": torch.zeros(batch, dtype=torch.int32, device=keys.device),
+        }
+
+    def _selection_cache(self, layer: SparseLayer) -> dict[str, Any]:
+        """The metadata as keyword arguments: it is named as the op takes it."""
+        return layer.metadata
+
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
+        """Forget what was chosen before a prompt: the next step's query has other tokens to choose from."""
+        if num_new > 1:
+            self.crop_metadata(layer)
+
+    def crop_metadata(self, layer: SparseLayer) -> None:
+        """Forget what was chosen among tokens that may be gone."""
+        if layer.metadata:
+            layer.metadata["cached_valid"].zero_()
+
+    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
+        """Choose by vote, or keep the last choice; see :meth:`SparseMethod.select` for the arguments."""
+        rope, split = layer.rope, self.split
+        voting = rotated(query, rope.cos[split.last], rope.sin[split.last]).to(query.dtype)
+        block_indices, block_counts = select_tokens(
+            voting,
+            layer.keys,
+            layer.seq_start,
+            layer.seq_end,
+            max_tokens=self.token_budget,
+            sink_tokens=split.first,
+            recent_tokens=split.last,
+            vote=self.vote,
+            pool_size=self.pool_size,
+            num_tokens=None if layer.is_static else layer.max_blocks(1),
+            threshold=float(self.selection_cache_threshold),
+            counter=layer.counter.totals,
+            reuse_counter=layer.counter.selections,
+            finished=layer.finished,
+            **self._selection_cache(layer),
+        )
+        return Selection(block_indices, block_counts, block_size=1)
+
+    def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
+        """Attend to the chosen tokens, each rotated to its place among them; see :meth:`SparseMethod.attend`."""
+        output = sparse_decode(
+            query,
+            layer.keys,
+            layer.values,
+            selection.block_indices,
+            selection.block_counts,
+            layer.seq_start,
+            layer.seq_end,
+            block_size=1,
+            scale=scale,
+            rope_cos=layer.rope.cos,
+            rope_sin=layer.rope.sin,
+            counter=layer.counter.totals,
+            finished=layer.finished,
+        )
+        assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
+        return output
+
+    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
+        """Attend from a chunk to one selection of what came before it and, causally, to itself.
+
+        See :meth:`SparseMethod.prefill` for the arguments. The chunk's mean query chooses (the paper's section 4.2),
+        the tokens i of the chunk rotated to ``n_local + i``.
+        """
+        queries, slots = query.shape[2], layer.rope.cos.shape[0]
+        block_indices, block_counts = self._choose_for_chunk(query, layer, slots - queries)
+        return sparse_prefill(
+            query,
+            layer.keys,
+            layer.values,
+            block_indices,
+            block_counts,
+            layer.seq_start,
+            layer.seq_end,
+            rope_cos=layer.rope.cos,
+            rope_sin=layer.rope.sin,
+            scale=scale,
+        )
+
+    def _choose_for_chunk(
+        self, query: torch.Tensor, layer: SparseLayer, free_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose at most ``free_slots`` of the tokens before a chunk."""
+        batch, _, queries, _ = query.shape
+        cached = layer.length - layer.least_padding - queries  # of the longest row
+        if cached <= 0:
+            nothing = torch.full((batch, 1, 1), -1, dtype=torch.int32, device=query.device)
+            return nothing, torch.zeros_like(nothing[..., 0])
+        budget = min(self.token_budget, free_slots)
+        split = self.split if budget == self.token_budget else self._split(budget)
+        if cached <= budget:
+            budget, split = cached, TokenSplit(0, cached, 0)
+        # Rows that have tokens before the chunk have no padding in it, so the mean is one of tokens alone.
+        at = torch.arange(split.last, split.last + queries, device=query.device).clamp_max(len(layer.rope.cos) - 1)
+        voting = rotated(query, layer.rope.cos[at], layer.rope.sin[at]).mean(dim=2).to(query.dtype)
+        return select_tokens(
+            voting,
+            layer.keys,
+            layer.seq_start,
+            layer.seq_end - queries,
+            max_tokens=budget,
+            sink_tokens=split.first,
+            recent_tokens=split.last,
+            vote=self.vote,
+            pool_size=self.pool_size,
+            num_tokens=cached,
+            finished=layer.finished,
+        )

@@ -1,0 +1,148 @@
+"""Rotary position embeddings by slot: tables of our own, and a stand-in for the model's rotary module.
+
+A method with ``rotates_keys`` caches keys as they are before RoPE and rotates what it reads to the positions that the
+tokens take in what is read, their slots. The model's own rotation must then do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_sparse_attn.buffers import mark_static
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Rope(NamedTuple):
+    """The rotations of slots 0 to ``len(cos) - 1``, on one device."""
+
+    cos: torch.Tensor
+    """float32 [slots, head_dim // 2]."""
+    sin: torch.Tensor
+    """float32 [slots, head_dim // 2]."""
+
+
+class RopeTables:
+    """A model's rotations, as its own rotary module makes them, once for each device.
+
+    Parameters
+    ----------
+    rotary
+        The decoder's rotary module.
+    slots
+        How many positions are needed.
+    """
+
+    def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
+        self._rotary, self._slots = rotary, slots
+        self._on: dict[torch.device, Rope] = {}
+
+    def on(self, device: torch.device) -> Rope:
+        """Return the tables on a device; all layers there share them."""
+        if device not in self._on:
+            tables = _half_tables(self._rotary, self._slots)
+            self._on[device] = Rope(*(mark_static(table.to(device).contiguous()) for table in tables))
+        return self._on[device]
+
+
+class RawRotary(torch.nn.Module):
+    """Stands in for a decoder's rotary module: rotates nothing, so that keys reach the cache as they are.
+
+    Parameters
+    ----------
+    rotary
+        The module that it stands in for, kept for unpatching.
+    head_dim
+        The width of the tables that attention modules expect.
+    """
+
+    def __init__(self, rotary: torch.nn.Module, head_dim: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.head_dim = head_dim
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine 1 and sine 0, [1, tokens, head_dim] in x's dtype, wherever the tokens are."""
+        shape = (1, position_ids.shape[-1], self.head_dim)
+        return x.new_ones(shape), x.new_zeros(shape)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the two halves of x's last dimension against each other.
+
+    [..., head_dim] by tables that broadcast to [..., head_dim // 2]; float32.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate as Transformers does, roundings included: in x's dtype.
+
+    [batch, heads, tokens, head_dim] by positions [batch or 1, tokens].
+    """
+    cos, sin = (torch.cat([table, table], dim=-1)[positions][:, None].to(x.dtype) for table in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def decoder_rotary(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the decoder's own rotary module, also where the model is patched."""
+    rotary: torch.nn.Module = model.get_decoder().rotary_emb
+    return rotary.rotary if isinstance(rotary, RawRotary) else rotary
+
+
+def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: str) -> None:
+    """Raise where rotating by slot would not be what the model was trained with.
+
+    Raises
+    ------
+    ValueError
+        The RoPE variant changes with the length (dynamic NTK, LongRoPE's switch), is unknown, or leaves a part of the
+        head unrotated.
+    """
+    rope_type = _rope_settings(config).get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"{method_name} rotates keys by slot, which rope_type={rope_type!r} does not allow: its frequencies follow "
+            f"the length of the sequence (dynamic NTK, LongRoPE) or are unknown; supported: "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    rotated_dims = 2 * _half_tables(rotary, 1)[0].shape[-1]
+    if rotated_dims != head_dim_of(config):
+        raise ValueError(
+            f"{method_name} rotates whole heads, but the model's RoPE covers {rotated_dims} of "
+            f"head_dim={head_dim_of(config)} (partial_rotary_factor)"
+        )
+
+
+def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; two halves are equal."""
+    device = next(iter(rotary.buffers())).device
+    with torch.no_grad():
+        tables = rotary(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
+    cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)
+    return cos, sin
+
+
+def max_positions(config: PreTrainedConfig) -> int:
+    """Return how many positions a model can tell apart, with RoPE scaling counted in where the config leaves it out."""
+    rope = _rope_settings(config)
+    limit: int = config.max_position_embeddings
+    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+        trained = rope.get("original_max_position_embeddings") or limit
+        limit = max(limit, int(trained * rope.get("factor", 1.0)))
+    return limit
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """The width of a head, which older configurations leave to be worked out."""
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim
+
+
+def _rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}

@@ -1,0 +1,186 @@
+"""The public ops that choose single tokens, one set for all heads."""
+
+import torch
+
+from ._runtime import call_op
+
+
+def token_votes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    sink_tokens: int = 0,
+    recent_tokens: int = 0,
+    vote: str = "soft",
+    max_tokens: int | None = None,
+    num_tokens: int | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Let the query heads vote for the tokens of a row's KV cache.
+
+    TokenSelect (arXiv 2411.02886), its head soft vote and the two alternatives that it is compared with. The
+    candidates of a row of n tokens are its tokens sink_tokens to n - recent_tokens - 1. Query head h reads KV head
+    h // group, group = q_heads // kv_heads; its score for a token is q_h.k, without a factor.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
+    keys : torch.Tensor
+        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What is no
+        candidate is never used.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
+    sink_tokens, recent_tokens : int
+        How many tokens at the beginning and at the end of the row are no candidates.
+    vote : {"soft", "logits", "head"}
+        "soft": the softmax of a head's scores over the candidates, added over the heads. "logits": the scores, added
+        over the heads. "head": how many heads have the token among the max_tokens - sink_tokens - recent_tokens
+        candidates of their highest scores; of equal scores the lower index comes first.
+    max_tokens : int, optional
+        For "head", and more than sink_tokens + recent_tokens.
+    num_tokens : int, optional
+        A bound on the rows' lengths that the host knows: tokens beyond it are not there. Default: capacity.
+    impl : {"triton", "reference"} or None
+        None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [batch, num_tokens] (float64 for float64): column t is the row's token t, counted from seq_start; -inf
+        where it is no candidate.
+
+    Raises
+    ------
+    TypeError
+        A dtype is not one of the above.
+    ValueError
+        A shape, stride, device, number or name is not as above, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    votes: torch.Tensor = call_op(
+        "token_votes",
+        impl,
+        query,
+        keys,
+        seq_start,
+        seq_end,
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
+        vote=vote,
+        max_tokens=max_tokens,
+        num_tokens=num_tokens,
+    )
+    return votes
+
+
+def select_tokens(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    max_tokens: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    vote: str = "soft",
+    pool_size: int = 0,
+    num_tokens: int | None = None,
+    cached_query: torch.Tensor | None = None,
+    cached_tokens: torch.Tensor | None = None,
+    cached_valid: torch.Tensor | None = None,
+    threshold: float = 1.0,
+    counter: torch.Tensor | None = None,
+    reuse_counter: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the tokens to read, one set for all heads: the first and last of the row, then those with most votes.
+
+    TokenSelect (arXiv 2411.02886): token-level selection by the head soft vote, and its Selection Cache. A row of at
+    most `max_tokens` tokens chooses all of them, and no key is read for it. Of any other,
+    num_voted = max_tokens - sink_tokens - recent_tokens candidates are chosen by `token_votes`; of equal votes the
+    lower index wins, and NaN ranks with -inf.
+
+    Selection cache: with `threshold` below 1 and the three cached tensors, a row whose query points almost where the
+    query of its last selection did takes the voted tokens of that selection again, and no key is read for it. The first
+    and last tokens are those of now. All of that is decided on the device.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
+    keys : torch.Tensor
+        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What is no
+        candidate is never used.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
+    max_tokens : int
+        The most tokens to choose per row, more than sink_tokens + recent_tokens.
+    sink_tokens, recent_tokens : int
+        How many tokens at the beginning and at the end of the row are always chosen.
+    vote : {"soft", "logits", "head"}
+        As for `token_votes`.
+    pool_size : int
+        0, or an odd number: a candidate then counts with the most votes that any has within pool_size // 2 tokens of
+        it.
+    num_tokens : int, optional
+        A bound on the rows' lengths that the host knows: tokens beyond it are not there. Default: capacity.
+    cached_query, cached_tokens, cached_valid : torch.Tensor, optional
+        The selection cache, all or none, written in place: of the shape and dtype of `query`; int32
+        [batch, num_voted]; int32 [batch], 0 where a row has no selection to take again. Set `cached_valid` to 0 where
+        a row does not continue the one before.
+    threshold : float
+        The least cosine between `query` and `cached_query`, over all heads together, at which a selection is taken
+        again; 1 or more never does, and leaves the cache alone. A query of norm 0 never does either.
+    counter : torch.Tensor, optional
+        int64 [4], added to in place: [2] += the bytes of keys read.
+    reuse_counter : torch.Tensor, optional
+        int64 [2], added to in place: [0] += the rows that took a selection again, [1] += those with more than
+        `max_tokens` tokens.
+    finished : torch.Tensor, optional
+        int32 [batch, kv_heads], as for the other ops; not needed here, and left as it is.
+    impl : {"triton", "reference"} or None
+        None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
+
+    Returns
+    -------
+    block_indices : torch.Tensor
+        int32 [batch, 1, max_tokens], ascending, then -1: the chosen tokens, counted from seq_start, for all KV heads.
+    block_counts : torch.Tensor
+        int32 [batch, 1], min(max_tokens, the row's length).
+
+    Raises
+    ------
+    TypeError
+        A dtype is not one of the above.
+    ValueError
+        A shape, stride, device, number or name is not as above, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    selection: tuple[torch.Tensor, torch.Tensor] = call_op(
+        "select_tokens",
+        impl,
+        query,
+        keys,
+        seq_start,
+        seq_end,
+        max_tokens=max_tokens,
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
+        vote=vote,
+        pool_size=pool_size,
+        num_tokens=num_tokens,
+        cached_query=cached_query,
+        cached_tokens=cached_tokens,
+        cached_valid=cached_valid,
+        threshold=threshold,
+        counter=counter,
+        reuse_counter=reuse_counter,
+        finished=finished,
+    )
+    return selection
