@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
+from eval.speed_check import check_covering
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import (
     PREALLOCATED,
@@ -24,7 +25,6 @@ from eval.speed_runs import (
     Run,
     Side,
     Work,
-    check_covering,
     forget_compiled,
     generate,
     is_cuda,
@@ -34,7 +34,7 @@ from eval.speed_table import speed_table
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.memory import PeakMemory
-from hf_sparse_attn.patch import max_positions
+from hf_sparse_attn.rope import max_positions
 
 __all__ = ["Progress", "SpeedConfig", "measure", "measure_model", "save", "speed_table"]
 
@@ -89,7 +89,8 @@ def measure_model(
     -------
     dict
         As JSON has it: ``machine``, ``settings``, ``ttft_covers`` and ``memory_measures`` in words, and ``results``:
-        one entry per context, with ``weights_and_kv_bytes`` and one of ``sides`` each for dense attention over
+        one entry per context, with ``weights_and_kv_bytes``, ``checked`` (what each method was compared with, with a
+        budget for everything; see :func:`check_covering`) and one of ``sides`` each for dense attention over
         Transformers' own cache, over a preallocated one and over Transformers' static one, and for each method and
         budget, on CUDA compiled and not. A side has ``compiled``, and where it is ``compile_seconds``, by which its
         first run took longer; ``ttft_ms`` and ``tpot_ms`` (medians and quartiles), ``kv_fraction``,
@@ -182,9 +183,10 @@ def _measure_context(
                 run = generate(model, side, work, config.new_tokens)
             first_seconds = probes[side.name].first_seconds if side.name in probes else run.seconds
             probes[side.name] = _Probe(first_seconds, run, memory.peak_bytes)
+    checked = []
     for made in methods:
         progress(f"{where}, check: {made.name}, {made.token_budget}")
-        check_covering(model, work, made, probes[PREALLOCATED].last.token_ids)
+        checked.append(check_covering(model, work, made, probes[PREALLOCATED].last.token_ids))
 
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
     for repeat in range(config.repeats):
@@ -193,7 +195,13 @@ def _measure_context(
             progress(f"{where}, round {repeat + 1} of {config.repeats}: {side.name}")
             runs[side.name].append(generate(model, side, work, config.new_tokens))
     entries = _entries(sides, runs, probes, work)
-    return {"context": work.context, "weights_and_kv_bytes": work.weights_and_kv_bytes, "sides": entries}
+    weights_and_kv_bytes = work.weights_and_kv_bytes
+    return {
+        "context": work.context,
+        "weights_and_kv_bytes": weights_and_kv_bytes,
+        "checked": checked,
+        "sides": entries,
+    }
 
 
 def _entries(

@@ -1,12 +1,13 @@
-"""One timed call of ``generate()``, and the check that it computed what it should."""
+"""One timed call of ``generate()``, and the caches that it starts from."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,7 +21,8 @@ from eval.costs import sparse_reads
 from eval.errors import EvalError
 from eval.speed_shapes import seeded
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
-from hf_sparse_attn.greedy import forward
+from hf_sparse_attn.methods import make_method
+from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
 if TYPE_CHECKING:
     from eval.speed_config import SpeedConfig
@@ -29,13 +31,6 @@ DYNAMIC, PREALLOCATED, STATIC = "dense, DynamicCache", "dense, preallocated", "d
 UNCOMPILED = ", not compiled"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
-
-CHECKED_TOKENS = 4
-"""Tokens that a method with a budget for everything must have in common with dense attention."""
-
-
-TIE_ROUNDINGS = 4
-"""Logits that are no further apart than this many roundings of the largest one are a tie."""
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
@@ -130,8 +125,27 @@ class Work:
         return sides
 
     def new_cache(self, method: SparseMethod | str) -> SparseCache:
-        """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such."""
-        return _empty_cache(self.model, method, self.capacity) if self.filled is None else self.filled.fork(method)
+        """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such.
+
+        What they hold is random: it stands for keys after RoPE, and for a method that caches them before it for those.
+        """
+        made = make_method(method)
+        if self.filled is None:
+            return _empty_cache(self.model, made, self.capacity)
+        filled = copy.copy(self.filled)
+        if filled.method.rotates_keys != made.rotates_keys:
+            filled.method = made
+        return filled.fork(made)
+
+    def new_rotated_cache(self) -> SparseCache:
+        """A dense cache of what the filled buffers hold where their keys are those before RoPE."""
+        assert self.filled is not None
+        cache = SparseCache(self.model.config, DENSE, initial_capacity=self.capacity)
+        tables = RopeTables(decoder_rotary(self.model), self.context)
+        for layer_idx, layer in enumerate(self.filled.sparse_layers):
+            keys, values = (buffer[:, :, : self.context] for buffer in (layer.keys, layer.values))
+            cache.update(rotated(keys, *tables.on(keys.device)).to(keys.dtype), values, layer_idx)
+        return cache
 
     def new_dynamic_cache(self) -> DynamicCache:
         """Transformers' own cache, with the tokens in tensors of its own as after a prefill."""
@@ -229,29 +243,6 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             raise EvalError(f"{side.name}, context={work.context}: the patched run read as much as dense attention")
         costs = {"kv_fraction": reads.kv_fraction, "realised_budget": reads.realised_budget}
     return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds)
-
-
-def check_covering(model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[int]) -> None:
-    """Raise unless the method, with a budget for everything, begins as dense attention over the same buffers does.
-
-    Dense attention on CUDA does not always agree with itself: two tokens that it rates alike count as the same.
-    """
-    everything = replace(method, token_budget=2 * (work.context + len(dense_ids)))
-    side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))
-    expected = list(dense_ids[:CHECKED_TOKENS])
-    found = generate(model, side, work, len(expected)).token_ids
-    differing = [step for step in range(len(expected)) if found[step] != expected[step]]
-    if not differing:
-        return
-    step = differing[0]  # what comes after it has another beginning
-    cache = work.new_cache(DENSE)
-    logits = forward(model, cache, work.input_ids[0, cache.get_seq_length() :].tolist() + expected[:step])
-    gap = float(logits[expected[step]] - logits[found[step]])
-    if abs(gap) > TIE_ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max()):
-        raise EvalError(
-            f"{side.name}, context={work.context}: with a budget for everything the patched model begins with tokens "
-            f"{found}, dense attention with {expected}"
-        )
 
 
 def is_cuda(model: PreTrainedModel) -> bool:

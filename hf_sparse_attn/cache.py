@@ -153,7 +153,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if layer.rope_tables is not tables:
                 layer.rope_tables = tables
                 if layer.is_initialized:
-                    layer.rope = tables.on(layer.device)
+                    layer.rope = tables.take(layer.rope)
 
     def announce_step(self) -> None:
         """Say that the coming forward pass is a patched model's: its attention function appends single tokens."""

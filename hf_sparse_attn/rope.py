@@ -40,6 +40,21 @@ class RopeTables:
         self._rotary, self._slots = rotary, slots
         self._on: dict[torch.device, Rope] = {}
 
+    def take(self, rope: Rope) -> Rope:
+        """Return tables on the device of others: the others themselves where they hold the same.
+
+        What stays at its address spares compiled steps another recording.
+        """
+        if rope.cos.device not in self._on:
+            made = _half_tables(self._rotary, self._slots)
+            is_same = all(
+                ours.shape == theirs.shape and torch.equal(ours.to(theirs.device), theirs)
+                for ours, theirs in zip(made, rope, strict=True)
+            )
+            if is_same:
+                self._on[rope.cos.device] = rope
+        return self.on(rope.cos.device)
+
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device; all layers there share them."""
         if device not in self._on:
@@ -120,7 +135,7 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
 
 
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; two halves are equal."""
+    """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; halves are equal."""
     device = next(iter(rotary.buffers())).device
     with torch.no_grad():
         tables = rotary(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from hf_sparse_attn_kernels import select_tokens, sparse_decode, sparse_prefill
+from hf_sparse_attn_kernels import mean_query, select_tokens, sparse_decode, sparse_prefill
 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
@@ -276,8 +276,7 @@ class TokenSelect(SparseMethod):
         if cached <= budget:
             budget, split = cached, TokenSplit(0, cached, 0)
         # Rows that have tokens before the chunk have no padding in it, so the mean is one of tokens alone.
-        at = torch.arange(split.last, split.last + queries, device=query.device).clamp_max(len(layer.rope.cos) - 1)
-        voting = rotated(query, layer.rope.cos[at], layer.rope.sin[at]).mean(dim=2).to(query.dtype)
+        voting = mean_query(query, *layer.rope, first_slot=split.last)
         return select_tokens(
             voting,
             layer.keys,

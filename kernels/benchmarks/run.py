@@ -16,8 +16,8 @@ from op_bench import ROOT, results
 from op_bench.measure import FULL_BUDGET_MS, QUICK_BUDGET_MS, DeviceLostError, Run, measure_shape
 from op_bench.plot import write_plot
 from op_bench.readme import update_readme
-from op_bench.registry import matching_entries
-from op_bench.shapes import QUICK_SHAPES, SHAPES, Settings, matching_shapes
+from op_bench.registry import FAMILIES, family_shapes, matching_entries
+from op_bench.shapes import Settings, matching_shapes
 from op_bench.timing import copy_bytes_per_second
 
 SEED = 0
@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", action="append", default=[], metavar="TEXT", help="only shapes with this in the name")
     made.add_argument("--quick", action="store_true", help="a few shapes, shorter; writes nothing without --out")
     made.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
+    made.add_argument("--update", action="store_true", help="keep what else the JSON file holds")
     made.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a figure beside the JSON")
     made.add_argument("--compare", type=Path, metavar="OLD", help="set old results beside these; exit 1 if slower")
     made.add_argument("--margin", type=float, default=results.MARGIN, help="slower by this fraction is noise")
@@ -38,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--end-to-end", action="store_true", help="time generate() instead; see --model-shape")
     made.add_argument("--model-shape", default="llama-3.1-8b", help="architecture, with random weights")
     made.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
-    made.add_argument("--token-budget", default="2048", help="tokens read per step, comma-separated")
+    made.add_argument("--method", default="quest", help="methods of generate(), comma-separated")
+    made.add_argument("--token-budget", help="tokens read per step, comma-separated (default: Quest 2048)")
     made.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
     made.add_argument("--tune", action="store_true", help="measure the kernels' launch choices, keep them, and end")
     made.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
@@ -80,13 +82,16 @@ def _without_out(command: Sequence[str]) -> str:
 def run_kernels(options: argparse.Namespace, command: str) -> int:
     """Measure the ops; see :func:`main`."""
     entries = matching_entries(options.op)
-    shapes = matching_shapes(QUICK_SHAPES if options.quick else SHAPES, options.shape)
+    shapes = matching_shapes(family_shapes(entries, quick=options.quick), options.shape)
     device = torch.cuda.get_device_name()
     old = results.read(options.compare) if options.compare else None
     if old:
         results.check_device(old, device, options.force)
     is_whole = not (options.quick or options.op or options.shape)
-    out = options.out or (RESULTS / f"{results.file_stem(device)}.json" if is_whole else None)
+    out = options.out or (RESULTS / f"{results.file_stem(device)}.json" if is_whole or options.update else None)
+    kept = results.read(out) if out and options.update else None
+    if kept:
+        results.check_device(kept, device, force=False)
 
     warnings.filterwarnings("ignore", category=UserWarning)  # SDPA says at length which of its kernels cannot run
     settings = Settings()
@@ -106,21 +111,27 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
         "dense": [],
         "skipped": [],
     }
+    whole = results.merged(kept, report) if kept else report  # what cannot be merged is said before any work
     lost: str | None = None
-    for shape in shapes:
+    planned = [(family, shape) for family in FAMILIES for shape in family.shapes_of(quick=options.quick)]
+    for family, shape in planned:
+        chosen = [entry for entry in entries if entry in family.entries]
+        if not chosen or shape not in shapes:
+            continue
         try:
-            measure_shape(shape, entries, run, report)
+            measure_shape(family, shape, chosen, run, report)
         except DeviceLostError as error:
             lost = f"{shape.name}: {error}"
+        whole = results.merged(kept, report) if kept else report
         if out:
-            results.write(report, out)  # after every shape: what was measured stays, whatever comes next
+            results.write(whole, out)  # after every shape: what was measured stays, whatever comes next
         if lost:
             break
     if out:
         print(f"wrote {out}")
         if options.plot:
             figure = out.with_suffix(".png")
-            print(f"wrote {figure}" if write_plot(report, figure) else "no plot: no matplotlib, or nothing to draw")
+            print(f"wrote {figure}" if write_plot(whole, figure) else "no plot: no matplotlib, or nothing to draw")
     return _conclude(report, old, options, lost)
 
 

@@ -3,20 +3,26 @@
 import argparse
 import importlib.util
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from op_bench import end_to_end, measure, registry, timing
-from op_bench.dense import backends
+from op_bench import end_to_end, measure, oracle, quest_entries, registry, results, timing
+from op_bench.dense import Backend, backends
+from op_bench.entry import Entry
 from op_bench.oracle import Mismatch
+from op_bench.quest_entries import QUEST
 from op_bench.shapes import Settings, Shape
+from op_bench.token_oracle import chunk_attention
 
 from eval import speed, speed_runs, speed_shapes
 
 SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
+CHUNK = replace(SHAPE, queries=8)
+SETTINGS = {"token_budget": 48, "sink_tokens": 4, "voted_tokens": 16, "recent_tokens": 8}
 TIMES = {"min": 1.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "samples": 4}
 
 
@@ -58,16 +64,16 @@ def new_report():
 
 def run(lines=None):
     say = (lambda line: None) if lines is None else lines.append
-    return measure.Run(Settings(token_budget=48), 0, 1.0, 4e12, device="cpu", say=say)
+    return measure.Run(Settings(**SETTINGS), 0, 1.0, 4e12, device="cpu", say=say)
 
 
 def test_everything_is_checked_timed_and_compared():
     report, lines = new_report(), []
-    measure.measure_shape(SHAPE, registry.ENTRIES, run(lines), report)
-    assert [record["error"] for record in report["entries"]] == [None] * len(registry.ENTRIES)
+    measure.measure_shape(QUEST, SHAPE, QUEST.entries, run(lines), report)
+    assert [record["error"] for record in report["entries"]] == [None] * len(QUEST.entries)
     assert {record["backend"] for record in report["dense"]} == {backend.name for backend in backends(SHAPE)}
     assert any(record["times"] for record in report["dense"])
-    for entry, record in zip(registry.ENTRIES, report["entries"], strict=True):
+    for entry, record in zip(QUEST.entries, report["entries"], strict=True):
         assert record["layers"] == 8
         assert record["times"]["layers"] == TIMES
         assert (record["against"] is not None) is entry.against_dense
@@ -75,11 +81,41 @@ def test_everything_is_checked_timed_and_compared():
     assert len(lines) == 1 + len(report["entries"]) + len(report["dense"])
 
 
-def test_an_op_that_is_wrong_has_no_time_and_the_others_go_on(monkeypatch):
-    decode = registry.ops.sparse_decode
-    monkeypatch.setattr(registry.ops, "sparse_decode", lambda *args, **options: decode(*args, **options) + 1)
+@pytest.mark.parametrize("family", registry.FAMILIES[1:], ids=lambda family: family.name)
+def test_the_steps_of_other_methods_are_too(family):
+    def attend(layer):
+        if layer.shape.queries == 1:
+            return oracle.attention(layer.query, layer.keys, layer.values, torch.float32)
+        return chunk_attention(layer.query, layer.keys, layer.values, torch.float32)
+
+    shape = CHUNK if "chunks" in family.name else SHAPE
+    check = family.backends(shape)[0].check
+    made = replace(family, backends=lambda shape: [*family.backends(shape), Backend("plain", attend, check)])
     report = new_report()
-    measure.measure_shape(SHAPE, registry.matching_entries(["sparse_decode", "page_scores"]), run(), report)
+    measure.measure_shape(made, shape, made.entries, run(), report)
+    assert [record["error"] for record in report["entries"]] == [None] * len(made.entries)
+    assert {record["backend"] for record in report["dense"]} == {each.name for each in made.backends(shape)}
+    for entry, record in zip(made.entries, report["entries"], strict=True):
+        assert record["layers"] >= family.least_layers
+        assert (record["against"] is not None) is entry.against_dense
+
+
+def test_dense_attention_is_measured_once_for_all_families():
+    report, lines = new_report(), []
+    for family in registry.FAMILIES[:2]:
+        measure.measure_shape(family, SHAPE, family.entries, run(lines), report)
+    assert len(report["dense"]) == len(backends(SHAPE))
+    [step, *_] = [record for record in report["entries"] if record["op"] == "tokenselect_step"]
+    assert step["against"]["layers"]["ratio_with_ours"] == 1.0
+
+
+def test_an_op_that_is_wrong_has_no_time_and_the_others_go_on(monkeypatch):
+    decode = quest_entries.ops.sparse_decode
+    monkeypatch.setattr(quest_entries.ops, "sparse_decode", lambda *args, **options: decode(*args, **options) + 1)
+    report = new_report()
+    measure.measure_shape(
+        QUEST, SHAPE, [entry for entry in QUEST.entries if entry.op in ("sparse_decode", "page_scores")], run(), report
+    )
     errors = {record["op"]: record["error"] for record in report["entries"] if record["times"] is None}
     assert set(errors) == {"sparse_decode"}
     assert "Mismatch: output off by" in errors["sparse_decode"]
@@ -88,18 +124,17 @@ def test_an_op_that_is_wrong_has_no_time_and_the_others_go_on(monkeypatch):
 def test_a_replay_that_computes_nothing_is_found(monkeypatch):
     monkeypatch.setattr(Graph, "replay", lambda self: None)
     report = new_report()
-    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    measure.measure_shape(QUEST, SHAPE, QUEST.entries, run(), report)
     assert all("Mismatch" in record["error"] for record in report["entries"])
     assert not any(record["times"] for record in report["dense"])
 
 
-def test_data_that_cannot_be_made_is_every_entry_s_error(monkeypatch):
+def test_data_that_cannot_be_made_is_every_entry_s_error():
     def broken(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(measure, "make_layer", broken)
     report = new_report()
-    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    measure.measure_shape(replace(QUEST, make_layer=broken), SHAPE, QUEST.entries, run(), report)
     assert {record["error"] for record in report["entries"]} == {"torch.OutOfMemoryError: no memory"}
     assert report["dense"] == []
 
@@ -112,15 +147,15 @@ def test_a_broken_device_ends_the_run(monkeypatch):
         monkeypatch.setattr(torch.cuda, "synchronize", lost)
         raise Mismatch("wrong")
 
-    entry = registry.Entry("page_scores", "", fail, lambda layer, outputs: None, lambda shape, settings: 1)
+    entry = Entry("page_scores", "", fail, lambda layer, outputs: None, lambda shape, settings: 1)
     with pytest.raises(measure.DeviceLostError, match="Mismatch: wrong"):
-        measure.measure_shape(SHAPE, [entry], run(), new_report())
+        measure.measure_shape(QUEST, SHAPE, [entry], run(), new_report())
 
 
 def test_what_does_not_fit_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 40))
     report = new_report()
-    measure.measure_shape(SHAPE, registry.ENTRIES, run(), report)
+    measure.measure_shape(QUEST, SHAPE, QUEST.entries, run(), report)
     assert report["entries"] == []
     assert report["skipped"][0]["shape"]["name"] == SHAPE.name
     assert "are free" in report["skipped"][0]["reason"]
@@ -133,8 +168,11 @@ def script(monkeypatch):
     spec = importlib.util.spec_from_file_location("benchmarks_run", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "SHAPES", (SHAPE,))
-    monkeypatch.setattr(module, "Settings", partial(Settings, token_budget=48))
+    shapes = {"quest": SHAPE, "TokenSelect, decode steps": SHAPE, "TokenSelect, chunks of the prefill": CHUNK}
+    families = tuple(replace(family, shapes=(shapes[family.name],)) for family in registry.FAMILIES)
+    for each in (module, registry):
+        monkeypatch.setattr(each, "FAMILIES", families)
+    monkeypatch.setattr(module, "Settings", partial(Settings, **SETTINGS))
     monkeypatch.setattr(module, "Run", partial(measure.Run, device="cpu"))
     monkeypatch.setattr(module, "copy_bytes_per_second", lambda: 4e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -155,6 +193,19 @@ def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, cap
 
     other = ["--op", "page_scores", "--out", str(tmp_path / "other.json"), "--no-plot", "--compare", str(written)]
     assert script.main(other) == 0
+    # What is measured again goes into the file, and the rest stays.
+    held = json.loads(written.read_text())
+    assert script.main(["--op", "tokenselect_step", "--update", "--no-plot"]) == 0
+    updated = json.loads(written.read_text())
+    assert [results.entry_key(entry) for entry in updated["entries"]] == [
+        results.entry_key(entry) for entry in held["entries"]
+    ]
+    again = [entry for entry in updated["entries"] if "machine" in entry]
+    assert {entry["op"] for entry in again} == {"tokenselect_step"}
+    command = "python kernels/benchmarks/run.py --op tokenselect_step --update --no-plot"
+    assert again[0]["machine"]["command"] == command
+    assert script.main(["--update", "--out", str(tmp_path / "none.json")]) == 2
+
     slow = {way: {**TIMES, "median": 3.0} for way in ("replay", "layers")}
     monkeypatch.setattr(timing, "time_layers", lambda graph, layers, budget_ms: slow["layers"])
     assert script.main(other) == 1
@@ -170,7 +221,8 @@ def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, cap
     assert script.main(["--op", "topk"]) == 2
 
 
-def test_the_end_to_end_part_keeps_what_each_context_gave(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("method", "budget"), [("quest", "64"), ("tokenselect", "64"), ("quest", None)])
+def test_the_end_to_end_part_keeps_what_each_context_gave(monkeypatch, tmp_path, method, budget):
     out = tmp_path / "speed.json"
     saved = []
     save = speed.save
@@ -182,8 +234,12 @@ def test_the_end_to_end_part_keeps_what_each_context_gave(monkeypatch, tmp_path)
     monkeypatch.setattr(speed_shapes, "build_model", lambda shape, dtype, device, seed: build(shape, dtype, cpu, seed))
     for module in (speed, speed_runs):
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
-    options = argparse.Namespace(model_shape="tiny", out=out, context="160,320", token_budget="64", repeats=1)
+    options = argparse.Namespace(
+        model_shape="tiny", out=out, context="160,320", method=method, token_budget=budget, repeats=1
+    )
     assert end_to_end.run_end_to_end(options, tmp_path) == 0
     report = json.loads(out.read_text())
     assert saved == [1, 2]
+    assert {side["method"] for side in report["results"][0]["sides"]} == {"full", method}
+    assert report["settings"]["token_budget"] == [64 if budget else 2048]
     assert report["settings"]["contexts"] == [160, 320] == [result["context"] for result in report["results"]]

@@ -4,8 +4,9 @@ import pytest
 import torch
 from op_bench import floors, oracle, registry
 from op_bench.measure import check_entry, plan_layers
-from op_bench.registry import ENTRIES, STEP
-from op_bench.shapes import QUICK_SHAPES, SHAPES, Settings, Shape, matching_shapes
+from op_bench.quest_entries import ENTRIES, QUEST
+from op_bench.registry import FAMILIES, STEP
+from op_bench.shapes import DECODE_SHAPES, QUICK_DECODE_SHAPES, Settings, Shape, matching_shapes
 from op_bench.workload import layer_bytes, make_layer
 
 SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
@@ -29,10 +30,11 @@ def test_the_kernels_pass_too():
 
 
 def test_entries_are_named_once_and_cover_the_ops():
-    names = [entry.name for entry in ENTRIES]
+    names = [entry.name for entry in registry.ENTRIES]
     assert len(set(names)) == len(names)
     ops = {"page_bounds", "page_scores", "select_blocks", "append_and_select", "sparse_decode", "dense_decode"}
     assert {entry.op for entry in ENTRIES} == ops | {"quest_step"}
+    assert {entry for family in FAMILIES for entry in family.entries} == set(registry.ENTRIES)
 
 
 def test_other_bounds_are_refused():
@@ -126,12 +128,12 @@ def test_buffers_are_counted_right():
 
 def test_layers_are_several_caches_worth_or_what_memory_allows():
     shape, l2 = Shape(32, 8, 128, 1, 32768), 60 << 20
-    many = plan_layers(shape, Settings(), 100 << 30, l2)
+    many = plan_layers(QUEST, shape, Settings(), 100 << 30, l2)
     assert many * floors.step_bytes("int8", shape, Settings()) > 4 * l2
     long = Shape(32, 32, 128, 1, 524288)
-    assert plan_layers(long, Settings(), 139 * 10**9, l2) == 8
-    assert 1 <= plan_layers(long, Settings(), 40 << 30, l2) < 8
-    assert plan_layers(long, Settings(), 10 << 30, l2) == 0
+    assert plan_layers(QUEST, long, Settings(), 139 * 10**9, l2) == 8
+    assert 1 <= plan_layers(QUEST, long, Settings(), 40 << 30, l2) < 8
+    assert plan_layers(QUEST, long, Settings(), 10 << 30, l2) == 0
 
 
 def test_lengths_are_whole_pages():
@@ -140,12 +142,13 @@ def test_lengths_are_whole_pages():
 
 
 def test_filters():
-    names = [shape.name for shape in matching_shapes(SHAPES, ["q32-kv32", "b32-8K"])]
+    names = [shape.name for shape in matching_shapes(DECODE_SHAPES, ["q32-kv32", "b32-8K"])]
     assert names == [*(f"q32-kv32-d128-b1-{length}" for length in ("8K", "32K", "128K", "512K")), "q32-kv8-d128-b32-8K"]
-    assert matching_shapes(QUICK_SHAPES, []) == list(QUICK_SHAPES)
-    assert set(QUICK_SHAPES) <= set(SHAPES)
+    assert matching_shapes(QUICK_DECODE_SHAPES, []) == list(QUICK_DECODE_SHAPES)
+    for family in FAMILIES:
+        assert set(family.shapes_of(quick=True)) <= set(family.shapes_of(quick=False))
     with pytest.raises(ValueError, match="--shape 'b7' matches none of q32"):
-        matching_shapes(SHAPES, ["b7"])
+        matching_shapes(DECODE_SHAPES, ["b7"])
     assert {entry.op for entry in registry.matching_entries(["page_bounds"])} == {"page_bounds"}
     with pytest.raises(ValueError, match="--op 'topk' is unknown; known: page_bounds"):
         registry.matching_entries(["topk"])

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from op_bench import break_even as even
-from op_bench import readme, results
+from op_bench import readme, registry, results
 from op_bench.plot import series, write_plot
+from op_bench.registry import TOKEN_STEPS
 from op_bench.shapes import Shape
 from op_bench.timing import quartiles
 
@@ -107,6 +108,25 @@ def test_compare_finds_what_is_slower():
     assert results.compare(old, new)[1] == 0
 
 
+def test_a_part_of_a_run_is_put_into_an_older_report():
+    old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0))
+    new = report(entry(LONG, 5.0, 20.0), entry(LONG, 7.0, 20.0, *STEP))
+    new["machine"] |= {"date": "2026-02-03T04:05:06", "driver": "1.2"}
+    new["settings"] |= TOKEN_SETTINGS
+    made = results.merged(old, new)
+    assert [each["times"]["layers"]["median"] for each in made["entries"]] == [10.0, 5.0, 7.0]
+    assert [each["op"] for each in made["entries"]] == ["quest_step", "quest_step", STEP[0]]
+    assert "machine" not in made["entries"][0]
+    assert made["entries"][1]["machine"] == {"date": "2026-02-03T04:05:06", "driver": "1.2"}
+    assert results.machine_of(made, made["entries"][2]) == new["machine"]
+    assert made["machine"] == old["machine"]
+    assert made["settings"] == new["settings"]
+    assert [each["shape"]["name"] for each in made["dense"]] == [SHORT.name, LONG.name]
+    new["settings"]["page_size"] = 32
+    with pytest.raises(results.ResultsError, match="other settings: page_size"):
+        results.merged(old, new)
+
+
 def test_devices_must_agree():
     old = report(device="NVIDIA H100")
     with pytest.raises(results.ResultsError, match="'NVIDIA H100', these of 'NVIDIA H200'; --force"):
@@ -149,6 +169,18 @@ def test_the_figure_has_a_panel_for_each_configuration(tmp_path):
     assert write_plot(made, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size < 200_000
     assert not write_plot(report(), tmp_path / "empty.png")
+
+
+STEP, KEPT, CHUNK_STEP = *TOKEN_STEPS, registry.CHUNK_STEP
+TOKEN_SETTINGS = {"sink_tokens": 128, "voted_tokens": 2048, "recent_tokens": 512}
+
+
+def test_the_figure_shows_decode_steps_only():
+    chunk = Shape(28, 4, 128, 1, 1 << 20, queries=512)
+    made = report(entry(chunk, 500.0, 13750.0, *CHUNK_STEP), entry(LONG, 20.0, 40.0, *STEP))
+    panels = series(made)
+    assert set(panels) == {"q32-kv8-d128-b1"}
+    assert panels["q32-kv8-d128-b1"]["tokenselect_step, chosen anew"] == [(32768, 20.0)]
 
 
 SPEED = {
@@ -195,6 +227,31 @@ def test_the_section_shows_steps_generate_and_where_both_break_even(tmp_path):
     assert f"| {on} | 131,072 | quest, 2048 | 5.00 | 10.00 | dense, StaticCache | 2.00 |" in section
     assert f"| {on} | quest, 2048 | 131,072 (crossing near 66,000) |" in section
     assert "2026-01-02" in section
+
+
+def test_the_section_shows_tokenselect_where_it_was_measured(tmp_path):
+    quest = report(entry(LONG, 10.0, 20.0))
+    assert "TokenSelect" not in readme.speed_section(results_tree(tmp_path / "without", [quest]))
+    short, long = (Shape(28, 4, 128, 1, length << 20, queries=512) for length in (1, 2))
+    other = Shape(28, 4, 128, 1, 1 << 17)
+    steps = [
+        entry(short, 550.0, 13750.0, *CHUNK_STEP),
+        entry(long, 1100.0, 27500.0, *CHUNK_STEP),
+        entry(other, 40.0, 60.0, *STEP),
+        entry(other, 20.0, 60.0, *KEPT),
+    ]
+    new = report(*steps)
+    new["settings"] |= TOKEN_SETTINGS
+    new["machine"]["date"] = "2026-02-03"
+    section = readme.speed_section(results_tree(tmp_path / "with", [results.merged(quest, new)]))
+    assert "### TokenSelect, NVIDIA H200" in section
+    assert "| 28/4 | 128 | 512 | 1M | 0.550 | 13.75 | SDPA cuDNN | 25.00 | 550.00 |" in section
+    assert "| 28/4 | 128 | 1 | 128K | chosen anew | 40.0 | 60.0 | SDPA cuDNN | 1.50 | 40.00 | 45.0 | 65.0" in section
+    assert "| 28/4 | 128 | 1 | 128K | choice kept | 20.0 | 60.0 | SDPA cuDNN | 3.00 |" in section
+    assert "| chunk of the prefill | 28/4 | 128 | 1 | 1,048,576 (the shortest measured) |" in section
+    assert "| decode step, choice kept | 28/4 | 128 | 1 | 131,072 (the shortest measured) |" in section
+    assert section.index("page bounds") < section.index("### TokenSelect") < section.index("`generate()`")
+    assert "2026-02-03" in section
 
 
 def test_the_section_is_put_after_evaluation_and_then_rewritten(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from eval import speed, speed_runs
+from eval import speed, speed_check, speed_runs
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
 from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
@@ -269,7 +269,7 @@ def generate_with_another_token(monkeypatch: pytest.MonkeyPatch, step: int) -> N
             run.token_ids[step] = (run.token_ids[step] + 1) % SHAPES["tiny"].vocab_size
         return run
 
-    monkeypatch.setattr(speed_runs, "generate", wrong)
+    monkeypatch.setattr(speed_check, "generate", wrong)
     monkeypatch.setattr(speed, "generate", wrong)
 
 
@@ -277,6 +277,54 @@ def test_a_patched_run_that_reads_everything_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr("hf_sparse_attn.methods.Quest.covers", lambda self, length: length != CONTEXT)
     with pytest.raises(EvalError, match="quest, 64, context=300: the patched run read as much as dense attention"):
         measure(config())
+
+
+@pytest.mark.parametrize("parameters", [{}, {"k": 40, "n_init": 8, "n_local": 16}], ids=["budget", "k"])
+def test_a_method_that_caches_keys_before_rope_is_measured_too(parameters: dict[str, int]) -> None:
+    made = config(method=("quest", "tokenselect"), token_budget=() if parameters else (64,), parameters=parameters)
+    [result] = measure(made)["results"]
+    _, ours = result["sides"][3:]
+    assert (ours["method"], ours["token_budget"], ours["realised_budget"]) == ("tokenselect", 64, 64)
+    assert ours["kv_fraction"] < 1
+    assert ours["ratio"]["tpot"] > 0
+    rotated = "dense attention, the cached keys rotated to their positions"
+    assert [(each["method"], each["against"]) for each in result["checked"]] == [
+        ("quest", "dense attention"),
+        ("tokenselect", rotated),
+    ]
+    assert {each["tokens"] for each in result["checked"]} == {NEW_TOKENS}
+    assert result["checked"][1]["token_budget"] == CONTEXT + NEW_TOKENS + 1
+
+
+def test_keys_before_rope_are_the_filled_ones_without_a_copy() -> None:
+    work = Work.start(tiny_model(), config(), CONTEXT, ())
+    assert work.filled is not None
+    [method] = config(method=("tokenselect",)).methods()
+    ours, rotated = work.new_cache(method), work.new_rotated_cache()
+    for filled, layer, dense in zip(work.filled.sparse_layers, ours.sparse_layers, rotated.sparse_layers, strict=True):
+        assert layer.keys.data_ptr() == filled.keys.data_ptr()
+        assert layer.method == method
+        first, last = (dense.keys[:, :, token] for token in (0, CONTEXT - 1))
+        assert torch.equal(first, filled.keys[:, :, 0])  # position 0
+        assert not torch.allclose(last, filled.keys[:, :, CONTEXT - 1])
+        torch.testing.assert_close(last.norm(dim=-1), filled.keys[:, :, CONTEXT - 1].norm(dim=-1))
+    assert work.filled.method.name == "full"
+
+
+def test_other_tokens_than_with_rotated_keys_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate_with_another_token(monkeypatch, 1)
+    with pytest.raises(EvalError, match=r"tokenselect, 305, context=300: with a budget for everything .* rotated to"):
+        measure(config(method=("tokenselect",)))
+
+
+def test_a_budget_for_everything_is_within_the_model_s_positions(tiny_folder: Path) -> None:
+    model, _ = load_model(str(tiny_folder), torch.float32, torch.device("cpu"))
+    limit = model.config.max_position_embeddings
+    made = config(shape=None, model=str(tiny_folder), contexts=(limit - 8,), method=("tokenselect",))
+    work = Work.start(model, made, limit - 8, ())
+    assert speed_check.covering(made.methods()[0], work, 8).token_budget == min(work.capacity, limit)
+    [result] = measure_model(model, config(shape=None, model=str(tiny_folder), method=("tokenselect",)))["results"]
+    assert result["checked"][0]["against"] == "dense attention"
 
 
 def test_a_run_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

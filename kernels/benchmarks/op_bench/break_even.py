@@ -43,11 +43,11 @@ def break_even(points: Points) -> BreakEven:
     return BreakEven(shortest, long, short * (long / short) ** share)
 
 
-def step_ratios(report: Record, way: str) -> dict[str, list[tuple[int, float]]]:
-    """Ratios of the step against the best dense backend, for each configuration (heads, head_dim and batch)."""
+def step_ratios(report: Record, way: str, step: tuple[str, str] = STEP) -> dict[str, list[tuple[int, float]]]:
+    """Ratios of a step against the best dense backend, for each configuration (heads, head_dim, batch and chunk)."""
     points = defaultdict(list)
     for entry in report["entries"]:
-        if (entry["op"], entry["variant"]) == STEP and entry["against"]:
+        if (entry["op"], entry["variant"]) == step and entry["against"]:
             shape = shape_of(entry)
             points[shape.configuration].append((shape.length, entry["against"][way]["ratio"]))
     return dict(points)

@@ -6,21 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from op_bench import oracle
 from op_bench.shapes import Shape
-from op_bench.workload import Layer
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Attention of one query token per row to all of the row's tokens: [batch, q_heads, head_dim]."""
+    """Attention of a layer's queries to all of their rows' tokens, of the queries' shape."""
 
     name: str
-    run: Callable[[Layer], torch.Tensor]
+    run: Callable[[Any], torch.Tensor]
+    check: Callable[[torch.Tensor, Any], None] = oracle.check_dense_output
+    """Raises ``oracle.Mismatch`` unless the output is right."""
 
 
 _SDPA = {
@@ -46,7 +49,12 @@ def backends(shape: Shape) -> list[Backend]:
     return found
 
 
-def _sdpa(kind: SDPBackend, layer: Layer) -> torch.Tensor:
+def fast_backends(shape: Shape) -> list[Backend]:
+    """Those among which the best was at every shape measured; the others take most of a run's time."""
+    return [each for each in backends(shape) if "efficient" not in each.name and "folded" not in each.name]
+
+
+def _sdpa(kind: SDPBackend, layer: Any) -> torch.Tensor:
     with sdpa_kernel(kind):
         output = scaled_dot_product_attention(
             layer.query[:, :, None], layer.keys, layer.values, enable_gqa=layer.shape.group > 1
@@ -54,7 +62,7 @@ def _sdpa(kind: SDPBackend, layer: Layer) -> torch.Tensor:
     return output[:, :, 0]
 
 
-def _sdpa_folded(kind: SDPBackend, layer: Layer) -> torch.Tensor:
+def _sdpa_folded(kind: SDPBackend, layer: Any) -> torch.Tensor:
     shape = layer.shape
     query = layer.query.view(shape.batch, shape.kv_heads, shape.group, shape.head_dim)
     with sdpa_kernel(kind):
@@ -62,7 +70,7 @@ def _sdpa_folded(kind: SDPBackend, layer: Layer) -> torch.Tensor:
     return output.reshape(shape.batch, shape.q_heads, shape.head_dim)
 
 
-def _flashinfer(layer: Layer) -> torch.Tensor:
+def _flashinfer(layer: Any) -> torch.Tensor:
     import flashinfer
 
     output: torch.Tensor = flashinfer.single_decode_with_kv_cache(

@@ -12,6 +12,9 @@ import torch
 
 from op_bench.results import ResultsError, file_stem
 
+QUEST_BUDGET = "2048"
+"""Of the measured target; other methods have their own."""
+
 
 def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
     """Time ``generate()``, dense and patched, and write the report; return the exit status.
@@ -32,15 +35,18 @@ def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
         raise ResultsError(f"--end-to-end needs transformers and what it brings: {error}") from error
     logging.set_verbosity_error()
     device = torch.device("cuda", torch.cuda.current_device())
-    stem = f"{options.model_shape}-{file_stem(torch.cuda.get_device_name(device))}"
+    methods = tuple(options.method.split(","))
+    budgets = options.token_budget or (QUEST_BUDGET if methods == ("quest",) else None)
+    others = "".join(f"-{name}" for name in methods if name != "quest")
+    stem = f"{options.model_shape}{others}-{file_stem(torch.cuda.get_device_name(device))}"
     out = options.out or root / "eval" / "results" / "speed" / f"{stem}.json"
     report: dict[str, Any] = {}
     try:
         config = SpeedConfig(
             shape=options.model_shape,
             contexts=_numbers(options.context),
-            method=("quest",),
-            token_budget=_numbers(options.token_budget),
+            method=methods,
+            token_budget=_numbers(budgets) if budgets else (),
             repeats=options.repeats,
             dtype="bfloat16",
             device="cuda",

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from op_bench import oracle, timing
-from op_bench.dense import backends
-from op_bench.floors import step_bytes
-from op_bench.registry import STEP, Entry, Outputs
+from op_bench import timing
+from op_bench.dense import Backend
+from op_bench.entry import Entry, Family, Outputs
 from op_bench.results import Record, against_dense, floors_us, over_floor, shape_record
 from op_bench.shapes import Settings, Shape
-from op_bench.workload import Layer, layer_bytes, make_layer
 
-LEAST_LAYERS, MOST_LAYERS = 8, 32
+MOST_LAYERS = 32
 L2_MULTIPLE = 4
 RESERVED_BYTES = 8 << 30
 """Left free beside the layers, for the oracles and the benchmark's own L2 flush."""
@@ -42,15 +40,15 @@ class Run:
     say: Callable[[str], None] = print
 
 
-def plan_layers(shape: Shape, settings: Settings, free_bytes: int, l2_bytes: int) -> int:
-    """How many layers to measure: several L2 caches' worth of our step's bytes, at least 8, as memory allows."""
-    wanted = -(-L2_MULTIPLE * l2_bytes // step_bytes(STEP[1], shape, settings))
-    fitting = (free_bytes - RESERVED_BYTES) // layer_bytes(shape, settings)
-    return max(0, min(max(wanted, LEAST_LAYERS), MOST_LAYERS, fitting))
+def plan_layers(family: Family, shape: Shape, settings: Settings, free_bytes: int, l2_bytes: int) -> int:
+    """How many layers to measure: several L2 caches' worth of our step's bytes, at least a few, as memory allows."""
+    wanted = -(-L2_MULTIPLE * l2_bytes // family.step_bytes(shape, settings))
+    fitting = (free_bytes - RESERVED_BYTES) // family.layer_bytes(shape, settings)
+    return max(0, min(max(wanted, family.least_layers), MOST_LAYERS, fitting))
 
 
-def measure_shape(shape: Shape, entries: Sequence[Entry], run: Run, report: Record) -> None:
-    """Measure all entries, and the dense backends where one is compared with them, and add them to ``report``.
+def measure_shape(family: Family, shape: Shape, entries: Sequence[Entry], run: Run, report: Record) -> None:
+    """Measure entries of a family, and the dense backends where one is compared with them, and add them to ``report``.
 
     Raises
     ------
@@ -60,30 +58,33 @@ def measure_shape(shape: Shape, entries: Sequence[Entry], run: Run, report: Reco
     gc.collect()
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info()
-    count = plan_layers(shape, run.settings, free_bytes, torch.cuda.get_device_properties(0).L2_cache_size)
+    count = plan_layers(family, shape, run.settings, free_bytes, torch.cuda.get_device_properties(0).L2_cache_size)
     if count == 0:
-        needed = (layer_bytes(shape, run.settings) + RESERVED_BYTES) / 1e9
+        needed = (family.layer_bytes(shape, run.settings) + RESERVED_BYTES) / 1e9
         reason = f"needs {needed:.1f} GB, {free_bytes / 1e9:.1f} GB are free"
         run.say(f"{shape.name}: skipped, {reason}")
         report["skipped"].append({"shape": shape_record(shape), "reason": reason})
         return
+    device = torch.device(run.device)
     layers, error = _attempt(
-        lambda: [make_layer(shape, run.settings, torch.device(run.device), run.seed + index) for index in range(count)]
+        lambda: [family.make_layer(shape, run.settings, device, run.seed + index) for index in range(count)]
     )
     run.say(f"{shape.name}: {count} layers")
-    dense = []
-    if layers and any(entry.against_dense for entry in entries):
-        dense = [_measure_backend(backend.name, backend.run, layers, run) for backend in backends(shape)]
-    report["dense"] += dense
+    # Families share shapes, and dense attention is the same for all of them.
+    dense = [record for record in report["dense"] if record["shape"]["name"] == shape.name]
+    if layers and not dense and any(entry.against_dense for entry in entries):
+        dense = [_measure_backend(backend, layers, run) for backend in family.backends(shape)]
+        report["dense"] += dense
     measured = [_measure_entry(entry, shape, layers or [], error, run) for entry in entries]
-    ours = next((record["times"] for record in measured if record["op"] == "dense_decode"), None)
+    of_shape = [record for record in [*report["entries"], *measured] if record["shape"]["name"] == shape.name]
+    ours = next((record["times"] for record in of_shape if record["op"] == "dense_decode"), None)
     for entry, record in zip(entries, measured, strict=True):
         if entry.against_dense and record["times"]:
             record["against"] = against_dense(record["times"], dense, ours)
     report["entries"] += measured
 
 
-def check_entry(entry: Entry, layer: Layer, impl: str | None = None) -> None:
+def check_entry(entry: Entry, layer: Any, impl: str | None = None) -> None:
     """Run an entry once and compare its result with the oracle's.
 
     Raises
@@ -95,7 +96,7 @@ def check_entry(entry: Entry, layer: Layer, impl: str | None = None) -> None:
     entry.check(layer, entry.run(layer, impl))
 
 
-def _measure_entry(entry: Entry, shape: Shape, layers: list[Layer], error: str | None, run: Run) -> Record:
+def _measure_entry(entry: Entry, shape: Shape, layers: list[Any], error: str | None, run: Run) -> Record:
     moved = entry.moved_bytes(shape, run.settings)
     record: Record = {
         "op": entry.op,
@@ -118,22 +119,22 @@ def _measure_entry(entry: Entry, shape: Shape, layers: list[Layer], error: str |
     return record
 
 
-def _measure_backend(name: str, attend: Callable[[Layer], torch.Tensor], layers: list[Layer], run: Run) -> Record:
-    def check(layer: Layer, outputs: Outputs) -> None:
-        oracle.check_dense_output(outputs[0], layer)
+def _measure_backend(backend: Backend, layers: list[Any], run: Run) -> Record:
+    def check(layer: Any, outputs: Outputs) -> None:
+        backend.check(outputs[0], layer)
 
-    step = partial(_timed, lambda layer: (attend(layer),), lambda layer: None, check, layers, run)
+    step = partial(_timed, lambda layer: (backend.run(layer),), lambda layer: None, check, layers, run)
     times, error = _attempt(step)
-    record = {"backend": name, "shape": shape_record(layers[0].shape), "times": times, "error": error}
-    _say(name, record, run)
+    record = {"backend": backend.name, "shape": shape_record(layers[0].shape), "times": times, "error": error}
+    _say(backend.name, record, run)
     return record
 
 
 def _timed(
-    step: Callable[[Layer], Outputs],
-    prepare: Callable[[Layer], None],
-    check: Callable[[Layer, Outputs], None],
-    layers: list[Layer],
+    step: Callable[[Any], Outputs],
+    prepare: Callable[[Any], None],
+    check: Callable[[Any, Outputs], None],
+    layers: list[Any],
     run: Run,
 ) -> Record:
     """Check a step called plainly, in a graph, and in a graph of all layers; time the two graphs."""
@@ -153,9 +154,9 @@ def _timed(
 def _check_replay(
     graph: torch.cuda.CUDAGraph,
     outputs: Outputs,
-    layer: Layer,
-    prepare: Callable[[Layer], None],
-    check: Callable[[Layer, Outputs], None],
+    layer: Any,
+    prepare: Callable[[Any], None],
+    check: Callable[[Any, Outputs], None],
 ) -> None:
     prepare(layer)
     for output in outputs:

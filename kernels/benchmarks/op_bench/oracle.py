@@ -129,7 +129,7 @@ def check_sparse_output(
     index = positions[..., None].expand(-1, -1, -1, layer.shape.head_dim)
     keys, values = layer.keys.gather(2, index), layer.values.gather(2, index)
     truth, rough = (attention(layer.query, keys, values, dtype) for dtype in (torch.float32, DTYPE))
-    _check_output(found, truth, rough)
+    check_output(found, truth, rough)
 
 
 def check_dense_output(found: torch.Tensor, layer: Layer) -> None:
@@ -137,7 +137,7 @@ def check_dense_output(found: torch.Tensor, layer: Layer) -> None:
     if "dense" not in layer.expected:
         for name, dtype in (("dense", torch.float32), ("dense, rough", DTYPE)):
             layer.expected[name] = attention(layer.query, layer.keys, layer.values, dtype)
-    _check_output(found, layer.expected["dense"], layer.expected["dense, rough"])
+    check_output(found, layer.expected["dense"], layer.expected["dense, rough"])
 
 
 def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +163,8 @@ def _reference_bounds(layer: Layer, keys: torch.Tensor, bounds: Bounds, end: tor
     ops.page_bounds(keys, bounds.page_min, bounds.page_max, layer.seq_start, end, **bounds.exponents, **options)
 
 
-def _check_output(found: torch.Tensor, truth: torch.Tensor, rough: torch.Tensor) -> None:
+def check_output(found: torch.Tensor, truth: torch.Tensor, rough: torch.Tensor) -> None:
+    """Raise unless ``found`` is as near to the truth as plain attention in the inputs' own precision."""
     error, plain_error = ((each.float() - truth).abs().max().item() for each in (found, rough))
     allowed = ERROR_MARGIN * plain_error
     if not error <= allowed:  # NaN is an error too

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from op_bench.registry import STEP
+from op_bench.registry import STEP, TOKEN_STEPS
 from op_bench.results import OURS, Record, shape_of
 
 WAY = "layers"
 
 
 def series(report: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Points (length, µs) of every line of every configuration."""
+    """Points (length, µs) of every line of every configuration of decode steps."""
     panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     lines = [
-        (f"quest_step, {STEP[1]}", record) for record in report["entries"] if (record["op"], record["variant"]) == STEP
+        (", ".join(step), record)
+        for step in (STEP, *TOKEN_STEPS)
+        for record in report["entries"]
+        if (record["op"], record["variant"]) == step
     ]
     lines += [(OURS, record) for record in report["entries"] if record["op"] == "dense_decode"]
     lines += [(record["backend"], record) for record in report["dense"]]
     for name, record in lines:
-        if name and record["times"]:
-            shape = shape_of(record)
+        shape = shape_of(record)
+        if record["times"] and shape.queries == 1:
             panels[shape.configuration][name].append((shape.length, record["times"][WAY]["median"]))
     return {panel: {name: sorted(points) for name, points in found.items()} for panel, found in panels.items()}
 
@@ -39,7 +42,8 @@ def write_plot(report: Record, path: Path) -> bool:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    colours = {name: f"C{index}" for index, name in enumerate(names)}
+    palette = pyplot.get_cmap("tab20").colors
+    colours = {name: palette[index % len(palette)] for index, name in enumerate(names)}
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, sharey=True)
@@ -47,7 +51,7 @@ def write_plot(report: Record, path: Path) -> bool:
         axes.set_visible(False)
     for axes, (panel, lines) in zip(grid.flat, panels.items(), strict=False):
         for name, points in lines.items():
-            is_step = name.startswith("quest_step")
+            is_step = name.startswith(("quest_step", "tokenselect_step"))
             style = {"linewidth": 2.2, "marker": "o"} if is_step else {"linewidth": 1.2, "marker": "."}
             axes.plot(*zip(*points, strict=True), label=name, color=colours[name], **style)
         lengths = sorted({length for points in lines.values() for length, _ in points})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from op_bench.break_even import BreakEven, break_even, speed_ratios, step_ratios
+from op_bench.break_even import break_even, speed_ratios, step_ratios
+from op_bench.readme_tables import even_cell, shape_cells, step_cells, table
+from op_bench.readme_tokens import token_part
 from op_bench.registry import STEP
 from op_bench.results import Record, ResultsError, read, shape_of
-from op_bench.shapes import Shape
 
 BEGIN = "<!-- speed: written by `python kernels/benchmarks/run.py --readme README.md` -->"
 END = "<!-- speed: end -->"
 AFTER = "## Evaluation"
 """Where there are no marks yet, the section goes after this one."""
-_NONE = "none measured"
 
 
 def update_readme(path: Path, root: Path) -> None:
@@ -53,6 +53,7 @@ def speed_section(root: Path) -> str:
         if figure.exists():
             label = f"Time of a layer against length, {report['machine']['device']}"
             parts.append(f"![{label}]({figure.relative_to(root).as_posix()})\n")
+        parts += token_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:
@@ -73,11 +74,11 @@ def _kernel_part(report: Record) -> list[str]:
     machine, settings = report["machine"], report["settings"]
     steps = [entry for entry in report["entries"] if (entry["op"], entry["variant"]) == STEP and entry["times"]]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name))
-    rows = [[*_shape_cells(shape_of(entry)), *_step_cells(entry)] for entry in steps]
+    rows = [[*shape_cells(shape_of(entry)), *step_cells(entry)] for entry in steps]
     ratios = {way: step_ratios(report, way) for way in ("layers", "replay")}
     shapes = {shape_of(entry).configuration: shape_of(entry) for entry in steps}
     even = [
-        [*_shape_cells(shapes[name])[:3], *(_even_cell(break_even(ratios[way][name])) for way in ratios)]
+        [*shape_cells(shapes[name])[:3], *(even_cell(break_even(ratios[way][name])) for way in ratios)]
         for name in ratios["layers"]
     ]
     names = ("q/kv heads", "head dim", "batch")
@@ -89,28 +90,10 @@ def _kernel_part(report: Record) -> list[str]:
         f"attended to; bfloat16. Medians inside a CUDA graph of several layers, as in a decode step; alone: one "
         f"replay of one step, with the L2 cache flushed. Dense: the best of others' kernels in the same run. Floor: "
         f"the bytes that the step must move, at 4.27 TB/s. {versions}; {machine['date'][:10]}.\n",
-        _table((*names, "length", *columns), rows),
+        table((*names, "length", *columns), rows),
         "Faster than the best dense kernel at every measured length from:\n",
-        _table((*names, "inside a decode step, tokens", "alone, tokens"), even),
+        table((*names, "inside a decode step, tokens", "alone, tokens"), even),
     ]
-
-
-def _shape_cells(shape: Shape) -> list[str]:
-    return [f"{shape.q_heads}/{shape.kv_heads}", str(shape.head_dim), str(shape.batch), shape.length_label]
-
-
-def _step_cells(entry: Mapping[str, Any]) -> list[str]:
-    cells = []
-    for way in ("layers", "replay"):
-        against = entry["against"][way] if entry["against"] else None
-        cells.append(f"{entry['times'][way]['median']:.1f}")
-        cells.append(f"{against['best_us']:.1f}" if against else "-")
-        if way == "layers":
-            cells.append(against["best"] if against else "-")
-        cells.append(f"{against['ratio']:.2f}" if against else "-")
-        if way == "layers":
-            cells.append(f"{entry['over_floor'][way]['nominal']:.2f}")
-    return cells
 
 
 def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -129,33 +112,14 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
                 rows.append([*model, f"{result['context']:,}", side["name"], *times, f"{side['ratio']['tpot']:.2f}"])
         for name, ratios in speed_ratios(report).items():
             points.setdefault((*model, name), []).extend(ratios)
-    even = [[*names, _even_cell(break_even(ratios))] for names, ratios in points.items()]
+    even = [[*names, even_cell(break_even(ratios))] for names, ratios in points.items()]
     dates = sorted({report["machine"]["date"][:10] for report in speeds})
     head = ("model", "on")
     columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio")
     return [
         "### Through `generate()`\n",
         f"`python -m eval speed`, batch 1, medians; {', '.join(dates)}.\n",
-        _table((*head, *columns), rows, left=2),
+        table((*head, *columns), rows, left=2),
         "Faster than the best dense side at every measured context from:\n",
-        _table((*head, "patched", "tokens"), even, left=3),
+        table((*head, "patched", "tokens"), even, left=3),
     ]
-
-
-def _even_cell(found: BreakEven) -> str:
-    if found.measured is None:
-        return _NONE
-    if found.crossing is None:
-        return f"{found.measured:,} (the shortest measured)"
-    return f"{found.measured:,} (crossing near {_two_digits(found.crossing):,})"
-
-
-def _two_digits(tokens: float) -> int:
-    return int(float(f"{tokens:.1e}"))
-
-
-def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int = 0) -> str:
-    """A table whose first ``left`` columns are words."""
-    names = list(head)
-    rule = ["---" if column < left else "---:" for column in range(len(names))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"

@@ -1,257 +1,32 @@
-"""Every measured op: how it is called, what it must move, and how its result is checked."""
+"""Every measured op, family by family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from op_bench.entry import Entry, Family, Outputs
+from op_bench.quest_entries import QUEST, STEP
+from op_bench.shapes import Shape
+from op_bench.token_entries import TOKEN_CHUNK, TOKEN_DECODE
 
-import hf_sparse_attn_kernels as ops
-import torch
+__all__ = [
+    "CHUNK_STEP",
+    "ENTRIES",
+    "FAMILIES",
+    "STEP",
+    "TOKEN_STEPS",
+    "Entry",
+    "Family",
+    "Outputs",
+    "family_shapes",
+    "matching_entries",
+]
 
-from op_bench import floors, oracle
-from op_bench.shapes import Settings, Shape
-from op_bench.workload import BOUNDS, Layer
+FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK)
+ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
-Outputs = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One op in one variant."""
-
-    op: str
-    variant: str
-    run: Callable[[Layer, str | None], Outputs]
-    """Takes a layer and ``impl``; what is timed."""
-    check: Callable[[Layer, Outputs], None]
-    """Raises ``oracle.Mismatch`` unless the outputs, and what was written in place, are right."""
-    moved_bytes: Callable[[Shape, Settings], int]
-    """What must be read and written at least."""
-    prepare: Callable[[Layer], None] = lambda layer: None
-    """Spoils what the op writes in place, so that a check cannot pass on an earlier call's work."""
-    against_dense: bool = False
-    """Whether it replaces dense attention, and is compared with it."""
-
-    @property
-    def name(self) -> str:
-        """Op and variant."""
-        return f"{self.op}, {self.variant}" if self.variant else self.op
-
-
-def _run_prompt_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    layer.context_bounds(kind, layer.shape.length, impl)
-    return ()
-
-
-def _run_token_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    bounds = layer.bounds[kind]
-    levels = (bounds.page_min, bounds.page_max)
-    options = {"page_size": layer.settings.page_size, "num_new": 1, "impl": impl}
-    ops.page_bounds(layer.keys, *levels, layer.seq_start, layer.seq_end, **bounds.exponents, **options)
-    return ()
-
-
-def _run_scores(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    bounds = layer.bounds[kind]
-    levels = (bounds.page_min, bounds.page_max)
-    options = {"page_size": layer.settings.page_size, "impl": impl}
-    return (ops.page_scores(layer.query, *levels, layer.seq_start, layer.seq_end, **bounds.exponents, **options),)
-
-
-def _run_select(layer: Layer, impl: str | None) -> Outputs:
-    settings = layer.settings
-    selection: Outputs = ops.select_blocks(
-        layer.scores,
-        layer.seq_start,
-        layer.seq_end,
-        block_size=settings.page_size,
-        **settings.budget,
-        impl=impl,
-    )
-    return selection
-
-
-def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    settings, bounds = layer.settings, layer.bounds[kind]
-    selection: Outputs = ops.append_and_select(
-        layer.query,
-        layer.new_key,
-        layer.new_value,
-        layer.keys,
-        layer.values,
-        bounds.page_min,
-        bounds.page_max,
-        layer.seq_start,
-        layer.seq_end,
-        page_size=settings.page_size,
-        **settings.budget,
-        **bounds.exponents,
-        counter=layer.counter,
-        finished=layer.finished,
-        impl=impl,
-    )
-    return selection
-
-
-def _sparse_decode(layer: Layer, block_indices: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
-    tensors = (layer.query, layer.keys, layer.values, block_indices, block_counts, layer.seq_start, layer.seq_end)
-    options = {"block_size": layer.settings.page_size, "counter": layer.counter, "finished": layer.finished}
-    return (ops.sparse_decode(*tensors, **options, impl=impl),)
-
-
-def _run_sparse_decode(layer: Layer, impl: str | None) -> Outputs:
-    return _sparse_decode(layer, layer.block_indices, layer.block_counts, impl)
-
-
-def _run_dense_decode(layer: Layer, impl: str | None) -> Outputs:
-    tensors = (layer.query, layer.keys, layer.values, layer.seq_start, layer.seq_end)
-    return (ops.dense_decode(*tensors, counter=layer.counter, finished=layer.finished, impl=impl),)
-
-
-def _run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    block_indices, block_counts = _run_append_and_select(kind, layer, impl)
-    return (*_sparse_decode(layer, block_indices, block_counts, impl), block_indices, block_counts)
-
-
-def _spoil_prompt_bounds(kind: str, layer: Layer) -> None:
-    for tensor in layer.bounds[kind].tensors:
-        tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-
-
-def _spoil_token_bounds(kind: str, layer: Layer) -> None:
-    bounds = layer.bounds[kind]
-    for tensor in (bounds.page_min, bounds.page_max, bounds.page_exponent):
-        if tensor is not None:
-            tensor[:, :, -1] = float("nan") if tensor.is_floating_point() else 77
-
-
-def _take_newest_token_away(kind: str, layer: Layer) -> None:
-    layer.keys[:, :, -1] = float("nan")
-    layer.values[:, :, -1] = float("nan")
-    layer.context_bounds(kind, 1, "reference")
-    layer.counter.zero_()
-
-
-def _reset_counter(layer: Layer) -> None:
-    layer.counter.zero_()
-
-
-def _check_appended_and_selected(kind: str, layer: Layer, selection: Outputs) -> None:
-    oracle.check_appended(layer)
-    oracle.check_step_bounds(layer, kind)
-    scores = oracle.reference_scores(layer, kind)
-    indices, counts = selection
-    oracle.check_selection((indices, counts), scores, layer, oracle.score_rounding(scores))
-
-
-def _check_append_and_select(kind: str, layer: Layer, outputs: Outputs) -> None:
-    _check_appended_and_selected(kind, layer, outputs)
-    oracle.check_counter(layer, (0, 0, floors.metadata_bytes(kind, layer.shape, layer.settings), 0))
-
-
-def _check_step(kind: str, layer: Layer, outputs: Outputs) -> None:
-    output, *selection = outputs
-    _check_appended_and_selected(kind, layer, tuple(selection))
-    oracle.check_sparse_output(output, layer, *selection)
-    metadata_bytes = floors.metadata_bytes(kind, layer.shape, layer.settings)
-    oracle.check_counter(layer, (*_token_counts(layer, sparse=True), metadata_bytes, 1))
-
-
-def _check_sparse_decode(layer: Layer, outputs: Outputs) -> None:
-    oracle.check_sparse_output(outputs[0], layer, layer.block_indices, layer.block_counts)
-    oracle.check_counter(layer, (*_token_counts(layer, sparse=True), 0, 1))
-
-
-def _check_dense_decode(layer: Layer, outputs: Outputs) -> None:
-    oracle.check_dense_output(outputs[0], layer)
-    oracle.check_counter(layer, (*_token_counts(layer, sparse=False), 0, 1))
-
-
-def _token_counts(layer: Layer, *, sparse: bool) -> tuple[int, int]:
-    """Tokens read, and tokens that dense attention reads."""
-    rows = layer.shape.batch * layer.shape.kv_heads
-    read = layer.settings.tokens_read(layer.shape) if sparse else layer.shape.length
-    return rows * read, rows * layer.shape.length
-
-
-def _of_kind(kind: str) -> list[Entry]:
-    bind = partial
-    return [
-        Entry(
-            "page_bounds",
-            f"{kind}, prompt",
-            bind(_run_prompt_bounds, kind),
-            lambda layer, outputs: oracle.check_prompt_bounds(layer, kind),
-            bind(floors.prompt_bounds_bytes, kind),
-            prepare=bind(_spoil_prompt_bounds, kind),
-        ),
-        Entry(
-            "page_bounds",
-            f"{kind}, one token",
-            bind(_run_token_bounds, kind),
-            lambda layer, outputs: oracle.check_step_bounds(layer, kind),
-            bind(floors.token_bounds_bytes, kind),
-            prepare=bind(_spoil_token_bounds, kind),
-        ),
-        Entry(
-            "page_scores",
-            kind,
-            bind(_run_scores, kind),
-            lambda layer, outputs: oracle.check_scores(outputs[0], layer, kind),
-            bind(floors.scores_bytes, kind),
-        ),
-        Entry(
-            "append_and_select",
-            kind,
-            bind(_run_append_and_select, kind),
-            bind(_check_append_and_select, kind),
-            bind(floors.append_and_select_bytes, kind),
-            prepare=bind(_take_newest_token_away, kind),
-        ),
-        Entry(
-            "quest_step",
-            kind,
-            bind(_run_step, kind),
-            bind(_check_step, kind),
-            bind(floors.step_bytes, kind),
-            prepare=bind(_take_newest_token_away, kind),
-            against_dense=True,
-        ),
-    ]
-
-
-ENTRIES: tuple[Entry, ...] = (
-    *(entry for kind in BOUNDS for entry in _of_kind(kind)),
-    Entry(
-        "select_blocks",
-        "",
-        _run_select,
-        lambda layer, outputs: oracle.check_selection((outputs[0], outputs[1]), layer.scores, layer),
-        floors.select_bytes,
-    ),
-    Entry(
-        "sparse_decode",
-        "",
-        _run_sparse_decode,
-        _check_sparse_decode,
-        floors.sparse_decode_bytes,
-        prepare=_reset_counter,
-        against_dense=True,
-    ),
-    Entry(
-        "dense_decode",
-        "",
-        _run_dense_decode,
-        _check_dense_decode,
-        floors.dense_bytes,
-        prepare=_reset_counter,
-        against_dense=True,
-    ),
-)
-
-STEP = ("quest_step", "int8")
-"""The entry that stands for Quest in tables: 8-bit bounds are its default."""
+TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice kept"))
+"""The entries that stand for TokenSelect's decode step in tables: without its selection cache, and where it hits."""
+CHUNK_STEP = ("tokenselect_chunk", "")
+"""The entry that stands for TokenSelect's prefill."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:
@@ -267,3 +42,10 @@ def matching_entries(filters: list[str]) -> list[Entry]:
         if name not in known:
             raise ValueError(f"--op {name!r} is unknown; known: {', '.join(known)}")
     return [entry for entry in ENTRIES if not filters or entry.op in filters]
+
+
+def family_shapes(entries: list[Entry], *, quick: bool) -> list[Shape]:
+    """The shapes at which any of the entries is measured, each once."""
+    families = [family for family in FAMILIES if any(entry in family.entries for entry in entries)]
+    shapes = [shape for family in families for shape in family.shapes_of(quick=quick)]
+    return list(dict.fromkeys(shapes))

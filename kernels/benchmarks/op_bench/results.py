@@ -6,7 +6,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -156,6 +156,39 @@ def read(path: Path) -> Record:
 def entry_key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     """What names an entry within a report."""
     return entry["op"], entry["variant"], entry["shape"]["name"]
+
+
+def merged(old: Record, new: Record) -> Record:
+    """Put a run's entries into an older report of the same device: in place of those they repeat, or after them all.
+
+    What comes from the new run, and only that, has the ``machine`` of its own that differs: date, command, versions.
+
+    Raises
+    ------
+    ResultsError
+        The runs were made with different settings.
+    """
+    shared = old["settings"].keys() & new["settings"].keys()
+    differing = [name for name in sorted(shared) if old["settings"][name] != new["settings"][name]]
+    if differing:
+        raise ResultsError(f"the file's results were made with other settings: {', '.join(differing)}")
+    changed = {key: value for key, value in new["machine"].items() if old["machine"].get(key) != value}
+    result = {**old, "settings": old["settings"] | new["settings"]}
+    keys: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "entries": entry_key,
+        "dense": lambda record: (record["backend"], record["shape"]["name"]),
+        "skipped": lambda record: record["shape"]["name"],
+    }
+    for part, key_of in keys.items():
+        records = {key_of(record): record for record in old[part]}
+        records |= {key_of(record): {**record, "machine": changed} for record in new[part]}
+        result[part] = list(records.values())
+    return result
+
+
+def machine_of(report: Mapping[str, Any], record: Mapping[str, Any]) -> Record:
+    """Where, on what and how a record of a report was made."""
+    return {**report["machine"], **record.get("machine", {})}
 
 
 def check_device(old: Record, device: str, force: bool) -> None:

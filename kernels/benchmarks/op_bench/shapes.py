@@ -1,4 +1,4 @@
-"""What is measured: shapes of one decode step, and the settings of the selection."""
+"""What is measured: shapes of a decode step or of a chunk of the prefill, and the settings of the selections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention in a decode step: one query token per row, ``length`` cached tokens in every row."""
+    """One layer's attention: the queries of every row's last tokens, ``length`` cached tokens in every row."""
 
     q_heads: int
     kv_heads: int
@@ -16,6 +16,8 @@ class Shape:
     batch: int
     length: int
     """Tokens of every row, the newest included."""
+    queries: int = 1
+    """The newest tokens of a row, whose queries attend: one in a decode step, a chunk in the prefill."""
 
     @property
     def group(self) -> int:
@@ -24,13 +26,17 @@ class Shape:
 
     @property
     def length_label(self) -> str:
-        """The length as ``32K``."""
-        return f"{self.length // 1024}K" if self.length % 1024 == 0 else str(self.length)
+        """The length as ``32K`` or ``1M``."""
+        for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+            if self.length % unit == 0:
+                return f"{self.length // unit}{letter}"
+        return str(self.length)
 
     @property
     def configuration(self) -> str:
         """Everything but the length."""
-        return f"q{self.q_heads}-kv{self.kv_heads}-d{self.head_dim}-b{self.batch}"
+        chunk = f"-c{self.queries}" if self.queries > 1 else ""
+        return f"q{self.q_heads}-kv{self.kv_heads}-d{self.head_dim}-b{self.batch}{chunk}"
 
     @property
     def name(self) -> str:
@@ -40,12 +46,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """Quest's, as in the measured target: 2,048 tokens in pages of 16, the first and the newest page always read."""
+    """Those of the measured targets.
+
+    Quest's: 2,048 tokens in pages of 16, the first and the newest page always read. TokenSelect's are its paper's.
+    """
 
     token_budget: int = 2048
     page_size: int = 16
     sink_blocks: int = 1
     recent_blocks: int = 1
+    sink_tokens: int = 128
+    """TokenSelect's n_init: the first tokens, always read."""
+    voted_tokens: int = 2048
+    """TokenSelect's k: tokens chosen by vote."""
+    recent_tokens: int = 512
+    """TokenSelect's n_local: the last tokens, always read."""
 
     @property
     def max_blocks(self) -> int:
@@ -61,6 +76,20 @@ class Settings:
             "recent_blocks": self.recent_blocks,
         }
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that TokenSelect chooses, one set for all heads."""
+        return self.sink_tokens + self.voted_tokens + self.recent_tokens
+
+    @property
+    def token_choice(self) -> dict[str, int]:
+        """What TokenSelect chooses, as the op's keyword arguments."""
+        return {
+            "max_tokens": self.max_tokens,
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+        }
+
     def pages(self, shape: Shape) -> int:
         """Pages of a row."""
         return -(-shape.length // self.page_size)
@@ -70,19 +99,31 @@ class Settings:
         return min(self.token_budget, shape.length)
 
 
-def _shapes(q_heads: int, kv_heads: int, head_dim: int, batch: int, kilotokens: Sequence[int]) -> tuple[Shape, ...]:
-    return tuple(Shape(q_heads, kv_heads, head_dim, batch, 1024 * count) for count in kilotokens)
+def _shapes(
+    q_heads: int, kv_heads: int, head_dim: int, batch: int, kilotokens: Sequence[int], queries: int = 1
+) -> tuple[Shape, ...]:
+    return tuple(Shape(q_heads, kv_heads, head_dim, batch, 1024 * count, queries) for count in kilotokens)
 
 
-SHAPES = (
+DECODE_SHAPES = (
     *_shapes(32, 32, 128, 1, (8, 32, 128, 512)),  # Llama-2-7B
     *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),  # Llama-3.1-8B
     *_shapes(32, 8, 128, 8, (8, 32, 128)),
     *_shapes(32, 8, 128, 32, (8, 32)),
     *_shapes(32, 8, 64, 1, (32, 128)),
 )
+QUICK_DECODE_SHAPES = (Shape(32, 32, 128, 1, 8192), Shape(32, 8, 128, 1, 32768), Shape(32, 8, 128, 8, 8192))
 
-QUICK_SHAPES = (Shape(32, 32, 128, 1, 8192), Shape(32, 8, 128, 1, 32768), Shape(32, 8, 128, 8, 8192))
+TOKEN_DECODE_SHAPES = (
+    *_shapes(32, 32, 128, 1, (32, 128, 512)),
+    *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),
+    *_shapes(32, 8, 128, 8, (8, 32, 128)),
+    *_shapes(28, 4, 128, 1, (8, 32, 128, 512, 1024)),  # Qwen2-7B
+)
+QUICK_TOKEN_DECODE_SHAPES = (Shape(32, 8, 128, 1, 32768),)
+
+CHUNK_SHAPES = _shapes(28, 4, 128, 1, (32, 128, 512, 1024), queries=512)
+QUICK_CHUNK_SHAPES = (Shape(28, 4, 128, 1, 131072, 512),)
 
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:

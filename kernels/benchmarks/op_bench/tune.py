@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 
-from op_bench.registry import ENTRIES, Entry
-from op_bench.shapes import SHAPES, Settings, Shape
+from op_bench.entry import Entry
+from op_bench.quest_entries import ENTRIES
+from op_bench.shapes import DECODE_SHAPES, Settings, Shape
 from op_bench.timing import capture, time_layers
 from op_bench.workload import Layer, layer_bytes, make_layer
 
-TUNED_SHAPES = tuple(shape for shape in SHAPES if shape.batch * shape.kv_heads * shape.length <= 1 << 23)
+TUNED_SHAPES = tuple(shape for shape in DECODE_SHAPES if shape.batch * shape.kv_heads * shape.length <= 1 << 23)
 TIMED_WITH = {
     "score": "append_and_select",
     "select": "append_and_select",

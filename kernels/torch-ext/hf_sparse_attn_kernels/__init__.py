@@ -13,13 +13,14 @@ if HAS_TRITON:
 
 from .api import append_and_select, page_bounds, page_scores, select_blocks
 from .attention_api import dense_decode, sparse_decode, sparse_prefill
-from .token_api import select_tokens, token_votes
+from .token_api import mean_query, select_tokens, token_votes
 
 _custom_ops.register()
 
 __all__ = [
     "append_and_select",
     "dense_decode",
+    "mean_query",
     "page_bounds",
     "page_scores",
     "select_blocks",

@@ -60,7 +60,7 @@ def _selection(
         validate.check_device(name, tensor, "query", query)
 
 
-def _rope(
+def check_rope(
     rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, query: torch.Tensor, slots_name: str, slots: int
 ) -> None:
     """Check a table of rotations with a row for each of the `slots` that may be taken."""
@@ -104,7 +104,7 @@ def sparse_decode(
     _selection(query, keys, block_indices, block_counts)
     validate.check_sequence(seq_start, seq_end, query.shape[0], "query", query)
     validate.check_at_least("block_size", block_size, 1)
-    _rope(rope_cos, rope_sin, query, "max_blocks", block_indices.shape[2])
+    check_rope(rope_cos, rope_sin, query, "max_blocks", block_indices.shape[2])
     if rope_cos is not None and block_size != 1:
         raise ValueError(f"block_size={block_size}; allowed with rope_cos: 1")
     check_counters(counter, finished, query, keys.shape[1])
@@ -150,4 +150,4 @@ def sparse_prefill(
     _keys_and_values(query, keys, values)
     _selection(query, keys, block_indices, block_counts)
     validate.check_sequence(seq_start, seq_end, query.shape[0], "query", query)
-    _rope(rope_cos, rope_sin, query, "n + queries", block_indices.shape[2] + query.shape[2])
+    check_rope(rope_cos, rope_sin, query, "n + queries", block_indices.shape[2] + query.shape[2])

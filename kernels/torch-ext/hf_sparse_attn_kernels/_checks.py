@@ -7,6 +7,7 @@ from ._attention_checks import BUFFER_AXES, check_buffers, check_counters, check
 from ._attention_checks import dense_decode as dense_decode
 from ._attention_checks import sparse_decode as sparse_decode
 from ._attention_checks import sparse_prefill as sparse_prefill
+from ._token_checks import mean_query as mean_query
 from ._token_checks import select_tokens as select_tokens
 from ._token_checks import token_votes as token_votes
 

@@ -43,6 +43,7 @@ SCHEMAS = {
         f"(Tensor query, Tensor keys, {_ROWS}, SymInt sink_tokens=0, SymInt recent_tokens=0, "
         'str vote="soft", SymInt? max_tokens=None, SymInt? num_tokens=None, str? impl=None) -> Tensor'
     ),
+    "mean_query": "(Tensor query, Tensor rope_cos, Tensor rope_sin, SymInt first_slot, str? impl=None) -> Tensor",
     "select_tokens": (
         f"(Tensor query, Tensor keys, {_ROWS}, SymInt max_tokens, SymInt sink_tokens, SymInt recent_tokens, "
         'str vote="soft", SymInt pool_size=0, SymInt? num_tokens=None, '
@@ -107,6 +108,10 @@ def _fake_token_votes(
     return query.new_empty(shape, dtype=compute_dtype(query.dtype))
 
 
+def _fake_mean_query(query: torch.Tensor, *_: torch.Tensor, **options: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:2], query.shape[3]))
+
+
 def _fake_select_tokens(
     query: torch.Tensor, *_: torch.Tensor, max_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +134,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "select_blocks": _fake_select_blocks,
     "append_and_select": _fake_append_and_select,
     "token_votes": _fake_token_votes,
+    "mean_query": _fake_mean_query,
     "select_tokens": _fake_select_tokens,
     "sparse_decode": _fake_attention,
     "dense_decode": _fake_attention,

@@ -3,7 +3,7 @@
 import torch
 
 from . import _validate as validate
-from ._attention_checks import BUFFER_AXES, check_counters, check_query
+from ._attention_checks import BUFFER_AXES, check_counters, check_query, check_rope
 
 VOTES = ("soft", "logits", "head")
 
@@ -116,3 +116,12 @@ def select_tokens(
         validate.check_shape("reuse_counter", reuse_counter, "2", (2,))
         validate.check_device("reuse_counter", reuse_counter, "query", query)
         validate.check_contiguous("reuse_counter", reuse_counter)
+
+
+def mean_query(query: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, first_slot: int) -> None:
+    """Check the arguments of `hf_sparse_attn_kernels.mean_query`."""
+    validate.check_dims("query", query, "batch, q_heads, queries, head_dim")
+    validate.check_float("query", query)
+    validate.check_last_stride("query", query)
+    check_rope(rope_cos, rope_sin, query, "1", 1)
+    validate.check_at_least("first_slot", first_slot, 0)

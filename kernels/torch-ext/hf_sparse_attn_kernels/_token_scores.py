@@ -11,14 +11,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ._token_topk import TokenRows, candidates_of, clear_search, count_first_digits
-from ._triton import dot_dtype, launch_options, multiprocessors, wait_for_previous_kernel
+from ._token_rows import TokenRows, candidates_of
+from ._token_topk import clear_search, count_first_digits, search_size
+from ._triton import dot_dtype, finished_last, launch_options, multiprocessors, wait_for_previous_kernel
 
+# Of the programs that score: one for each multiprocessor, with as many tiles of keys in flight as it has room for.
 SCORED = {"block_n": 128, "per_multiprocessor": 1, "warps": 4, "stages": 6, "block_g": 8}
-MAX_SPLITS = 512
-TILE_BYTES = 32768  # of keys
+TILE_BYTES = 32768  # of keys, at most
 OTHER_SHARED_MEMORY = 32768
-VOTED = {"block_t": 256, "block_h": 32, "warps": 8}
+# Of those that vote: tokens, query heads at once.
+VOTED = {"block_t": 256, "block_h": 16, "warps": 4}
 LOWEST = tl.constexpr(-3.0e38)  # stands in for -inf where differences are taken
 
 
@@ -27,10 +29,20 @@ class TokenScores(NamedTuple):
 
     scores: torch.Tensor
     """float32 [batch * q_heads, width], candidates only; in units of log2 for "soft"."""
-    maxima: torch.Tensor
-    """float32 [batch * q_heads, splits]: of the scores of a split, for "soft" only, like the next."""
-    sums: torch.Tensor
-    """float32 [batch * q_heads, splits]: of 2 ** (score - maximum)."""
+    lse: torch.Tensor
+    """float32 [batch * q_heads]: the log-sum-exp of a head's scores, in units of log2, for "soft" only."""
+
+
+@triton.jit
+def _log_sum_exp(maxima_ptrs, sums_ptrs, in_group, splits, BLOCK_S: tl.constexpr):
+    """Log-sum-exp of each head's scores, in units of log2; the pointers [group, 1] are those of the first split."""
+    every = tl.arange(0, BLOCK_S)[None, :]
+    mask = in_group[:, None] & (every < splits)
+    maxima = tl.load(maxima_ptrs + every, mask=mask, other=LOWEST, cache_modifier=".cg")
+    sums = tl.load(sums_ptrs + every, mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.max(maxima, axis=1)
+    total = tl.sum(sums * tl.exp2(maxima - top[:, None]), axis=1)
+    return top + tl.log2(tl.where(in_group, total, 1.0))
 
 
 @triton.jit
@@ -45,8 +57,10 @@ def token_scores_kernel(
     sink_tokens,
     recent_tokens,
     scores_ptr,  # [batch * q_heads, width]
-    maxima_ptr,  # [batch * q_heads, splits], of the scores of a split, for SOFT only, like the next
+    lse_ptr,  # [batch * q_heads], for SOFT only, like the next three
+    maxima_ptr,  # [batch * q_heads, splits], of the scores of a split
     sums_ptr,  # [batch * q_heads, splits], of 2 ** (score - maximum)
+    finished_ptr,  # int32 [batch * kv_heads], 0 before and after
     search_ptr,  # [batch, search_size], set to 0, for SEARCH only
     search_size,
     kv_heads,
@@ -66,6 +80,7 @@ def token_scores_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -124,29 +139,18 @@ def token_scores_kernel(
         if SOFT:
             maxima = tl.max(running_max, axis=0)
             sums = tl.sum(running_sum * tl.exp2(running_max - maxima[None, :]), axis=0)
-            at = (pair * group + heads) * splits + split
-            tl.store(maxima_ptr + at, maxima, mask=in_group)
-            tl.store(sums_ptr + at, sums, mask=in_group)
-
-
-@triton.jit
-def _log_sum_exp(maxima_ptr, sums_ptr, heads, exists, splits, BLOCK_S: tl.constexpr):
-    """Log-sum-exp of the scores of each of the `heads` over all splits, in units of log2; 0 where no head `exists`."""
-    every = tl.arange(0, BLOCK_S)
-    mask = exists[:, None] & (every < splits)[None, :]
-    at = heads[:, None] * splits + every[None, :]
-    maxima = tl.load(maxima_ptr + at, mask=mask, other=LOWEST)
-    sums = tl.load(sums_ptr + at, mask=mask, other=0.0)
-    top = tl.max(maxima, axis=1)
-    total = tl.sum(sums * tl.exp2(maxima - top[:, None]), axis=1)
-    return tl.where(exists, top + tl.log2(tl.where(exists, total, 1.0)), 0.0)
+            at = (pair * group + heads) * splits
+            tl.store(maxima_ptr + at + split, maxima, mask=in_group)
+            tl.store(sums_ptr + at + split, sums, mask=in_group)
+            if finished_last(finished_ptr + pair, splits):
+                lse = _log_sum_exp(maxima_ptr + at[:, None], sums_ptr + at[:, None], in_group, splits, BLOCK_S)
+                tl.store(lse_ptr + pair * group + heads, lse, mask=in_group)
 
 
 @triton.jit
 def token_votes_kernel(
     scores_ptr,  # [batch * q_heads, width]
-    maxima_ptr,  # [batch * q_heads, splits], for SOFT only, like the next
-    sums_ptr,
+    lse_ptr,  # [batch * q_heads], for SOFT only
     start_ptr,
     end_ptr,
     reuse_ptr,
@@ -158,7 +162,6 @@ def token_votes_kernel(
     search_ptr,  # [batch, search_size]
     search_size,
     q_heads,
-    splits,
     width,
     votes_width,
     SOFT: tl.constexpr,
@@ -167,13 +170,9 @@ def token_votes_kernel(
     FILL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The votes for BLOCK_T tokens of a row, and their first digits; grid (tiles, batch).
-
-    FILL says to write -inf where there is no candidate.
-    """
+    """The votes for BLOCK_T tokens of a row, -inf where FILL says so, and their first digits; grid (tiles, batch)."""
     wait_for_previous_kernel(PDL)
     row = tl.program_id(1).to(tl.int64)
     first, last = candidates_of(
@@ -193,25 +192,26 @@ def token_votes_kernel(
             at = scores_ptr + heads[:, None] * width + tokens[None, :]
             if SOFT:
                 scores = tl.load(at, mask=exists[:, None], other=float("-inf"))
-                lse = _log_sum_exp(maxima_ptr, sums_ptr, heads, exists, splits, BLOCK_S)
-                votes += tl.sum(tl.exp2(tl.where(is_candidate[None, :], scores - lse[:, None], float("-inf"))), axis=0)
+                lse = tl.load(lse_ptr + heads, mask=exists, other=0.0)
+                weights = tl.exp2(tl.where(is_candidate[None, :], scores - lse[:, None], float("-inf")))
             else:
-                votes += tl.sum(tl.load(at, mask=exists[:, None], other=0.0), axis=0)
+                weights = tl.load(at, mask=exists[:, None], other=0.0)
+            votes += tl.sum(weights, axis=0)
         votes = tl.where(is_candidate, votes, float("-inf"))
         tl.store(votes_ptr + tokens, votes, mask=tokens < votes_width)
         if SEARCH:
-            count_first_digits(search_ptr + row * search_size, votes, is_candidate)
+            count_first_digits(search_ptr + row * search_size, tl.program_id(0), votes, is_candidate)
     elif FILL:
         tl.store(votes_ptr + tokens, tl.full((BLOCK_T,), float("-inf"), tl.float32), mask=tokens < votes_width)
 
 
 @lru_cache
 def _stages(device: torch.device) -> int:
-    """How many tiles of keys a multiprocessor has room for beside the rest of a program's shared memory."""
+    """How many tiles of keys are in flight: those that fit beside the rest of a program's shared memory."""
     if device.type != "cuda":
         return 2
     room: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
-    return max(2, (room - OTHER_SHARED_MEMORY) // TILE_BYTES)
+    return max(2, min(SCORED["stages"], (room - OTHER_SHARED_MEMORY) // TILE_BYTES))
 
 
 def token_scores(
@@ -219,6 +219,7 @@ def token_scores(
     keys: torch.Tensor,
     rows: TokenRows,
     search: torch.Tensor | None,
+    finished: torch.Tensor | None,
     *,
     soft: bool,
 ) -> TokenScores:
@@ -228,21 +229,26 @@ def token_scores(
     pairs, group = batch * kv_heads, q_heads // kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_n = max(16, min(SCORED["block_n"], SCORED["block_n"] * 256 // (block_d * keys.element_size())))
-    splits = SCORED["per_multiprocessor"] * multiprocessors(keys.device) // pairs
-    splits = max(1, min(MAX_SPLITS, triton.cdiv(rows.num_tokens, block_n), splits))
+    programs = SCORED["per_multiprocessor"] * multiprocessors(keys.device)
+    splits = max(1, min(triton.cdiv(rows.num_tokens, block_n), programs // pairs))
+    block_g = max(SCORED["block_g"], triton.next_power_of_2(group))
     scores = torch.empty((batch * q_heads, rows.width), dtype=torch.float32, device=keys.device)
-    maxima = sums = scores
+    lse = maxima = sums = scores
     if soft:
         maxima, sums = torch.empty((2, batch * q_heads, splits), dtype=torch.float32, device=keys.device)
+        lse = torch.empty((batch * q_heads,), dtype=torch.float32, device=keys.device)
+        finished = torch.zeros_like(lse, dtype=torch.int32) if finished is None else finished
     token_scores_kernel[(splits, pairs)](
         query,
         keys,
         *rows.arguments(),
         scores,
+        lse,
         maxima,
         sums,
+        scores if finished is None else finished,
         scores if search is None else search,
-        rows.search_size,
+        search_size(rows),
         kv_heads,
         group,
         rows.width,
@@ -254,14 +260,15 @@ def token_scores(
         CACHE=rows.reuse is not None,
         SEARCH=search is not None,
         BLOCK_N=block_n,
-        BLOCK_G=max(SCORED["block_g"], triton.next_power_of_2(group)),
+        BLOCK_G=block_g,
         BLOCK_D=block_d,
+        BLOCK_S=triton.next_power_of_2(splits),
         DOT_DTYPE=dot_dtype(keys.dtype),
-        num_warps=SCORED["warps"],
-        num_stages=2 if keys.element_size() == 4 else min(SCORED["stages"], _stages(keys.device)),
+        num_warps=SCORED["warps"] if block_g <= 16 else 2 * SCORED["warps"],
+        num_stages=2 if keys.element_size() == 4 else _stages(keys.device),
         **launch_options(keys.device),
     )
-    return TokenScores(scores, maxima, sums)
+    return TokenScores(scores, lse)
 
 
 def add_votes(
@@ -270,16 +277,15 @@ def add_votes(
     """Launch `token_votes_kernel`, which also counts first digits for a `search`: votes [batch, num_columns]."""
     batch, device = rows.seq_start.shape[0], scored.scores.device
     votes = torch.empty((batch, num_columns), dtype=torch.float32, device=device)
-    q_heads, splits = scored.scores.shape[0] // batch, scored.maxima.shape[1] if soft else 1
+    q_heads = scored.scores.shape[0] // batch
     block_t = min(rows.block, VOTED["block_t"])
     token_votes_kernel[(rows.width // block_t, batch)](
         *scored,
         *rows.arguments(),
         votes,
         votes if search is None else search,
-        rows.search_size,
+        search_size(rows),
         q_heads,
-        splits,
         rows.width,
         num_columns,
         SOFT=soft,
@@ -288,7 +294,6 @@ def add_votes(
         FILL=fill,
         BLOCK_T=block_t,
         BLOCK_H=min(VOTED["block_h"], triton.next_power_of_2(q_heads)),
-        BLOCK_S=triton.next_power_of_2(splits),
         num_warps=VOTED["warps"],
         **launch_options(device),
     )

@@ -2,19 +2,20 @@
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from ._token_rows import TokenRows, candidates_of
 from ._topk import _key_of, _ranks
-from ._triton import launch_options, multiprocessors, wait_for_previous_kernel
+from ._triton import wait_for_previous_kernel
 
 # A value's 32 bits are three digits, the highest first, of 8, 12 and 12 bits. The first is counted for every value, so
 # it has few bins; then few values are left, as a rule, and these are counted one by one.
 BINS_1 = tl.constexpr(256)
 BINS = tl.constexpr(4096)
+COPIES = tl.constexpr(16)  # of the first histogram, in the room of one of the others
+BINS_AT_ONCE = tl.constexpr(512)  # that a program holds in registers
 COUNTED_ONE_BY_ONE = tl.constexpr(64)  # values of a tile, at most
 
 # Of a line's search buffer, int32: three histograms, the k-th largest value's leading bits and its rank among the
@@ -27,87 +28,12 @@ CLEARED_AT_ONCE = tl.constexpr(1024)
 TIED = tl.constexpr(14)  # where the second number begins
 TIED_BELOW = tl.constexpr((1 << 14) - 1)
 WRITTEN = tl.constexpr(1 << 30)
-MAX_TILE = 8192
-WARPS = 8  # of a program that searches
 
 
-class TokenRows(NamedTuple):
-    """The candidates of each row, and how they are divided into tiles."""
-
-    seq_start: torch.Tensor
-    seq_end: torch.Tensor
-    reuse: torch.Tensor | None
-    """int32 [batch], not 0 where a row takes an earlier selection again, and has no candidates."""
-    num_tokens: int
-    max_tokens: int
-    """Rows of at most so many tokens have no candidates."""
-    sink_tokens: int
-    recent_tokens: int
-    block: int
-    """Tokens in a tile."""
-
-    @property
-    def tiles(self) -> int:
-        """Return how many tiles the longest row has."""
-        tiles: int = triton.cdiv(self.num_tokens, self.block)
-        return tiles
-
-    @property
-    def width(self) -> int:
-        """Return the tokens of all tiles."""
-        return self.tiles * self.block
-
-    @property
-    def search_size(self) -> int:
-        """Return the words of a line's search buffer."""
-        size: int = triton.cdiv(TILE_COUNTS.value + self.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
-        return size
-
-    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int, int]:
-        """Return what `candidates_of` reads and takes."""
-        reuse = self.seq_start if self.reuse is None else self.reuse
-        return self.seq_start, self.seq_end, reuse, *self[3:7]
-
-    def options(self) -> dict[str, Any]:
-        """Return how kernels with a program for each tile are launched."""
-        return {
-            "CACHE": self.reuse is not None,
-            "BLOCK_T": self.block,
-            "num_warps": WARPS,
-            **launch_options(self.seq_start.device),
-        }
-
-
-def tile_size(num_tokens: int, device: torch.device) -> int:
-    """Return how many tokens a program takes: so many that there is about a tile for each multiprocessor."""
-    share: int = triton.next_power_of_2(num_tokens // multiprocessors(device))
-    return max(512, min(MAX_TILE, share))
-
-
-@triton.jit
-def row_length(row, start_ptr, end_ptr, num_tokens):
-    """The tokens of a row."""
-    return tl.minimum(tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0), num_tokens)
-
-
-@triton.jit
-def candidates_of(
-    row,
-    start_ptr,
-    end_ptr,
-    reuse_ptr,
-    num_tokens,
-    max_tokens,
-    sink_tokens,
-    recent_tokens,
-    CACHE: tl.constexpr,
-):
-    """The first candidate of a row, and the token after its last one: not above the first where there is none."""
-    length = row_length(row, start_ptr, end_ptr, num_tokens)
-    last = tl.where(length > max_tokens, length - recent_tokens, 0)
-    if CACHE:
-        last = tl.where(tl.load(reuse_ptr + row) != 0, 0, last)
-    return sink_tokens, last
+def search_size(rows: TokenRows) -> int:
+    """Return the words of a line's search buffer."""
+    size: int = triton.cdiv(TILE_COUNTS.value + rows.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
+    return size
 
 
 @triton.jit
@@ -126,8 +52,12 @@ def order_key(values):
 
 
 @triton.jit
-def count_first_digits(search_ptr, values, counted):
-    """Count the first digits of a tile of values."""
+def count_first_digits(search_ptr, tile, values, counted):
+    """Count the first digits of a tile of values.
+
+    There are few, so the programs of a row share addresses: each adds to one of COPIES histograms.
+    """
+    search_ptr += tile % COPIES * BINS_1
     digits = (order_key(values) >> 24).to(tl.int32)
     counts = tl.histogram(digits, BINS_1, mask=counted)
     tl.atomic_add(search_ptr + tl.arange(0, BINS_1), counts, mask=counts > 0, sem="relaxed")
@@ -137,7 +67,12 @@ def count_first_digits(search_ptr, values, counted):
 def _find_digit(histogram_ptr, rank, NUM_BINS: tl.constexpr):
     """The digit of the rank-th largest value, and its rank among the values with this digit."""
     bins = tl.arange(0, NUM_BINS)
-    counts = tl.load(histogram_ptr + bins)
+    if NUM_BINS == BINS_1:
+        counts = tl.zeros((NUM_BINS,), tl.int32)
+        for copy in tl.static_range(COPIES):
+            counts += tl.load(histogram_ptr + copy * NUM_BINS + bins)
+    else:
+        counts = tl.load(histogram_ptr + bins)
     reached = tl.sum(counts) - _ranks(counts, NUM_BINS)  # the values that have this digit or a larger one
     digit = tl.sum((reached >= rank).to(tl.int32)) - 1
     return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
@@ -208,7 +143,7 @@ def count_digits_kernel(
                     values = tl.where(other > values, other, values)
             tl.store(pooled_ptr + line * width + tokens, values)
         if LEVEL == 1:
-            count_first_digits(search_ptr, values, counted)
+            count_first_digits(search_ptr, tile, values, counted)
         else:
             keys = order_key(values)
             rank = tl.minimum(num_voted, last - first)
@@ -223,8 +158,12 @@ def count_digits_kernel(
             if tl.sum(counted.to(tl.int32)) <= COUNTED_ONE_BY_ONE:
                 tl.atomic_add(search_ptr + digits, 1, mask=counted, sem="relaxed")
             else:
-                counts = tl.histogram(digits, BINS, mask=counted)
-                tl.atomic_add(search_ptr + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+                for first_bin in range(0, BINS, BINS_AT_ONCE):
+                    here = counted & (digits >= first_bin) & (digits < first_bin + BINS_AT_ONCE)
+                    if tl.max(here.to(tl.int32)) > 0:
+                        counts = tl.histogram(digits % BINS_AT_ONCE, BINS_AT_ONCE, mask=here)
+                        at = search_ptr + first_bin + tl.arange(0, BINS_AT_ONCE)
+                        tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -241,10 +180,10 @@ def taken_of_tile(
 
     Of values equal to the k-th largest the first are. Waits for the programs of the tiles before, which start earlier.
     """
-    bits, ties = _narrow(search_ptr, 0, False, 3)
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     counted = (tokens >= first) & (tokens < last)
     keys = order_key(tl.load(values_ptr + tokens))
+    bits, ties = _narrow(search_ptr, 0, False, 3)
     taken = counted & (keys > bits)
     tied = counted & (keys == bits)
     num_above = tl.sum(taken.to(tl.int32))
@@ -289,12 +228,12 @@ def find_top(
             pooled,
             *rows.arguments(),
             search,
-            rows.search_size,
+            search_size(rows),
             lines // rows.seq_start.shape[0],
             rows.width,
             num_voted,
             LEVEL=level,
             POOL=pool_size if level == 1 else 1,
-            **rows.options(),
+            **rows.options() | {"num_warps": 8},
         )
     return pooled

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ._reference_common import compute_dtype, host_lengths, power_of_two, row_lengths
 from .reference_attention import dense_decode, sparse_decode, sparse_prefill
 from .reference_bounds import page_bounds
-from .reference_tokens import select_tokens, token_votes
+from .reference_tokens import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_select",

@@ -155,3 +155,12 @@ def _top_tokens(votes: torch.Tensor, count: int, sink_tokens: int) -> torch.Tens
     chosen = ranked.topk(min(count, ranked.shape[1]), dim=1, largest=False)[0].sort(dim=1)[0].int()
     missing = count - chosen.shape[1]
     return torch.nn.functional.pad(chosen, (0, missing)) if missing else chosen
+
+
+def mean_query(query: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, first_slot: int) -> torch.Tensor:
+    """Reference of `hf_sparse_attn_kernels.mean_query`."""
+    slots = torch.arange(first_slot, first_slot + query.shape[2], device=query.device).clamp_(max=len(rope_cos) - 1)
+    first, second = query.to(compute_dtype(query.dtype)).chunk(2, dim=-1)
+    cos, sin = rope_cos[slots], rope_sin[slots]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.mean(dim=2).to(query.dtype)

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ._token_rows import TokenRows, candidates_of, row_length, tile_size
 from ._token_scores import add_votes, token_scores
-from ._token_topk import TokenRows, candidates_of, find_top, row_length, taken_of_tile, tile_size
+from ._token_topk import find_top, search_size, taken_of_tile
 from ._topk import _ranks
 from ._triton import launch_options, wait_for_previous_kernel
 from .token_votes import head_votes
@@ -199,9 +200,9 @@ def select_tokens(
         )
     block = tile_size(num_tokens, keys.device)
     rows = TokenRows(seq_start, seq_end, reuse, num_tokens, max_tokens, sink_tokens, recent_tokens, block)
-    search = torch.empty((batch, rows.search_size), dtype=torch.int32, device=keys.device)
+    search = torch.empty((batch, search_size(rows)), dtype=torch.int32, device=keys.device)
     soft = vote == "soft"
-    scored = token_scores(query, keys, rows, search, soft=soft)
+    scored = token_scores(query, keys, rows, search, finished, soft=soft)
     first_level = 1 if vote == "head" or pool_size > 1 else 2
     if vote == "head":
         votes = head_votes(scored.scores, rows, num_voted=num_voted, num_columns=rows.width)
@@ -224,7 +225,7 @@ def select_tokens(
         cached_valid if with_cache else counts,
         seq_start if counter is None else counter,
         seq_start if reuse_counter is None else reuse_counter,
-        rows.search_size,
+        search_size(rows),
         rows.width,
         rows.tiles,
         elements,

@@ -142,7 +142,8 @@ def select_tokens(
         int64 [2], added to in place: [0] += the rows that took a selection again, [1] += those with more than
         `max_tokens` tokens.
     finished : torch.Tensor, optional
-        int32 [batch, kv_heads], as for the other ops; not needed here, and left as it is.
+        int32 [batch, kv_heads], zeros before and after: Triton programs count in it those that have finished. One may
+        serve all ops of a stream. None makes one, which takes a launch.
     impl : {"triton", "reference"} or None
         None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
 
@@ -184,3 +185,46 @@ def select_tokens(
         finished=finished,
     )
     return selection
+
+
+def mean_query(
+    query: torch.Tensor,
+    rope_cos: torch.Tensor,
+    rope_sin: torch.Tensor,
+    *,
+    first_slot: int,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Average a chunk's queries, rotated to slots that follow one another: what votes for the chunk.
+
+    TokenSelect (arXiv 2411.02886), its selection for a chunk of the prefill: query i is rotated to slot first_slot + i,
+    or to the table's last where that has fewer.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Before RoPE, [batch, q_heads, queries, head_dim]; float32, bfloat16 or float16 (float64 in the reference); the
+        last stride is 1.
+    rope_cos, rope_sin : torch.Tensor
+        float32 [slots, head_dim // 2], contiguous: cosines and sines of RoPE's angles.
+    first_slot : int
+        The first query's slot.
+    impl : {"triton", "reference"} or None
+        None: what `use_impl` set, else Triton for CUDA tensors and the reference for others.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, q_heads, head_dim], of query's dtype: rotated and summed in float32, rounded once.
+
+    Raises
+    ------
+    TypeError
+        A dtype is not one of the above.
+    ValueError
+        A shape, stride, device or number is not as above, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    mean: torch.Tensor = call_op("mean_query", impl, query, rope_cos, rope_sin, first_slot=first_slot)
+    return mean

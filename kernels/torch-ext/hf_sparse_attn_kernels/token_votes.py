@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ._token_rows import TokenRows, candidates_of, tile_size
 from ._token_scores import add_votes, token_scores
-from ._token_topk import TokenRows, candidates_of, find_top, taken_of_tile, tile_size
+from ._token_topk import find_top, search_size, taken_of_tile
 from ._triton import wait_for_previous_kernel
 
 
@@ -55,7 +56,7 @@ def head_votes_kernel(
 def head_votes(scores: torch.Tensor, rows: TokenRows, *, num_voted: int, num_columns: int) -> torch.Tensor:
     """Votes [batch, num_columns] of heads with scores [batch * q_heads, width] for the tokens with the highest."""
     lines, batch = scores.shape[0], rows.seq_start.shape[0]
-    search = torch.zeros((lines, rows.search_size), dtype=torch.int32, device=scores.device)
+    search = torch.zeros((lines, search_size(rows)), dtype=torch.int32, device=scores.device)
     find_top(scores, rows, search, num_voted=num_voted, pool_size=0, first_level=1)
     votes = torch.empty((batch, num_columns), dtype=torch.float32, device=scores.device)
     head_votes_kernel[(rows.tiles, batch)](
@@ -63,7 +64,7 @@ def head_votes(scores: torch.Tensor, rows: TokenRows, *, num_voted: int, num_col
         *rows.arguments(),
         search,
         votes,
-        rows.search_size,
+        search_size(rows),
         lines // batch,
         rows.width,
         num_columns,
@@ -98,7 +99,7 @@ def token_votes(
         tile_size(num_tokens, keys.device),
     )
     soft = vote == "soft"
-    scored = token_scores(query, keys, rows, None, soft=soft)
+    scored = token_scores(query, keys, rows, None, None, soft=soft)
     if vote == "head":
         assert max_tokens is not None  # as checked
         num_voted = max_tokens - sink_tokens - recent_tokens

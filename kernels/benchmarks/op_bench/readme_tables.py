@@ -1,0 +1,49 @@
+"""Cells and tables of the README's section on speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from op_bench.break_even import BreakEven
+from op_bench.shapes import Shape
+
+
+def shape_cells(shape: Shape) -> list[str]:
+    """Heads, head dimension, batch and length."""
+    return [f"{shape.q_heads}/{shape.kv_heads}", str(shape.head_dim), str(shape.batch), shape.length_label]
+
+
+def step_cells(entry: Mapping[str, Any]) -> list[str]:
+    """A step's times beside dense attention's, inside a decode step and alone."""
+    cells = []
+    for way in ("layers", "replay"):
+        against = entry["against"][way] if entry["against"] else None
+        cells.append(f"{entry['times'][way]['median']:.1f}")
+        cells.append(f"{against['best_us']:.1f}" if against else "-")
+        if way == "layers":
+            cells.append(against["best"] if against else "-")
+        cells.append(f"{against['ratio']:.2f}" if against else "-")
+        if way == "layers":
+            cells.append(f"{entry['over_floor'][way]['nominal']:.2f}")
+    return cells
+
+
+def even_cell(found: BreakEven) -> str:
+    """From which length on a step is faster."""
+    if found.measured is None:
+        return "none measured"
+    if found.crossing is None:
+        return f"{found.measured:,} (the shortest measured)"
+    return f"{found.measured:,} (crossing near {_two_digits(found.crossing):,})"
+
+
+def _two_digits(tokens: float) -> int:
+    return int(float(f"{tokens:.1e}"))
+
+
+def table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int = 0) -> str:
+    """A table whose first ``left`` columns are words."""
+    names = list(head)
+    rule = ["---" if column < left else "---:" for column in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"

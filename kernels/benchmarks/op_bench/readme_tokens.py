@@ -1,0 +1,107 @@
+"""The README's part on TokenSelect's steps, where they were measured."""
+
+from __future__ import annotations
+
+from op_bench.break_even import break_even, step_ratios
+from op_bench.readme_tables import even_cell, shape_cells, step_cells, table
+from op_bench.registry import CHUNK_STEP, TOKEN_STEPS
+from op_bench.results import Record, machine_of, shape_of
+
+_LABELS = {
+    TOKEN_STEPS[0]: "decode step, chosen anew",
+    TOKEN_STEPS[1]: "decode step, choice kept",
+    CHUNK_STEP: "chunk of the prefill",
+}
+
+
+def token_part(report: Record) -> list[str]:
+    """Tables of TokenSelect's chunk and decode step, and where they break even; nothing without results of them."""
+    # Entries that were put into the file later are at its end: shapes are shown in the order that they are listed in.
+    measured = sorted((entry for entry in report["entries"] if entry["times"]), key=_by_shape)
+    report = {**report, "entries": measured}
+    found = {step: [entry for entry in measured if (entry["op"], entry["variant"]) == step] for step in _LABELS}
+    if not any(found.values()):
+        return []
+    settings = report["settings"]
+    machine = machine_of(report, next(entries[0] for entries in found.values() if entries))
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name))
+    first, voted, last = (settings[name] for name in ("sink_tokens", "voted_tokens", "recent_tokens"))
+    parts = [
+        f"### TokenSelect, {machine['device']}\n",
+        f"All heads together choose {voted:,} tokens by soft vote, beside the first {first:,} and the last {last:,}; "
+        f"what is read is rotated by its slot. bfloat16, dense attention and floors as above. {versions}; "
+        f"{machine['date'][:10]}.\n",
+    ]
+    if found[CHUNK_STEP]:
+        parts += _chunk_part(found[CHUNK_STEP])
+    if found[TOKEN_STEPS[0]] or found[TOKEN_STEPS[1]]:
+        parts += _decode_part({step: found[step] for step in TOKEN_STEPS})
+    return [*parts, *_even_part(report)]
+
+
+def _by_shape(entry: Record) -> tuple[int, ...]:
+    shape = shape_of(entry)
+    return -shape.q_heads, -shape.kv_heads, -shape.head_dim, shape.batch, shape.length
+
+
+def _chunk_part(entries: list[Record]) -> list[str]:
+    rows = []
+    for entry in entries:
+        shape, way = shape_of(entry), "layers"
+        against = entry["against"][way] if entry["against"] else None
+        dense = (
+            [f"{against['best_us'] / 1e3:.2f}", against["best"], f"{against['ratio']:.2f}"] if against else ["-"] * 3
+        )
+        milliseconds = f"{entry['times'][way]['median'] / 1e3:.3f}"
+        over = f"{entry['over_floor'][way]['nominal']:.2f}"
+        rows.append([*shape_cells(shape)[:2], str(shape.queries), shape.length_label, milliseconds, *dense, over])
+    columns = (
+        "q/kv heads",
+        "head dim",
+        "queries",
+        "keys",
+        "ours, ms",
+        "best dense, ms",
+        "which",
+        "ratio",
+        "over floor",
+    )
+    return [
+        "A chunk of the prefill in one layer: its queries are rotated and averaged, the mean chooses among all keys "
+        "before the chunk, and the chunk attends to the choice and, causally, to itself. Dense: the chunk's queries "
+        "attend to all keys.\n",
+        table(columns, rows),
+    ]
+
+
+def _decode_part(found: dict[tuple[str, str], list[Record]]) -> list[str]:
+    rows = [
+        [*shape_cells(shape_of(entry)), step[1], *step_cells(entry)]
+        for step, entries in found.items()
+        for entry in entries
+    ]
+    names = ("q/kv heads", "head dim", "batch", "length", "choice")
+    columns = ("ours, µs", "best dense, µs", "which", "ratio", "over floor", "alone: ours, µs", "dense, µs", "ratio")
+    return [
+        "A decode step in one layer: the new token is appended, the query is rotated, tokens are chosen and attended "
+        "to. Chosen anew: without the selection cache, every step reads all keys. Choice kept: the cache is hit, and "
+        "no key is read for a vote; a model's steps are some of the one and some of the other.\n",
+        table((*names, *columns), rows),
+    ]
+
+
+def _even_part(report: Record) -> list[str]:
+    rows = []
+    for step, label in _LABELS.items():
+        ratios = {way: step_ratios(report, way, step) for way in ("layers", "replay")}
+        shapes = {shape_of(entry).configuration: shape_of(entry) for entry in report["entries"]}
+        for name in ratios["layers"]:
+            cells = (even_cell(break_even(ratios[way][name])) for way in ratios)
+            rows.append([label, *shape_cells(shapes[name])[:3], *cells])
+    if not rows:
+        return []
+    names = ("step", "q/kv heads", "head dim", "batch")
+    return [
+        "Faster than the best dense kernel at every measured length from:\n",
+        table((*names, "inside a graph of several layers, tokens", "alone, tokens"), rows, left=1),
+    ]
