@@ -26,7 +26,9 @@ class Reads:
     """What dense attention reads in the same steps."""
     kv_fraction: float | None = None
     realised_budget: float | None = None
-    """Tokens that a KV head read in a step, mean over the layers that the method makes sparse."""
+    """Tokens whose K and V a KV head read in a step, mean over the layers that the method makes sparse."""
+    selection_hit_rate: float | None = None
+    """Share of selections that were kept from an earlier step; None where the method keeps none, or needed none."""
 
 
 def dense_reads(cache: SparseCache, steps: int) -> Reads:
@@ -59,6 +61,7 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
         dense_bytes=stats.dense_bytes,
         kv_fraction=stats.kv_fraction,
         realised_budget=sum(per_layer) / len(per_layer),
+        selection_hit_rate=stats.selection_hit_rate if stats.selections else None,
     )
 
 

@@ -16,8 +16,9 @@ _HEAD = """# Results
 
 Written by `python -m eval docs` from the files under `{results}`; a test checks that the two agree. Scores are percent,
 higher is better; perplexity is the exception. "Tokens read" is the mean over decode steps, KV heads and the layers that
-a method makes sparse; "KV read" is bytes against dense attention's, metadata included, over all layers. Times are
-medians. Small samples: a passkey cell of five samples moves by 20 points when one changes.
+a method makes sparse; "KV read" is bytes against dense attention's, metadata included, over all layers; "selections
+kept" is the share of steps and layers in which TokenSelect's Selection Cache saved a vote. Times are medians. Small
+samples: a passkey cell of five samples moves by 20 points when one changes.
 """
 _NOTHING = "-"
 
@@ -81,9 +82,52 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     note = results / name / "note.txt"
     if note.exists():
         lines.append(note.read_text(encoding="utf-8"))
-    for summary in summaries:
-        lines += _benchmark(summary)
+    if parameter := _swept_parameter(summaries):
+        lines += _parameter_table(summaries, parameter)
+    else:
+        for summary in summaries:
+            lines += _benchmark(summary)
     return "\n".join(lines)
+
+
+def _swept_parameter(summaries: Sequence[dict[str, Any]]) -> str | None:
+    """The one parameter that every run names and that has several values; None for a sweep of another kind."""
+    settings = [summary["config"].get("parameters", {}) for summary in summaries]
+    names = {name for parameters in settings for name in parameters}
+    swept = [name for name in names if len({str(parameters.get(name)) for parameters in settings}) > 1]
+    return swept[0] if len(swept) == 1 and all(swept[0] in parameters for parameters in settings) else None
+
+
+def _parameter_table(summaries: Sequence[dict[str, Any]], parameter: str) -> list[str]:
+    """One table of a sweep over a parameter: a line for each task, length and value, dense attention's first."""
+    config = summaries[0]["config"]
+    others = {name: value for name, value in config["parameters"].items() if name != parameter}
+    given = "".join(f"; {name} {value}" for name, value in others.items())
+    # Dense attention has no parameters: what the first run measured of it stands for all.
+    found: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    for summary in summaries:
+        for entry in summary["table"]:
+            value = _NOTHING if entry["method"] == DENSE else str(summary["config"]["parameters"][parameter])
+            place = (entry["benchmark"], entry["task"], entry["length"])
+            found.setdefault(place, {}).setdefault((_column(entry["method"], entry["token_budget"]), value), entry)
+    lines = [
+        [
+            *(f"{benchmark} {task}", number(length, "{:,}"), *column),
+            str(entry["samples"] - entry["errors"]),
+            _score(entry),
+            _percent(entry.get("selection_hit_rate")),
+            number(entry["realised_budget"], "{:,.0f}"),
+            _percent(entry["kv_fraction"]),
+        ]
+        for (benchmark, task, length), entries in found.items()
+        for column, entry in entries.items()
+    ]
+    names = ("task", "length", "method", parameter, "samples", "score", "selections kept, %", "tokens read")
+    return [
+        f"### {', '.join(dict.fromkeys(summary['config']['benchmark'] for summary in summaries))}: {parameter}\n",
+        f"Question: {config['question']}; seed {config['seed']}{given}.\n",
+        _table((*names, "KV read, %"), lines, left=1),
+    ]
 
 
 def _benchmark(summary: dict[str, Any]) -> list[str]:
@@ -104,19 +148,32 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         row = [found.get((*place, *column)) for column in columns]
         samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
         scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
+    keeps_selections = any(entry.get("selection_hit_rate") is not None for entry in entries)
     costs = [
         [
             *(entry["task"], number(entry["length"], "{:,}"), _column(entry["method"], entry["token_budget"])),
             number(entry["prompt_tokens"], "{:,.0f}"),
             number(entry["realised_budget"], "{:,.0f}"),
-            number(None if entry["kv_fraction"] is None else 100 * entry["kv_fraction"], "{:.1f}"),
+            _percent(entry["kv_fraction"]),
+            *([_percent(entry.get("selection_hit_rate"))] if keeps_selections else []),
             number(entry["ttft_seconds"], "{:.2f}"),
             number(entry["tpot_ms"], "{:.1f}"),
             number(entry["peak_memory_bytes"] and entry["peak_memory_bytes"] / 2**20, "{:,.0f}"),
         ]
         for entry in entries
     ]
-    cost_names = ("task", "length", "method", "prompt tokens", "tokens read", "KV read, %", "TTFT, s", "TPOT, ms")
+    kept = ["selections kept, %"] if keeps_selections else []
+    cost_names = (
+        "task",
+        "length",
+        "method",
+        "prompt tokens",
+        "tokens read",
+        "KV read, %",
+        *kept,
+        "TTFT, s",
+        "TPOT, ms",
+    )
     return [
         heading,
         settings,
@@ -170,7 +227,11 @@ def _score(entry: dict[str, Any] | None) -> str:
         return _NOTHING
     if entry["perplexity"] is not None:
         return f"{entry['perplexity']:.3f}"
-    return number(None if entry["score"] is None else 100 * entry["score"], "{:.1f}")
+    return _percent(entry["score"])
+
+
+def _percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share, "{:.1f}")
 
 
 def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int) -> str:

@@ -21,7 +21,7 @@ from eval.protocols import load_protocol
 from eval.store import RowKey, Store, row_key, write_json
 from eval.summary import summarise
 from hf_sparse_attn import sparse_attention
-from hf_sparse_attn.patch import max_positions
+from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +38,7 @@ MEASURED = (
     "dense_bytes",
     "kv_fraction",
     "realised_budget",
+    "selection_hit_rate",
     "prefill_seconds",
     "ttft_seconds",
     "tpot_ms",

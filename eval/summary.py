@@ -32,9 +32,9 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``samples`` (all rows) and ``errors`` (those of them that failed); of the others, each None where no row has it:
-        means of ``score`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens) and ``prompt_tokens``; ``perplexity``
-        as the geometric mean, every row with the same weight; medians of ``ttft_seconds`` and ``tpot_ms``; the largest
-        ``peak_memory_bytes``.
+        means of ``score`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
+        ``prompt_tokens``; ``perplexity`` as the geometric mean, every row with the same weight; medians of
+        ``ttft_seconds`` and ``tpot_ms``; the largest ``peak_memory_bytes``.
     """
     measured = [row for row in rows if row.get("error") is None]
 
@@ -54,6 +54,7 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
         "kv_fraction": mean("kv_fraction"),
         "realised_budget": mean("realised_budget"),
+        "selection_hit_rate": mean("selection_hit_rate"),
         "ttft_seconds": middle("ttft_seconds"),
         "tpot_ms": middle("tpot_ms"),
         "prompt_tokens": mean("prompt_tokens"),

@@ -43,7 +43,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "peak_memory_measures": _TEXT + _NONE,
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
     **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
-    **dict.fromkeys(("kv_fraction", "realised_budget", "perplexity"), _NUMBER + _NONE),
+    **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
     **dict.fromkeys(("prefill_seconds", "ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
 }
 _SAME_MEASUREMENT = (

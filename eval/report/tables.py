@@ -77,6 +77,8 @@ def cost_table(section: Section) -> Table:
     header = ["method", "length", "samples", "prompt tokens", "realised budget", "KV read (% of dense)"]
     header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
     costs = list(section.costs())
+    keeps_selections = any(entry["selection_hit_rate"] is not None for _, _, entry in costs)
+    header += ["selections kept (%)"] if keeps_selections else []
     dense = {length: entry["tpot_ms"] for length, column, entry in costs if column[0] == DENSE}
     rows = []
     for length, column, entry in costs:
@@ -93,6 +95,7 @@ def cost_table(section: Section) -> Table:
                 _number(tpot, ".2f"),
                 _NOTHING if not tpot or not dense_tpot else f"{dense_tpot / tpot:.2f}×",  # noqa: RUF001
                 _number(entry["peak_memory_bytes"], ",.2f", 2**-30),
+                *([_number(entry["selection_hit_rate"], ".1f", 100)] if keeps_selections else []),
             ]
         )
     return Table(header, rows, text_columns=1)

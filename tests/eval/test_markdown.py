@@ -23,33 +23,83 @@ def test_page_is_what_the_results_give(monkeypatch):
 def test_kept_summaries_are_those_of_their_rows(path):
     summary = json.loads(path.read_text(encoding="utf-8"))
     rows = read_rows(path.parent / "rows.jsonl")
-    assert summary["table"] == summarise(rows)
+    since = {"selection_hit_rate": None}  # summaries from before there were such figures lack them
+    assert [since | entry for entry in summary["table"]] == summarise(rows)
     assert summary["finished"]
     assert summary["rows"] == len(rows)
     assert (ROOT / "eval/configs" / f"{path.parent.parent.name}.yaml").exists()
     assert {row["device"] for row in rows} == {summary["device"]}
 
 
+ENTRY = {
+    "benchmark": "passkey", "task": "filler", "length": 400, "method": "full", "token_budget": None, "samples": 4,
+    "errors": 1, "score": 0.75, "perplexity": None, "kv_fraction": 1.0, "realised_budget": 401.0,
+    "ttft_seconds": 1.5, "tpot_ms": 12.34, "prompt_tokens": 412.0, "peak_memory_bytes": 2**21,
+}  # fmt: skip
+SUMMARY = {
+    "model": "m", "dtype": "float32", "device": "a CPU", "versions": {"torch": "2"}, "date": "2026-01-02T00:00:00",
+    "rows": 8, "errors": 1, "harness_seconds": 1.0, "model_seconds": 40.0, "protocol_sha256": "abcdef" * 10,
+    "config": {"benchmark": "passkey", "question": "decode", "seed": 3},
+}  # fmt: skip
+
+
+def page_of(folder, *summaries):
+    for number, summary in enumerate(summaries, start=1):
+        run = folder / "sweep" / f"{number:02d}-passkey"
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text(json.dumps(SUMMARY | summary))
+    write_results(folder, folder / "docs" / "page.md")
+    return (folder / "docs" / "page.md").read_text()
+
+
 def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
-    entry = {
-        "benchmark": "passkey", "task": "filler", "length": 400, "method": "full", "token_budget": None, "samples": 4,
-        "errors": 1, "score": 0.75, "perplexity": None, "kv_fraction": 1.0, "realised_budget": 401.0,
-        "ttft_seconds": 1.5, "tpot_ms": 12.34, "prompt_tokens": 412.0, "peak_memory_bytes": 2**21,
-    }  # fmt: skip
-    summary = {
-        "model": "m", "dtype": "float32", "device": "a CPU", "versions": {"torch": "2"}, "date": "2026-01-02T00:00:00",
-        "rows": 8, "errors": 1, "harness_seconds": 1.0, "model_seconds": 40.0, "protocol_sha256": "abcdef" * 10,
-        "config": {"benchmark": "passkey", "question": "decode", "seed": 3},
-        "table": [entry, entry | {"method": "quest", "token_budget": 1024, "score": None, "perplexity": 9.8765}],
-    }  # fmt: skip
-    (tmp_path / "sweep" / "01-passkey").mkdir(parents=True)
-    (tmp_path / "sweep" / "01-passkey" / "summary.json").write_text(json.dumps(summary))
-    write_results(tmp_path, tmp_path / "docs" / "page.md")
-    text = (tmp_path / "docs" / "page.md").read_text()
+    other = ENTRY | {"method": "quest", "token_budget": 1024, "score": None, "perplexity": 9.8765}
+    text = page_of(tmp_path, {"table": [ENTRY, other]})
     assert "| filler | 400 | 3 | 75.0 | 9.877 |" in text
     assert "| filler | 400 | quest 1,024 | 412 | 401 | 100.0 | 1.50 | 12.3 | 2 |" in text
     assert "the harness added 2.5%" in text
     assert "protocol abcdefabcdef" in text
+    assert "selections kept, %" not in text
+
+
+def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path):
+    keeping = {"method": "tokenselect", "token_budget": 64, "selection_hit_rate": 0.25, "kv_fraction": 0.5}
+    text = page_of(tmp_path, {"table": [ENTRY, ENTRY | keeping]})
+    assert "| tokens read | KV read, % | selections kept, % | TTFT, s |" in text
+    assert "| filler | 400 | tokenselect 64 | 412 | 401 | 50.0 | 25.0 | 1.50 | 12.3 | 2 |" in text
+    assert "| filler | 400 | dense | 412 | 401 | 100.0 | - | 1.50 | 12.3 | 2 |" in text
+
+
+def test_a_parameter_swept_over_runs_is_one_table(tmp_path):
+    runs = [
+        {
+            "config": SUMMARY["config"] | {"parameters": {"k": 32, "threshold": threshold}},
+            "table": [
+                ENTRY | {"realised_budget": 400.0 + number},
+                ENTRY
+                | {"method": "tokenselect", "token_budget": 64, "score": score, "kv_fraction": 0.5 + number}
+                | {"realised_budget": 64.0, "selection_hit_rate": 0.5 - number / 4},
+            ],
+        }
+        for number, (threshold, score) in enumerate([(-1, 0.0), (0.95, 0.5), (1, None)])
+    ]
+    lines = page_of(tmp_path, *runs).splitlines()
+    begin = lines.index("### passkey: threshold")
+    assert lines[begin + 2] == "Question: decode; seed 3; k 32."
+    assert lines[begin + 4 :] == [
+        "| task | length | method | threshold | samples | score | selections kept, % | tokens read | KV read, % |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| passkey filler | 400 | dense | - | 3 | 75.0 | - | 400 | 100.0 |",
+        "| passkey filler | 400 | tokenselect 64 | -1 | 3 | 0.0 | 50.0 | 64 | 50.0 |",
+        "| passkey filler | 400 | tokenselect 64 | 0.95 | 3 | 50.0 | 25.0 | 64 | 150.0 |",
+        "| passkey filler | 400 | tokenselect 64 | 1 | 3 | - | 0.0 | 64 | 250.0 |",
+    ]
+
+
+def test_runs_that_share_their_parameters_or_differ_in_more_than_one_keep_their_tables(tmp_path):
+    for number, parameters in enumerate([({}, {}), ({"k": 1}, {"k": 1}), ({"k": 1, "n": 1}, {"k": 2, "n": 2})]):
+        runs = [{"config": SUMMARY["config"] | {"parameters": given}, "table": [ENTRY]} for given in parameters]
+        assert page_of(tmp_path / str(number), *runs).count("### passkey\n") == 2
 
 
 def test_no_results_is_an_error_that_names_the_folder(tmp_path):

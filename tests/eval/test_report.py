@@ -114,7 +114,7 @@ def test_summary_of_only_errors_has_no_figures() -> None:
     (entry,) = summarise([row("b", "t", 0, "full", None, error="no")])
     assert {name for name, value in entry.items() if value is None} == {
         *("length", "token_budget", "score", "perplexity", "kv_fraction", "realised_budget", "ttft_seconds"),
-        *("tpot_ms", "prompt_tokens", "peak_memory_bytes"),
+        *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
     }
 
 
@@ -172,6 +172,15 @@ def test_cost_table(page: Page) -> None:
     assert quest == ["quest 256", "1,024", "5", "1,024", "256", "31.2", "0.221", "21.60", "1.16×", "1.00"]  # noqa: RUF001
     assert len(page.tables["2-needle", "costs"]) == 1 + 3 * 4
     assert page.tables["1-longbench", "costs"][2][1:3] == ["own length", "7"]
+
+
+def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path: Path) -> None:
+    fields = {"length": 1024, "selection_hit_rate": 0.25}
+    rows = [row("b", "t", 0, "full", None, length=1024), row("b", "t", 0, "tokenselect", 64, **fields)]
+    rows.append(row("b", "t", 1, "tokenselect", 64, **fields | {"selection_hit_rate": 0.75}))
+    header, dense, sparse = report_of(tmp_path, rows).tables["1-b", "costs"]
+    assert header[-1] == "selections kept (%)"
+    assert (dense[-1], sparse[-1]) == ("–", "50.0")  # noqa: RUF001
 
 
 def test_agreement_counts_the_samples_that_both_answered(page: Page) -> None:

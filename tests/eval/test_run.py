@@ -87,6 +87,7 @@ def test_every_row_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded
         assert 0 < small["kv_fraction"] < large["kv_fraction"] < 1
         assert small["realised_budget"] <= 64 < large["realised_budget"] <= 128
         assert small["metadata_bytes"] > 0
+        assert dense["selection_hit_rate"] is small["selection_hit_rate"] is None
         assert dense["kv_bytes"] == dense["dense_bytes"]
         same_steps = dense["new_tokens"] == small["new_tokens"]
         assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # our arithmetic against the counters
@@ -133,6 +134,24 @@ def test_the_material_is_prefilled_once_for_all_that_leave_prefill_dense(tmp_pat
     go(tmp_path / "own", loaded, model_dir, limit=1, method=["quest", Window.name])
     assert [length for length in lengths if length > 1] == [400, 400]  # a method that is sparse there prefills itself
     hook.remove()
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(-1, 1.0), (1, 0.0)])
+def test_kept_selections_are_counted_beyond_the_models_positions_too(tmp_path, loaded, model_dir, threshold, kept):
+    parameters = {"k": 48, "n_init": 4, "n_local": 12, "selection_cache_threshold": threshold}
+    settings = {"method": ["tokenselect"], "token_budget": [], "parameters": parameters, "lengths": [1500]}
+    go(tmp_path, loaded, model_dir, limit=1, **settings)
+    dense, sparse = read_rows(tmp_path / "rows.jsonl")
+    assert dense["error"] is sparse["error"] is None
+    assert dense["selection_hit_rate"] is None
+    # The first of the steps chooses whatever the threshold.
+    steps = sparse["question_tokens"] + sparse["new_tokens"] - 1
+    assert sparse["selection_hit_rate"] == pytest.approx(kept * (steps - 1) / steps, abs=0.02)
+    assert sparse["realised_budget"] == sparse["token_budget"] == 64
+    head_dim, layers, float_bytes = 16, 3, 4
+    voted = sparse["metadata_bytes"] / (layers * head_dim * float_bytes)  # keys, in layers of one KV head
+    most = (1500 - 16) + sparse["question_tokens"] + sparse["new_tokens"]
+    assert voted <= most if kept else (steps - 1) * 1484 < voted <= steps * most
 
 
 def test_dense_attention_pays_for_no_plans_of_cudnn(tmp_path, loaded, model_dir):

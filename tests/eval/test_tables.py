@@ -24,6 +24,7 @@ from eval.tables import (
     runnable_methods,
     table_names,
 )
+from hf_sparse_attn import METHODS
 
 NAMES = table_names()
 MODEL = "example/model-1b"
@@ -240,7 +241,19 @@ def test_no_figure_is_without_a_run() -> None:
     table = read_table("tokenselect-ruler")
     runs = read_sweep(table.path, {})
     assert sum(len(figures_of_run(table.figures, run)) for run in runs) == len(table.figures)
-    assert {f.length for f in figures_of_run(table.figures, runs[2])} > set(runs[2].lengths)
+    assert all({f.length for f in figures_of_run(table.figures, run)} == set(run.lengths) for run in runs)
+
+
+@pytest.mark.parametrize("name", ["tokenselect-infinitebench", "tokenselect-ruler"])
+def test_tokenselect_runs_with_the_budget_that_its_figures_have(name: str) -> None:
+    table = read_table(name)
+    for run in read_sweep(table.path, {}):
+        methods = runnable_methods(run.method)[0]
+        assert "tokenselect" in methods
+        (budget,) = run.token_budget
+        assert (budget, METHODS["tokenselect"]().token_budget) == (2688, 2688)
+        figures = [f for f in figures_of_run(table.figures, run) if f.method == "tokenselect"]
+        assert budget in {f.token_budget for f in figures} <= {budget, 4096 + 128 + 4096}
 
 
 def test_runnable_methods_keep_the_order() -> None:

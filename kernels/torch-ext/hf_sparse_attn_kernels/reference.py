@@ -19,6 +19,7 @@ from .reference_tokens import mean_query, select_tokens, token_votes
 __all__ = [
     "append_and_select",
     "dense_decode",
+    "mean_query",
     "page_bounds",
     "page_scores",
     "select_blocks",
