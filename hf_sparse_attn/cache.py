@@ -153,7 +153,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if layer.rope_tables is not tables:
                 layer.rope_tables = tables
                 if layer.is_initialized:
-                    layer.rope = tables.take(layer.rope)
+                    layer.rope = tables.take(layer.rope) if hasattr(layer, "rope") else tables.on(layer.device)
 
     def announce_step(self) -> None:
         """Say that the coming forward pass is a patched model's: its attention function appends single tokens."""

@@ -361,3 +361,19 @@ def test_static_cache_within_the_budget_is_dense_token_for_token():
     with sparse_attention(model, "tokenselect", token_budget=POSITIONS):
         cache = SparseCache.for_model(model, max_cache_len=128)
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
+@torch.inference_mode()
+def test_patching_anew_keeps_the_tables_of_a_cache_where_they_are():
+    """A cache outlives a patch; tables at another address would take another CUDA graph."""
+    model = make_model("llama")
+    cache = None
+    addresses = []
+    for change in (1.0, 1.0, 2.0):
+        model.model.rotary_emb.inv_freq /= change
+        with sparse_attention(model, SMALL):
+            cache = cache or SparseCache.for_model(model, max_cache_len=200)
+            model(random_ids(1, 40), past_key_values=cache)
+            addresses.append({layer.rope.cos.data_ptr() for layer in cache.layers})
+    assert addresses[0] == addresses[1] != addresses[2]
+    assert [len(each) for each in addresses] == [1, 1, 1]
