@@ -15,6 +15,7 @@ from hf_sparse_attn import (
     unpatch_model,
 )
 from hf_sparse_attn.generation import static_capacity
+from hf_sparse_attn.rope import decoder_rotary
 from tests import models
 from tests.methods.toy import TokenTopK
 from tests.models import FAMILIES, random_ids
@@ -122,7 +123,8 @@ def test_sampling_compiles_and_one_row_too():
     assert graphs() == 1
 
 
-def test_tensors_that_last_are_marked_and_rows_advance_once():
+@pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
+def test_tensors_that_last_are_marked_and_rows_advance_once(method):
     """CUDA graphs copy every input at each replay, but for parameters and what is marked."""
     fed, advances = [], []
 
@@ -135,13 +137,14 @@ def test_tensors_that_last_are_marked_and_rows_advance_once():
                 fed.append(tuple(value.shape))
         return graph
 
-    model = patch_model(make_model("llama"), SMALL)
+    model = patch_model(make_model("llama"), method)
     model.generate(random_ids(2, 100), **compiled(backend))
-    rotary = tuple(model.model.rotary_emb.inv_freq.shape)
+    rotary = tuple(decoder_rotary(model).inv_freq.shape)
     assert sorted(shape for shape in fed if shape != rotary) in (
         [(2, 1), (2, 1)],
         [(1, 1), (2, 1)],
-    )  # tokens, positions
+        [(2, 1)],
+    )  # tokens, and positions where the model's own rotary module reads them
 
 
 def test_cache_of_ones_own_serves_several_turns():
@@ -289,10 +292,15 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
 
 @pytest.mark.gpu
 @families
-def test_cuda_graphs_replay_the_step(family):
+@pytest.mark.parametrize(
+    "method",
+    [SMALL, TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5)],
+    ids=lambda method: method.name,
+)
+def test_cuda_graphs_replay_the_step(method, family):
     model = make_model(family)
     inputs = padded((300, 290, 201))
-    patch_model(model, SMALL)
+    patch_model(model, method)
     expected = model.generate(**inputs, **GREEDY, disable_compile=True)
     expected_stats = sparse_attention_stats(model)
     for _ in range(3):
