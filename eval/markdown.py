@@ -72,8 +72,9 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     errors = sum(summary["errors"] for summary in summaries)
     harness = sum(summary["harness_seconds"] for summary in summaries)
     model = sum(summary["model_seconds"] for summary in summaries)
+    methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
     lines = [
-        f"## {first['model']}, {first['dtype']}, {first['device']}\n",
+        f"## {methods}: {first['model']}, {first['dtype']}, {first['device']}\n",
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
         f"--out {results.as_posix()}/{name}`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +80,7 @@ def list_methods(
             "name": name,
             "summary": method.summary,
             "paper": method.paper,
-            "parameters": {parameter.name: parameter.default for parameter in fields(method)},
+            "parameters": asdict(method()),
             "sparse_phases": list(method.sparse_phases),
         }
         for name, method in METHODS.items()
@@ -90,7 +90,7 @@ def list_methods(
         return
     table = Table("method", "what it does", "paper", "parameters", "sparse phase", show_lines=True)
     for name, method in METHODS.items():
-        parameters = "\n".join(f"{parameter.name}={parameter.default}" for parameter in fields(method))
+        parameters = "\n".join(f"{parameter}={value}" for parameter, value in asdict(method()).items())
         table.add_row(name, method.summary, method.paper, parameters, ", ".join(method.sparse_phases))
     print_table(table)
 
@@ -156,7 +156,7 @@ def compare(
     if text is not None:
         new_tokens = max_new_tokens or 64
         input_ids = _encode_prompt(tokenizer, text, raw)
-        _check_positions(model, len(input_ids) + new_tokens)
+        _check_positions(model, method, len(input_ids) + new_tokens)
         prompts = 1
 
         def answer(index: int, sparse: bool, on_step: Callable[[], None]) -> Run:
@@ -166,7 +166,7 @@ def compare(
         length = DEFAULT_PASSKEY_TOKENS if passkey_tokens is None else passkey_tokens
         with _user_errors():
             passkeys = [make_passkey(tokenizer, length, depth, seed + i) for i, depth in enumerate(needle_depths)]
-        _check_positions(model, length + len(passkeys[0].question_ids) + new_tokens)
+        _check_positions(model, method, length + len(passkeys[0].question_ids) + new_tokens)
         prompts = len(passkeys)
 
         def answer(index: int, sparse: bool, on_step: Callable[[], None]) -> Run:
@@ -380,11 +380,11 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> 
     return list(tokenizer(text)["input_ids"])
 
 
-def _check_positions(model: PreTrainedModel, needed: int) -> None:
+def _check_positions(model: PreTrainedModel, method: SparseMethod, needed: int) -> None:
     from hf_sparse_attn.rope import max_positions
 
     available = max_positions(model.config)
-    if needed > available:
+    if needed > available and not method.extends_positions:
         fail(f"prompt and answer take {needed} tokens; the model has positions for {available}")
 
 

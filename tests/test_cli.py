@@ -76,6 +76,13 @@ def test_whole_budget_answers_a_prompt_like_dense(model: str, tmp_path: Path, ra
     assert report["runs"][0]["dense"]["prefill_seconds"] > 0
 
 
+def test_a_method_that_extends_the_positions_may_go_beyond_them(model: str) -> None:
+    arguments = ("--method", "tokenselect", "--token-budget", "128", "--passkey-tokens", "1100", "--depths", "0.5")
+    result = invoke("compare", "--model", model, *arguments, "--max-new-tokens", "3", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["sparse"]["kv_fraction"] < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

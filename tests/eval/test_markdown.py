@@ -39,7 +39,7 @@ ENTRY = {
 SUMMARY = {
     "model": "m", "dtype": "float32", "device": "a CPU", "versions": {"torch": "2"}, "date": "2026-01-02T00:00:00",
     "rows": 8, "errors": 1, "harness_seconds": 1.0, "model_seconds": 40.0, "protocol_sha256": "abcdef" * 10,
-    "config": {"benchmark": "passkey", "question": "decode", "seed": 3},
+    "config": {"benchmark": "passkey", "method": ["full", "quest"], "question": "decode", "seed": 3},
 }  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
     text = page_of(tmp_path, {"table": [ENTRY, other]})
     assert "| filler | 400 | 3 | 75.0 | 9.877 |" in text
     assert "| filler | 400 | quest 1,024 | 412 | 401 | 100.0 | 1.50 | 12.3 | 2 |" in text
+    assert "## quest: m, float32, a CPU\n" in text
     assert "the harness added 2.5%" in text
     assert "protocol abcdefabcdef" in text
     assert "selections kept, %" not in text
