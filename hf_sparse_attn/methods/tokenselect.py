@@ -212,7 +212,6 @@ class TokenSelect(SparseMethod):
             recent_tokens=split.last,
             vote=self.vote,
             pool_size=self.pool_size,
-            num_tokens=None if layer.is_static else layer.max_blocks(1),
             threshold=float(self.selection_cache_threshold),
             counter=layer.counter.totals,
             reuse_counter=layer.counter.selections,
@@ -287,6 +286,5 @@ class TokenSelect(SparseMethod):
             recent_tokens=split.last,
             vote=self.vote,
             pool_size=self.pool_size,
-            num_tokens=cached,
             finished=layer.finished,
         )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
@@ -377,3 +378,19 @@ def test_patching_anew_keeps_the_tables_of_a_cache_where_they_are():
             addresses.append({layer.rope.cos.data_ptr() for layer in cache.layers})
     assert addresses[0] == addresses[1] != addresses[2]
     assert [len(each) for each in addresses] == [1, 1, 1]
+
+
+@torch.inference_mode()
+def test_kernels_and_references_decode_the_same_tokens():
+    model = make_model("qwen3", num_hidden_layers=2)
+    ids = random_ids(2, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    outputs = []
+    for impl in ("reference", "triton"):
+        with sparse_attention(model, replace(SMALL, selection_cache_threshold=0.3)), use_impl(impl):
+            outputs.append(model.generate(ids, attention_mask=mask, **{**GREEDY, "max_new_tokens": 6}))
+            outputs.append(sparse_attention_stats(model))
+    assert torch.equal(outputs[0], outputs[2])
+    assert outputs[1] == outputs[3]
+    assert outputs[1].kv_fraction < 1
