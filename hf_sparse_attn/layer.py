@@ -124,6 +124,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             return True  # the kernels rotate what they read; dense attention takes all keys rotated anew
         return not self.method.covers(sys.maxsize if self.is_static else self.length - self.least_padding)
 
+    @property
+    def rotations(self) -> dict[str, Any]:
+        """The tables of :attr:`rope` as the ops take them; nothing where keys are cached after RoPE."""
+        return {"rope_cos": self.rope.cos, "rope_sin": self.rope.sin} if self.method.rotates_keys else {}
+
     def row_lengths(self) -> torch.Tensor:
         """int32 [batch]: the tokens of each row, padding left out."""
         return (self.seq_end - self.seq_start).clamp_min(0)

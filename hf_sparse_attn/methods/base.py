@@ -176,7 +176,8 @@ class SparseMethod(ABC):
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
         """Attend to the selected blocks only, and count the step in ``layer.counter``.
 
-        [batch, q_heads, head_dim] to the same shape, exact over what is read.
+        [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, tokens and query
+        rotated to their places among what is read.
         """
         output = sparse_decode(
             query,
@@ -190,6 +191,7 @@ class SparseMethod(ABC):
             scale=scale,
             counter=layer.counter.totals,
             finished=layer.finished,
+            **layer.rotations,
         )
         assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
         return output

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from hf_sparse_attn_kernels import mean_query, select_tokens, sparse_decode, sparse_prefill
+from hf_sparse_attn_kernels import mean_query, select_tokens, sparse_prefill
 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
@@ -220,26 +220,6 @@ class TokenSelect(SparseMethod):
         )
         return Selection(block_indices, block_counts, block_size=1)
 
-    def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
-        """Attend to the chosen tokens, each rotated to its place among them; see :meth:`SparseMethod.attend`."""
-        output = sparse_decode(
-            query,
-            layer.keys,
-            layer.values,
-            selection.block_indices,
-            selection.block_counts,
-            layer.seq_start,
-            layer.seq_end,
-            block_size=1,
-            scale=scale,
-            rope_cos=layer.rope.cos,
-            rope_sin=layer.rope.sin,
-            counter=layer.counter.totals,
-            finished=layer.finished,
-        )
-        assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
-        return output
-
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
         """Attend from a chunk to one selection of what came before it and, causally, to itself.
 
@@ -256,9 +236,8 @@ class TokenSelect(SparseMethod):
             block_counts,
             layer.seq_start,
             layer.seq_end,
-            rope_cos=layer.rope.cos,
-            rope_sin=layer.rope.sin,
             scale=scale,
+            **layer.rotations,
         )
 
     def _choose_for_chunk(

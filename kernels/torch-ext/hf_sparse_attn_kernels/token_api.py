@@ -109,6 +109,9 @@ def select_tokens(
     query of its last selection did takes the voted tokens of that selection again, and no key is read for it. The first
     and last tokens are those of now. All of that is decided on the device.
 
+    Keys are read once. Until the last one is, no vote is known: the kernels keep a float32 for each query head and
+    token meanwhile, for the buffers' capacity (or `num_tokens`), and one vote for each token.
+
     Parameters
     ----------
     query : torch.Tensor
