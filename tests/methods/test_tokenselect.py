@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
@@ -394,3 +395,34 @@ def test_kernels_and_references_decode_the_same_tokens():
     assert torch.equal(outputs[0], outputs[2])
     assert outputs[1] == outputs[3]
     assert outputs[1].kv_fraction < 1
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        for tensor in returned if isinstance(returned, (tuple, list)) else (returned,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return returned
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 2100], ids=["growing", "static"])
+@torch.inference_mode()
+def test_a_long_prompt_takes_no_more_than_its_cache_and_hidden_states(max_cache_len):
+    model = make_model("llama", num_hidden_layers=2)
+    ids = random_ids(2, 2048)
+    mask = torch.ones_like(ids)
+    mask[1, :700] = 0
+    with sparse_attention(model, replace(SMALL, chunk_size=128)):
+        cache = SparseCache.for_model(model, max_cache_len)
+        with LargestTensor() as largest:
+            model.generate(ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+        hidden_states = 2 * 2048 * model.config.hidden_size
+        kept = 2 * cache.layers[0].keys.numel()
+        assert hidden_states <= largest.numbers <= max(hidden_states, kept) < 2048 * 2048
