@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.models import load_model
 from hf_sparse_attn.passkey import answer_passkey, make_passkey
+from hf_sparse_attn.rope import max_positions
 from tests.methods.toy import Window
 
 DEPTHS = (0.1, 0.25, 0.4, 0.55, 0.7)  # all of them outside the last 256 tokens
@@ -71,3 +72,19 @@ def test_patch_generate_stats_unpatch_generate(loaded, device):
     assert torch.equal(generate(), dense)
     assert torch.equal(sparse[:, : prompt.shape[1]], prompt)
     assert stats.kv_fraction < 0.45
+
+
+@pytest.mark.gpu
+def test_tokenselect_finds_the_passkey_at_twice_the_trained_length(loaded):
+    model, tokenizer = loaded("cuda")
+    assert max_positions(model.config) == 8192
+    found = {"dense": 0, "tokenselect": 0}
+    for seed, depth in enumerate((0.1, 0.3, 0.5, 0.7, 0.9)):
+        passkey = make_passkey(tokenizer, 16_000, depth, seed)
+        answer = answer_passkey(model, tokenizer, passkey, DynamicCache(config=model.config))
+        found["dense"] += passkey.found_in(answer.text)
+        with sparse_attention(model, "tokenselect", token_budget=1024):
+            answer = answer_passkey(model, tokenizer, passkey, SparseCache.for_model(model))
+        found["tokenselect"] += passkey.found_in(answer.text)
+    assert found["dense"] == 0
+    assert found["tokenselect"] >= 4
