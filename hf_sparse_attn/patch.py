@@ -29,7 +29,7 @@ from hf_sparse_attn.generation import NO_ATTENTIONS, PrepareCache, check_cache
 from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.rope import RawRotary, RopeTables, head_dim_of, max_positions
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
-from hf_sparse_attn.support import NO_TRAINING, check_positions, check_supported
+from hf_sparse_attn.support import NO_TRAINING, check_consecutive, check_positions, check_supported
 
 IMPLEMENTATION = "hf_sparse_attn"
 UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
@@ -263,7 +263,10 @@ class _DecoderHook:
                 return (), kwargs  # nothing cached, nothing to read sparsely: dense
             cache = kwargs["past_key_values"] = SparseCache(config, patch.method)
         mask = kwargs.get("attention_mask")
-        cache.prepare(mask.get("full_attention") if isinstance(mask, dict) else mask, query_length)
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+        if patch.rope_tables is not None and query_length > 1:
+            check_consecutive(kwargs.get("position_ids"), mask, patch.method)
+        cache.prepare(mask, query_length)
         cache.announce_step()
         if patch.rope_tables is not None:
             cache.use_rope(patch.rope_tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn.cache import SparseCache
@@ -59,4 +60,25 @@ def check_positions(config: PreTrainedConfig, method: SparseMethod, query_length
         raise ValueError(
             f"the prompt has {cached + query_length} tokens, but the model has {limit} positions "
             f"(max_position_embeddings={config.max_position_embeddings}); {method.name} does not extend them"
+        )
+
+
+def check_consecutive(
+    position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, method: SparseMethod
+) -> None:
+    """Raise where a prompt's positions, [batch or 1, tokens], do not go up by one: slots would not stand for them.
+
+    What is padding in the mask, [batch, cached + new tokens], may have any. Waits for the device.
+    """
+    if position_ids is None:
+        return
+    follows = position_ids.diff(dim=-1) == 1
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        is_token = attention_mask[:, -position_ids.shape[-1] :] != 0
+        follows = follows | ~(is_token[:, 1:] & is_token[:, :-1])
+    if not bool(follows.all()):
+        row, token = (~follows).nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids must go up by one from token to token, since {method.name} gives positions out by slot; "
+            f"got {position_ids[row % len(position_ids), token : token + 2].tolist()} in row {row}"
         )

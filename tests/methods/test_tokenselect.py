@@ -232,6 +232,22 @@ def test_sliding_windows_and_no_cache_are_refused():
 
 
 @torch.inference_mode()
+def test_positions_that_slots_do_not_stand_for_are_refused():
+    model = make_model("llama")
+    patch_model(model, SMALL)
+    ids, cache = random_ids(2, 40), SparseCache.for_model(model)
+    positions = torch.arange(40, device=DEVICE).repeat(2, 1)
+    positions[1, 25:] -= 25  # two texts packed into one row
+    with pytest.raises(ValueError, match=r"must go up by one .* tokenselect .* got \[24, 0\] in row 1"):
+        model(ids, position_ids=positions, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    mask = torch.ones_like(ids)
+    mask[1, :25] = 0
+    padded = model(ids, position_ids=positions, attention_mask=mask).logits[1, 25:]
+    torch.testing.assert_close(padded, model(ids, attention_mask=mask).logits[1, 25:])
+
+
+@torch.inference_mode()
 def test_caches_of_keys_before_and_after_rope_do_not_mix():
     model = shared_model("llama")
     prefix = SparseCache(model.config, "full")
