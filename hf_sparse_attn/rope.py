@@ -45,15 +45,10 @@ class RopeTables:
 
         What stays at its address spares compiled steps another recording.
         """
-        if rope.cos.device not in self._on:
-            made = _half_tables(self._rotary, self._slots)
-            is_same = all(
-                ours.shape == theirs.shape and torch.equal(ours.to(theirs.device), theirs)
-                for ours, theirs in zip(made, rope, strict=True)
-            )
-            if is_same:
-                self._on[rope.cos.device] = rope
-        return self.on(rope.cos.device)
+        made = self.on(rope.cos.device)
+        if made is not rope and all(map(torch.equal, made, rope)):
+            self._on[rope.cos.device] = made = rope
+        return made
 
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device; all layers there share them."""

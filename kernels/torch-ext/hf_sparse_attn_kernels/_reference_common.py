@@ -25,6 +25,12 @@ def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((exponent.int() + 127) << 23).view(torch.float32).to(dtype)
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [.., head_dim] by angles [.., head_dim // 2], half-split as in Transformers, rounded once."""
+    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
 def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> list[torch.Tensor]:
     """Gather each buffer [batch, kv_heads, capacity, head_dim] at int64 `positions` [batch, 1 or kv_heads, n].
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ._reference_common import compute_dtype, host_lengths, row_lengths, take_tokens
+from ._reference_common import compute_dtype, host_lengths, rotate, row_lengths, take_tokens
 
 
 def sparse_decode(
@@ -37,10 +37,10 @@ def sparse_decode(
         kv_heads = keys.shape[1]
         _count(counter, (~invalid).sum() * (kv_heads // invalid.shape[1]), length, kv_heads)
     if rope_cos is not None and rope_sin is not None:
-        k = _rotate(k, rope_cos[: k.shape[2]], rope_sin[: k.shape[2]])
+        k = rotate(k, rope_cos[: k.shape[2]], rope_sin[: k.shape[2]])
         own_slot = (block_counts - 1).clamp_(min=0).long()[:, :, None]  # [batch, kv_heads or 1, 1]
         grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
-        query = _rotate(grouped, rope_cos[own_slot], rope_sin[own_slot]).flatten(1, 2)
+        query = rotate(grouped, rope_cos[own_slot], rope_sin[own_slot]).flatten(1, 2)
     return _attend(query, k, v, invalid, scale, return_lse)
 
 
@@ -119,8 +119,8 @@ def sparse_prefill(
         chunk_start = torch.maximum(own[:, :1], seq_start[:, None])
         own_slots = block_counts[..., None] + (own - chunk_start).clamp_(min=0)[:, None]  # [batch, heads, queries]
         slots = torch.cat((chosen.expand_as(is_chosen), own_slots), dim=2)
-        k = _rotate(k, rope_cos[slots], rope_sin[slots])
-        grouped = _rotate(grouped, rope_cos[own_slots][:, :, None], rope_sin[own_slots][:, :, None])
+        k = rotate(k, rope_cos[slots], rope_sin[slots])
+        grouped = rotate(grouped, rope_cos[own_slots][:, :, None], rope_sin[own_slots][:, :, None])
     causal = (chunk[:, None] >= chunk) & is_query[:, None]  # [batch, queries, queries]
     mask = torch.cat(
         (
@@ -137,12 +137,6 @@ def sparse_prefill(
     out = out.reshape(batch, kv_heads * group, queries, head_dim)
     # What was taken in place of tokens that are not there may be NaN where a row has none.
     return out.masked_fill(~is_query[:, None, :, None], 0.0)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` [.., head_dim] by angles [.., head_dim // 2], half-split as in Transformers, rounded once."""
-    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _scores(grouped: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import max_pool1d
 
-from ._reference_common import compute_dtype, host_lengths, row_lengths, take_tokens
+from ._reference_common import compute_dtype, host_lengths, rotate, row_lengths, take_tokens
 
 
 def token_votes(
@@ -160,7 +160,5 @@ def _top_tokens(votes: torch.Tensor, count: int, sink_tokens: int) -> torch.Tens
 def mean_query(query: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tensor, *, first_slot: int) -> torch.Tensor:
     """Reference of `hf_sparse_attn_kernels.mean_query`."""
     slots = torch.arange(first_slot, first_slot + query.shape[2], device=query.device).clamp_(max=len(rope_cos) - 1)
-    first, second = query.to(compute_dtype(query.dtype)).chunk(2, dim=-1)
-    cos, sin = rope_cos[slots], rope_sin[slots]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.mean(dim=2).to(query.dtype)
+    unrounded = query.to(compute_dtype(query.dtype))
+    return rotate(unrounded, rope_cos[slots], rope_sin[slots]).mean(dim=2).to(query.dtype)
