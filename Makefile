@@ -9,12 +9,12 @@ PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval tests
 
-.PHONY: help install demo test test-gpu bench lint format
+.PHONY: help install demo test test-gpu test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models cuda bench lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
 	@echo "make test      lint, types and the tests that run on CPU"
-	@echo "make test-gpu  the tests that need CUDA (PYTHON=python3 uses that interpreter and installs nothing)"
+	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    ruff format, and what ruff can fix"
@@ -46,14 +46,23 @@ test: lint
 
 ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests
-test-gpu bench: $(STAMP)
+test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models bench cuda: $(STAMP)
 else # what needs no more than torch, triton and transformers
-GPU_TESTS := tests/test_compiled.py tests/test_devices.py
+GPU_TESTS := tests/ops tests/test_compiled.py tests/test_devices.py
 endif
-test-gpu:
-	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make test-gpu needs a CUDA device'"
+# Four groups, since most of the time is compilation on the host: `make -j4 test-gpu` runs them side by side.
+test-gpu: test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
+test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models: cuda
+cuda:
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'a CUDA device is needed, and torch finds none'"
+test-gpu-marked:
 	$(PYTHON) -m pytest -m gpu $(GPU_TESTS)
-	$(PYTHON) -m pytest -m "not gpu" tests/ops tests/methods tests/test_contracts.py tests/test_patch.py tests/test_static_cache.py
+test-gpu-ops:
+	$(PYTHON) -m pytest -m "not gpu" tests/ops
+test-gpu-methods:
+	$(PYTHON) -m pytest -m "not gpu" tests/methods tests/test_contracts.py
+test-gpu-models:
+	$(PYTHON) -m pytest -m "not gpu" tests/test_compiled.py tests/test_patch.py tests/test_static_cache.py
 
 # The README's tables are written from whatever results there are, also where a measurement failed.
 bench:

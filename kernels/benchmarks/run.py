@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--method", default="quest", help="methods of generate(), comma-separated")
     made.add_argument("--token-budget", help="tokens read per step, comma-separated (default: Quest 2048)")
     made.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
-    made.add_argument("--tune", action="store_true", help="measure the kernels' launch choices, keep them, and end")
+    made.add_argument(
+        "--tune", action="store_true", help="measure the launch choices of --op and --shape, keep them, and end"
+    )
     made.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
     return made
 
@@ -58,10 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise results.ResultsError("the benchmarks need a CUDA device, and torch finds none here")
         if options.tune:
-            from op_bench.tune import tune, write
+            from op_bench.tune import TUNED_SHAPES, chosen_launches, tune, write
 
             device = torch.device("cuda", torch.cuda.current_device())
-            write(tune(device, lambda line: print(line, flush=True)), device)
+            chosen = matching_shapes(TUNED_SHAPES, options.shape), chosen_launches(options.op)
+            write(tune(device, *chosen, lambda line: print(line, flush=True)), device)
             return 0
         if options.end_to_end:
             from op_bench.end_to_end import run_end_to_end

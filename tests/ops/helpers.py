@@ -1,7 +1,10 @@
 """Inputs that the op tests share: padded rows, with NaN wherever no valid token lies."""
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
+import hf_sparse_attn_kernels
 import torch
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,3 +147,12 @@ def rotate(x: torch.Tensor, slots: torch.Tensor, rope_cos: torch.Tensor, rope_si
     first, second = x.to(wide).chunk(2, dim=-1)
     cos, sin = rope_cos[slots].to(wide), rope_sin[slots].to(wide)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def check_schema(op: str, arguments: dict[str, Any]) -> None:
+    """Assert that what the op's schema and fake say is what a call does; what is not given has the public default."""
+    parameters = inspect.signature(getattr(hf_sparse_attn_kernels, op)).parameters.values()
+    given = {p.name: p.default for p in parameters if p.default is not p.empty} | arguments
+    overload = getattr(torch.ops.hf_sparse_attn_kernels, op).default
+    # Every value given is cloned by opcheck, which compares what the schema says with what happens.
+    torch.library.opcheck(overload, (), given, test_utils=("test_schema", "test_faketensor"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import sparse_decode, sparse_prefill
 
-from tests.ops.helpers import IMPLS, device, int32, make_rows, rope_table, rotate
+from tests.ops.helpers import IMPLS, check_schema, device, int32, make_rows, rope_table, rotate
 
 
 def _chunk(lengths, queries, most, *, shared=True, rope=True, seed=0, group=1, **options):
@@ -158,8 +158,7 @@ def test_schema_and_fake_agree_with_what_happens():
         "query": rows.query, "keys": rows.keys, "values": rows.values, "block_indices": indices,
         "block_counts": counts, "seq_start": rows.start, "seq_end": rows.end, **rope,
     }  # fmt: skip
-    op = torch.ops.hf_sparse_attn_kernels.sparse_prefill.default
-    torch.library.opcheck(op, (), arguments, test_utils=("test_schema", "test_faketensor"))
+    check_schema("sparse_prefill", arguments)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import torch
 from hf_sparse_attn_kernels import token_votes
 from safetensors.torch import load_file
 
-from tests.ops.helpers import IMPLS, device, int32, make_rows
+from tests.ops.helpers import IMPLS, check_schema, device, int32, make_rows
 
 NAN, INF = float("nan"), float("inf")
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
-OPS = torch.ops.hf_sparse_attn_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +163,7 @@ def test_one_opaque_node():
     torch.testing.assert_close(compiled(*arguments), token_votes(*arguments, sink_tokens=2, num_tokens=80))
     for options in ({}, {"vote": "head", "max_tokens": 20, "num_tokens": 50}):
         names = ("query", "keys", "seq_start", "seq_end")
-        checked = dict(zip(names, arguments, strict=True)) | options
-        torch.library.opcheck(OPS.token_votes.default, (), checked, test_utils=("test_schema", "test_faketensor"))
+        check_schema("token_votes", dict(zip(names, arguments, strict=True)) | options)
 
 
 @pytest.mark.parametrize(

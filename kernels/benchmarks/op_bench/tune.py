@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,20 @@ LAYERS = 8
 BUDGET_MS = 15.0
 
 
-def tune(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+def tune(
+    device: torch.device, shapes: Sequence[Shape], launches: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
     """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph."""
     settings = Settings()
-    found: dict[str, list[dict[str, Any]]] = {op: [] for op in tuning.CANDIDATES}
-    for shape in TUNED_SHAPES:
+    found: dict[str, list[dict[str, Any]]] = {op: [] for op in launches}
+    for shape in shapes:
         count = max(1, min(LAYERS, MOST_BYTES // layer_bytes(shape, settings)))
         layers = [make_layer(shape, settings, device, seed) for seed in range(count)]
-        for op, candidates in tuning.CANDIDATES.items():
+        for op in launches:
+            candidates = tuning.CANDIDATES[op]
             entry = next(entry for entry in ENTRIES if entry.op == TIMED_WITH[op] and "bf16" not in entry.variant)
             # The two launches of one op are tuned one after the other.
-            made_before = {"score": found["score"][-1]["choice"]} if op == "select" else {}
+            made_before = {"score": found["score"][-1]["choice"]} if op == "select" and "score" in found else {}
             times = [_time(entry, layers, {**made_before, op: candidate}) for candidate in candidates]
             best = min(range(len(times)), key=times.__getitem__)
             say(f"{shape.name} {op}: {', '.join(f'{time:.1f}' for time in times)} us; {candidates[best]}")
@@ -48,11 +51,29 @@ def tune(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
+def chosen_launches(names: Sequence[str]) -> list[str]:
+    """The launches of those names, in the order in which they are tuned; all of them without any.
+
+    Raises
+    ------
+    ValueError
+        There is no launch of one of the names.
+    """
+    for name in names:
+        if name not in tuning.CANDIDATES:
+            raise ValueError(f"--tune --op {name!r}; allowed: {', '.join(tuning.CANDIDATES)}")
+    return [op for op in tuning.CANDIDATES if not names or op in names]
+
+
 def write(found: dict[str, Any], device: torch.device) -> None:
-    """Put the choices of one kind of device into the package's file, in place of those it had."""
+    """Put the choices of one kind of device into the package's file, in place of those it had for the same shapes."""
     tuned = json.loads(tuning.TUNED.read_text()) if tuning.TUNED.exists() else {}
     major, minor = torch.cuda.get_device_capability(device)
-    tuned[f"{major}.{minor}"] = found
+    of_device = tuned.setdefault(f"{major}.{minor}", {})
+    for op, measured in found.items():
+        shapes = [entry["shape"] for entry in measured]
+        of_device[op] = [entry for entry in of_device.get(op, []) if entry["shape"] not in shapes] + measured
+        of_device[op].sort(key=lambda entry: [entry["shape"][name] for name in tuning.SHAPE])
     lines = json.dumps(tuned, indent=1, sort_keys=True)
     tuning.TUNED.write_text(lines + "\n", encoding="utf-8")
     tuning.forget()

@@ -15,41 +15,40 @@ from ._runtime import NAMESPACE, run_op
 _BOUNDS = "Tensor page_min, Tensor page_max"
 _BOUNDS_WRITTEN = "Tensor(a!) page_min, Tensor(b!) page_max"
 _ROWS = "Tensor seq_start, Tensor seq_end"
-_SCORING = 'float? scale=None, str group_reduce="softmax", SymInt? num_pages=None'
-_EXPONENTS = "Tensor? page_exponent=None, Tensor? channel_exponent=None"
-_EXPONENTS_WRITTEN = "Tensor(c!)? page_exponent=None, Tensor(d!)? channel_exponent=None"
-_BUDGET = "SymInt max_blocks, SymInt sink_blocks=0, SymInt recent_blocks=0"
-_ROPE = "Tensor? rope_cos=None, Tensor? rope_sin=None"
-_ATTENTION = (
-    "float? scale=None, bool return_lse=False, Tensor(a!)? counter=None, Tensor(b!)? finished=None, str? impl=None) "
-    "-> (Tensor, Tensor)"
-)
+_SCORING = "float? scale, str group_reduce, SymInt? num_pages"
+_EXPONENTS = "Tensor? page_exponent, Tensor? channel_exponent"
+_EXPONENTS_WRITTEN = "Tensor(c!)? page_exponent, Tensor(d!)? channel_exponent"
+_BUDGET = "SymInt max_blocks, SymInt sink_blocks, SymInt recent_blocks"
+_ROPE = "Tensor? rope_cos, Tensor? rope_sin"
+_ATTENTION = "float? scale, bool return_lse, Tensor(a!)? counter, Tensor(b!)? finished, str? impl) -> (Tensor, Tensor)"
 
+# No defaults: those are the public functions'. The dispatcher leaves out arguments at the end that equal a default, and
+# torch before 2.12 then fails where one of them is a tensor that would have been written.
 SCHEMAS = {
     "page_bounds": (
         f"(Tensor keys, {_BOUNDS_WRITTEN}, {_ROWS}, SymInt page_size, SymInt num_new, {_EXPONENTS_WRITTEN}, "
-        "str? impl=None) -> ()"
+        "str? impl) -> ()"
     ),
     "page_scores": (
-        f"(Tensor query, {_BOUNDS}, {_ROWS}, SymInt page_size, {_SCORING}, {_EXPONENTS}, str? impl=None) -> Tensor"
+        f"(Tensor query, {_BOUNDS}, {_ROWS}, SymInt page_size, {_SCORING}, {_EXPONENTS}, str? impl) -> Tensor"
     ),
-    "select_blocks": f"(Tensor scores, {_ROWS}, SymInt block_size, {_BUDGET}, str? impl=None) -> (Tensor, Tensor)",
+    "select_blocks": f"(Tensor scores, {_ROWS}, SymInt block_size, {_BUDGET}, str? impl) -> (Tensor, Tensor)",
     "append_and_select": (
         "(Tensor query, Tensor new_key, Tensor new_value, Tensor(e!) keys, Tensor(f!) values, "
         f"{_BOUNDS_WRITTEN}, {_ROWS}, SymInt page_size, {_BUDGET}, {_SCORING}, {_EXPONENTS_WRITTEN}, "
-        "Tensor(g!)? counter=None, Tensor(h!)? finished=None, str? impl=None) -> (Tensor, Tensor)"
+        "Tensor(g!)? counter, Tensor(h!)? finished, str? impl) -> (Tensor, Tensor)"
     ),
     "token_votes": (
-        f"(Tensor query, Tensor keys, {_ROWS}, SymInt sink_tokens=0, SymInt recent_tokens=0, "
-        'str vote="soft", SymInt? max_tokens=None, SymInt? num_tokens=None, str? impl=None) -> Tensor'
+        f"(Tensor query, Tensor keys, {_ROWS}, SymInt sink_tokens, SymInt recent_tokens, "
+        "str vote, SymInt? max_tokens, SymInt? num_tokens, str? impl) -> Tensor"
     ),
-    "mean_query": "(Tensor query, Tensor rope_cos, Tensor rope_sin, SymInt first_slot, str? impl=None) -> Tensor",
+    "mean_query": "(Tensor query, Tensor rope_cos, Tensor rope_sin, SymInt first_slot, str? impl) -> Tensor",
     "select_tokens": (
         f"(Tensor query, Tensor keys, {_ROWS}, SymInt max_tokens, SymInt sink_tokens, SymInt recent_tokens, "
-        'str vote="soft", SymInt pool_size=0, SymInt? num_tokens=None, '
-        "Tensor(a!)? cached_query=None, Tensor(b!)? cached_tokens=None, Tensor(c!)? cached_valid=None, "
-        "float threshold=1.0, Tensor(d!)? counter=None, Tensor(e!)? reuse_counter=None, Tensor(f!)? finished=None, "
-        "str? impl=None) -> (Tensor, Tensor)"
+        "str vote, SymInt pool_size, SymInt? num_tokens, "
+        "Tensor(a!)? cached_query, Tensor(b!)? cached_tokens, Tensor(c!)? cached_valid, "
+        "float threshold, Tensor(d!)? counter, Tensor(e!)? reuse_counter, Tensor(f!)? finished, "
+        "str? impl) -> (Tensor, Tensor)"
     ),
     "sparse_decode": (
         "(Tensor query, Tensor keys, Tensor values, Tensor block_indices, Tensor block_counts, "
@@ -58,7 +57,7 @@ SCHEMAS = {
     "dense_decode": f"(Tensor query, Tensor keys, Tensor values, {_ROWS}, {_ATTENTION}",
     "sparse_prefill": (
         "(Tensor query, Tensor keys, Tensor values, Tensor block_indices, Tensor block_counts, "
-        f"{_ROWS}, {_ROPE}, float? scale=None, str? impl=None) -> Tensor"
+        f"{_ROWS}, {_ROPE}, float? scale, str? impl) -> Tensor"
     ),
 }
 
@@ -154,9 +153,8 @@ class _Op:
         self.option_names = [argument.name for argument in arguments[self.num_tensors :]]
 
     def _split(self, arguments: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], str | None]:
-        # Arguments at the end that have their default values are left out.
-        options = dict(zip(self.option_names, arguments[self.num_tensors :], strict=False))
-        impl = options.pop("impl", None)
+        options = dict(zip(self.option_names, arguments[self.num_tensors :], strict=True))
+        impl = options.pop("impl")
         return arguments[: self.num_tensors], options, impl
 
     def run(self, *arguments: Any) -> Any:

@@ -220,8 +220,7 @@ def decode_attention(
     if rope is not None:  # no more splits than have a tile
         tiles = triton.cdiv(max_blocks, block_n)
         splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))
-    # RoPE's tiles are small, and their splits more than one program merges quickly.
-    merge_apart = rope is not None and splits > 1
+    merge_apart = bool(made["merge_apart"]) and splits > 1
     merge_g, block_s = triton.next_power_of_2(group), triton.next_power_of_2(splits)
 
     out = query.new_empty((batch, q_heads, head_dim))

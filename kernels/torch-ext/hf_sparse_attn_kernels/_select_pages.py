@@ -15,7 +15,6 @@ from ._triton import finished_last, launch_options, wait_for_previous_kernel
 from ._tuning import choice
 
 ONE_TILE_LIMIT = 16384  # keys that the selecting program keeps in registers
-REDUCED_BY_PROGRAM = 512  # pages that a program reduces over the group
 
 
 @triton.jit
@@ -182,7 +181,7 @@ def select_pages(
     block_c = max(128, triton.next_power_of_2(max_blocks) * span)
     two_levels = num_pages >= made["two_levels_from"] and 2 * block_c <= num_pages
     one_program = not two_levels and group_reduce != "softmax"
-    program_p = max(REDUCED_BY_PROGRAM, span)
+    program_p = max(made["reduced"], span)
     programs = 1 if one_program else triton.cdiv(num_pages, program_p)
     keys = triton.cdiv(num_pages, span) if two_levels else num_pages
     block_n = min(ONE_TILE_LIMIT, max(128, triton.next_power_of_2(keys)))
@@ -223,7 +222,7 @@ def select_pages(
         BLOCK_N=block_n,
         BLOCK_C=block_c,
         ONE_TILE=keys <= ONE_TILE_LIMIT,
-        num_warps=min(made["warps"], 8) if block_n <= 2048 else 16,
+        num_warps=made["warps"] if block_n <= 2048 else 16,
         **launch_options(device),
     )
     return indices, counts

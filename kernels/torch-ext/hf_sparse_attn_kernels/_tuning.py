@@ -21,12 +21,13 @@ SHAPE = ("pairs", "group", "head_dim", "tokens")
 DEFAULTS: dict[str, dict[str, int]] = {
     # Pages in a tile, programs for each multiprocessor, warps in a program.
     "score": {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
-    # Pages from which the selection has two levels.
-    "select": {"two_levels_from": 2049, "warps": 4},
-    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight.
-    "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
-    "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2},
-    "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+    # Pages from which the selection has two levels, pages that a program reduces over the group.
+    "select": {"two_levels_from": 2049, "reduced": 512, "warps": 4},
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a launch of
+    # its own merges the splits, which is quicker where they are many or the group is large.
+    "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
+    "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
+    "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
 }
 CANDIDATES: dict[str, list[dict[str, int]]] = {
     "score": [
@@ -35,24 +36,43 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         {"block_p": 128, "per_multiprocessor": 2, "warps": 4},
         {"block_p": 128, "per_multiprocessor": 2, "warps": 8},
         {"block_p": 32, "per_multiprocessor": 6, "warps": 4},
+        {"block_p": 64, "per_multiprocessor": 1, "warps": 4},
+        {"block_p": 64, "per_multiprocessor": 4, "warps": 2},
+        {"block_p": 32, "per_multiprocessor": 8, "warps": 2},
+        {"block_p": 64, "per_multiprocessor": 1, "warps": 8},
     ],
     "select": [
-        {"two_levels_from": 8193, "warps": 8},
-        {"two_levels_from": 1025, "warps": 8},
-        {"two_levels_from": 1025, "warps": 4},
-        {"two_levels_from": 1025, "warps": 2},
+        {"two_levels_from": two_levels_from, "reduced": reduced, "warps": warps}
+        for two_levels_from, reduced, warps in (
+            (8193, 512, 8),
+            (1025, 512, 4),
+            (1025, 512, 2),
+            (1025, 256, 2),
+            (1025, 256, 1),
+            (1025, 128, 1),
+            (1025, 64, 1),
+            (1025, 256, 4),
+        )
     ],
     "sparse_decode": [
-        {"block_n": 128, "per_multiprocessor": 1, "warps": 4, "stages": 3},
-        {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
-        {"block_n": 64, "per_multiprocessor": 4, "warps": 4, "stages": 3},
-        {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 3},
+        {"block_n": block_n, "per_multiprocessor": per, "warps": warps, "stages": stages, "merge_apart": apart}
+        for block_n, per, warps, stages in (
+            (128, 1, 4, 3),
+            (128, 1, 8, 3),
+            (64, 2, 4, 3),
+            (64, 4, 4, 3),
+            (32, 4, 2, 3),
+            (64, 8, 4, 1),
+            (128, 4, 4, 1),
+            (128, 4, 8, 1),
+            (32, 8, 2, 1),
+            (32, 16, 1, 1),
+        )
+        for apart in (0, 1)
     ],
     "dense_decode": [
-        {"block_n": 128, "per_multiprocessor": 2, "warps": 4, "stages": 3},
-        {"block_n": 128, "per_multiprocessor": 2, "warps": 8, "stages": 3},
-        {"block_n": 128, "per_multiprocessor": 4, "warps": 4, "stages": 2},
-        {"block_n": 64, "per_multiprocessor": 3, "warps": 4, "stages": 4},
+        {"block_n": block_n, "per_multiprocessor": per, "warps": warps, "stages": stages, "merge_apart": 0}
+        for block_n, per, warps, stages in ((128, 2, 4, 3), (128, 2, 8, 3), (128, 4, 4, 2), (64, 3, 4, 4))
     ],
 }
 
