@@ -1,5 +1,6 @@
 """What every method keeps, on every supported family: a budget that covers everything changes no token."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -117,10 +118,36 @@ def test_full_budget_is_dense_token_for_token(scenario, family, method_name, mod
 @torch.inference_mode()
 def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
     model = shared_model(family, torch.bfloat16)
-    expected = [single(model, None), left_padding(model, None)]
-    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL)):
-        actual = [single(model, None), left_padding(model, None)]
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    ids, mask = padded_batch()
+    for inputs in ({"inputs": random_ids(1, 83)}, {"inputs": ids, "attention_mask": mask}):
+        inputs |= {"output_logits": True, "return_dict_in_generate": True}
+        expected = model.generate(**inputs, **GREEDY)
+        with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL)):
+            actual = model.generate(**inputs, **GREEDY)
+        if DEVICE == "cpu":  # the same additions in the same order
+            assert torch.equal(actual.sequences, expected.sequences)
+        else:
+            assert_first_difference_is_a_near_tie(actual, expected, shared_model(family), inputs.get("attention_mask"))
+
+
+def assert_first_difference_is_a_near_tie(actual, expected, exact_model, mask):
+    """Kernels that add in another order may only swap tokens that bfloat16 cannot tell apart in the dense model."""
+    steps, logits = len(expected.logits), torch.stack(expected.logits, dim=1).float()
+    prompt_tokens = expected.sequences.shape[1] - steps
+    whole_mask = torch.ones_like(expected.sequences)
+    if mask is not None:
+        whole_mask[:, :prompt_tokens] = mask
+    inputs = {"attention_mask": whole_mask, "position_ids": (whole_mask.cumsum(-1) - 1).clamp_min(0)}
+    rounded_weights = copy.deepcopy(exact_model).bfloat16().float()
+    truth = rounded_weights(expected.sequences, **inputs).logits[:, prompt_tokens - 1 : -1]
+    error = (logits - truth).abs().max().item()
+    assert error < logits.abs().max() / 8
+    tokens, others = (run.sequences[:, prompt_tokens:] for run in (expected, actual))
+    for row, (row_tokens, row_others) in enumerate(zip(tokens.tolist(), others.tolist(), strict=True)):
+        for step, (token, other) in enumerate(zip(row_tokens, row_others, strict=True)):
+            if token != other:
+                assert logits[row, step, token] - logits[row, step, other] <= 2 * error
+                break
 
 
 @methods

@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise results.ResultsError("the benchmarks need a CUDA device, and torch finds none here")
         if options.tune:
-            from op_bench.tune import TUNED_SHAPES, chosen_launches, tune, write
+            from op_bench.tune import ALL_TUNED_SHAPES, chosen_launches, tune, write
 
             device = torch.device("cuda", torch.cuda.current_device())
-            chosen = matching_shapes(TUNED_SHAPES, options.shape), chosen_launches(options.op)
+            chosen = matching_shapes(ALL_TUNED_SHAPES, options.shape), chosen_launches(options.op)
             write(tune(device, *chosen, lambda line: print(line, flush=True)), device)
             return 0
         if options.end_to_end:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import sparse_decode
 
 from tests.ops.helpers import IMPLS, device, make_rows, rope_table, rotate
@@ -146,3 +147,13 @@ def test_errors_name_the_argument(change, error, message):
     change = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
     with pytest.raises(error, match=message):
         sparse_decode(**(arguments | change))
+
+
+@pytest.mark.parametrize("merge_apart", [0, 1])
+@pytest.mark.parametrize("candidate", tuning.CANDIDATES["rope_decode"])
+def test_no_launch_choice_changes_a_result(candidate, merge_apart):
+    step = _step([300, 90], 111, kv_heads=2, group=7, head_dim=64)
+    expected = _decode(*step, return_lse=True, impl="reference")
+    with tuning.forced(rope_decode={**candidate, "merge_apart": merge_apart}):
+        actual = _decode(*step, return_lse=True, impl="triton")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 
-from op_bench.entry import Entry
-from op_bench.quest_entries import ENTRIES
-from op_bench.shapes import DECODE_SHAPES, Settings, Shape
+from op_bench.entry import Entry, Family
+from op_bench.quest_entries import QUEST
+from op_bench.shapes import Settings, Shape
 from op_bench.timing import capture, time_layers
-from op_bench.workload import Layer, layer_bytes, make_layer
+from op_bench.token_entries import TOKEN_DECODE
 
-TUNED_SHAPES = tuple(shape for shape in DECODE_SHAPES if shape.batch * shape.kv_heads * shape.length <= 1 << 23)
-TIMED_WITH = {
-    "score": "append_and_select",
-    "select": "append_and_select",
-    "sparse_decode": "sparse_decode",
-    "dense_decode": "dense_decode",
+MOST_TOKENS = 1 << 23
+"""Of all rows and KV heads together; longer shapes take the choices of the nearest."""
+TIMED_WITH: dict[str, tuple[Family, str]] = {
+    "score": (QUEST, "append_and_select"),
+    "select": (QUEST, "append_and_select"),
+    "sparse_decode": (QUEST, "sparse_decode"),
+    "dense_decode": (QUEST, "dense_decode"),
+    "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
 }
 """The op whose time decides, in its 8-bit variant where it has several."""
 MOST_BYTES = 24 << 30
@@ -28,27 +30,12 @@ LAYERS = 8
 BUDGET_MS = 15.0
 
 
-def tune(
-    device: torch.device, shapes: Sequence[Shape], launches: Sequence[str], say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph."""
-    settings = Settings()
-    found: dict[str, list[dict[str, Any]]] = {op: [] for op in launches}
-    for shape in shapes:
-        count = max(1, min(LAYERS, MOST_BYTES // layer_bytes(shape, settings)))
-        layers = [make_layer(shape, settings, device, seed) for seed in range(count)]
-        for op in launches:
-            candidates = tuning.CANDIDATES[op]
-            entry = next(entry for entry in ENTRIES if entry.op == TIMED_WITH[op] and "bf16" not in entry.variant)
-            # The two launches of one op are tuned one after the other.
-            made_before = {"score": found["score"][-1]["choice"]} if op == "select" and "score" in found else {}
-            times = [_time(entry, layers, {**made_before, op: candidate}) for candidate in candidates]
-            best = min(range(len(times)), key=times.__getitem__)
-            say(f"{shape.name} {op}: {', '.join(f'{time:.1f}' for time in times)} us; {candidates[best]}")
-            found[op].append({"shape": _describe(shape), "choice": candidates[best]})
-        del layers
-        torch.cuda.empty_cache()
-    return found
+def tuned_shapes(family: Family) -> list[Shape]:
+    """The shapes that a family's launches are measured at."""
+    return [shape for shape in family.shapes if shape.batch * shape.kv_heads * shape.length <= MOST_TOKENS]
+
+
+ALL_TUNED_SHAPES = tuple(dict.fromkeys([*tuned_shapes(QUEST), *tuned_shapes(TOKEN_DECODE)]))
 
 
 def chosen_launches(names: Sequence[str]) -> list[str]:
@@ -60,9 +47,24 @@ def chosen_launches(names: Sequence[str]) -> list[str]:
         There is no launch of one of the names.
     """
     for name in names:
-        if name not in tuning.CANDIDATES:
-            raise ValueError(f"--tune --op {name!r}; allowed: {', '.join(tuning.CANDIDATES)}")
-    return [op for op in tuning.CANDIDATES if not names or op in names]
+        if name not in TIMED_WITH:
+            raise ValueError(f"--tune --op {name!r}; allowed: {', '.join(TIMED_WITH)}")
+    return [launch for launch in TIMED_WITH if not names or launch in names]
+
+
+def tune(
+    device: torch.device, shapes: Sequence[Shape], launches: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph."""
+    found: dict[str, list[dict[str, Any]]] = {launch: [] for launch in launches}
+    for family in (QUEST, TOKEN_DECODE):
+        of_family = [launch for launch in launches if TIMED_WITH[launch][0] is family]
+        for shape in tuned_shapes(family):
+            if shape in shapes and of_family:
+                for launch, choice in _tune_shape(family, shape, of_family, device, say).items():
+                    found[launch].append({"shape": _describe(shape), "choice": choice})
+                torch.cuda.empty_cache()
+    return found
 
 
 def write(found: dict[str, Any], device: torch.device) -> None:
@@ -70,13 +72,34 @@ def write(found: dict[str, Any], device: torch.device) -> None:
     tuned = json.loads(tuning.TUNED.read_text()) if tuning.TUNED.exists() else {}
     major, minor = torch.cuda.get_device_capability(device)
     of_device = tuned.setdefault(f"{major}.{minor}", {})
-    for op, measured in found.items():
+    for launch, measured in found.items():
         shapes = [entry["shape"] for entry in measured]
-        of_device[op] = [entry for entry in of_device.get(op, []) if entry["shape"] not in shapes] + measured
-        of_device[op].sort(key=lambda entry: [entry["shape"][name] for name in tuning.SHAPE])
+        kept = [entry for entry in of_device.get(launch, []) if entry["shape"] not in shapes]
+        of_device[launch] = sorted(
+            kept + measured, key=lambda entry: [entry["shape"][name] for name in sorted(tuning.SHAPE)]
+        )
     lines = json.dumps(tuned, indent=1, sort_keys=True)
     tuning.TUNED.write_text(lines + "\n", encoding="utf-8")
     tuning.forget()
+
+
+def _tune_shape(
+    family: Family, shape: Shape, launches: Sequence[str], device: torch.device, say: Callable[[str], None]
+) -> dict[str, dict[str, int]]:
+    """Return the fastest choice of each launch; the two launches of one op are tuned one after the other."""
+    settings = Settings()
+    count = max(1, min(LAYERS, MOST_BYTES // family.layer_bytes(shape, settings)))
+    layers = [family.make_layer(shape, settings, device, seed) for seed in range(count)]
+    best: dict[str, dict[str, int]] = {}
+    for launch in launches:
+        op = TIMED_WITH[launch][1]
+        entry = next(entry for entry in family.entries if entry.op == op and "bf16" not in entry.variant)
+        made_before = {"score": best["score"]} if launch == "select" and "score" in best else {}
+        candidates = tuning.CANDIDATES[launch]
+        times = [_time(entry, layers, {**made_before, launch: candidate}) for candidate in candidates]
+        best[launch] = candidates[min(range(len(times)), key=times.__getitem__)]
+        say(f"{shape.name} {launch}: {', '.join(f'{time:.1f}' for time in times)} us; {best[launch]}")
+    return best
 
 
 def _describe(shape: Shape) -> dict[str, int]:
@@ -84,7 +107,7 @@ def _describe(shape: Shape) -> dict[str, int]:
     return dict(zip(tuning.SHAPE, values, strict=True))
 
 
-def _time(entry: Entry, layers: list[Layer], choices: dict[str, dict[str, int]]) -> float:
+def _time(entry: Entry, layers: list[Any], choices: dict[str, dict[str, int]]) -> float:
     """Microseconds a layer; infinite where the choice does not fit the device."""
     with tuning.forced(**choices):
         try:

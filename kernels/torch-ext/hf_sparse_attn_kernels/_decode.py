@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ._merge import merge_if_last, merge_splits_kernel
 from ._rope import load_rotated
-from ._triton import dot_dtype, launch_options, multiprocessors, wait_for_previous_kernel
+from ._triton import cdiv, dot_dtype, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 from ._tuning import choice
 
 MAX_SPLITS = 128
@@ -209,19 +209,19 @@ def decode_attention(
     max_blocks = 0 if selection is None else block_indices.shape[2]
     most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
     # With RoPE each half of the channels is a product of its own, of 16 channels or more.
-    block_d = max(16 if rope is None else 32, triton.next_power_of_2(head_dim))
+    block_d = max(16 if rope is None else 32, next_power_of_2(head_dim))
     op = "dense_decode" if selection is None else "sparse_decode" if rope is None else "rope_decode"
     made = choice(op, query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=capacity)
     # One tile of K and one of V, with RoPE half as large and the table's: at most 64 KiB, times the stages in flight.
     most_n = 32768 // (block_d * keys.element_size())
     block_n = max(16, min(made["block_n"], most_n if rope is None else most_n // 2))
     per_pair = made["per_multiprocessor"] * multiprocessors(query.device) // pairs
-    splits = max(1, min(MAX_SPLITS, triton.cdiv(most_tokens, block_n), per_pair))
+    splits = max(1, min(MAX_SPLITS, cdiv(most_tokens, block_n), per_pair))
     if rope is not None:  # no more splits than have a tile
-        tiles = triton.cdiv(max_blocks, block_n)
-        splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))
+        tiles = cdiv(max_blocks, block_n)
+        splits = cdiv(tiles, cdiv(tiles, splits))
     merge_apart = bool(made["merge_apart"]) and splits > 1
-    merge_g, block_s = triton.next_power_of_2(group), triton.next_power_of_2(splits)
+    merge_g, block_s = next_power_of_2(group), next_power_of_2(splits)
 
     out = query.new_empty((batch, q_heads, head_dim))
     lse = query.new_empty((batch, q_heads), dtype=torch.float32) if return_lse else None
@@ -264,7 +264,7 @@ def decode_attention(
         COUNT=counter is not None,
         BLOCK_SIZE=block_size,
         BLOCK_N=block_n,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=max(16, next_power_of_2(group)),
         BLOCK_D=block_d,
         BLOCK_S=1 if merge_apart else max(1, min(16, block_s, MERGED_AT_ONCE // (merge_g * block_d))),
         MERGE_G=1 if merge_apart else merge_g,

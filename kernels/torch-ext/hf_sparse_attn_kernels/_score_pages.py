@@ -17,7 +17,15 @@ from ._bounds import (
     store_scores,
     upper_level,
 )
-from ._triton import INTERPRET, launch_options, multiprocessors, score_dtype, wait_for_previous_kernel
+from ._triton import (
+    INTERPRET,
+    cdiv,
+    launch_options,
+    multiprocessors,
+    next_power_of_2,
+    score_dtype,
+    wait_for_previous_kernel,
+)
 from ._tuning import choice
 
 
@@ -310,16 +318,16 @@ def score_pages(
     batch, q_heads, head_dim = query.shape
     kv_heads, max_pages = bounds[0].shape[1:3]
     pairs, group = batch * kv_heads, q_heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     made = choice("score", query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
     # Two tiles of bounds at most 64 KiB together.
     block_p = max(16, min(made["block_p"], 32768 // (block_d * bounds[0].element_size())))
     # As few pages for each program as keep every multiprocessor busy, in whole tiles.
-    per_program = triton.cdiv(num_pages * pairs, multiprocessors(query.device) * made["per_multiprocessor"])
+    per_program = cdiv(num_pages * pairs, multiprocessors(query.device) * made["per_multiprocessor"])
     pages_per_program = block_p * max(1, round(per_program / block_p))
-    programs = 1 + triton.cdiv(num_pages, pages_per_program)
+    programs = 1 + cdiv(num_pages, pages_per_program)
 
-    padded_pages = triton.cdiv(num_pages, 16) * 16
+    padded_pages = cdiv(num_pages, 16) * 16
     scores = query.new_empty((pairs, padded_pages), dtype=torch.float32)
     head_scores, program_lse = scores, scores
     if group_reduce == "softmax":
@@ -352,7 +360,7 @@ def score_pages(
         PAGE_SIZE=page_size,
         COUNT=counter is not None,
         BLOCK_P=block_p,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=max(16, next_power_of_2(group)),
         BLOCK_D=block_d,
         DOT_DTYPE=score_dtype(query, exponents is not None),
         INTERPRETED=INTERPRET,

@@ -11,7 +11,7 @@ import triton.language as tl
 from ._bounds import group_softmax
 from ._score_pages import PageScores
 from ._topk import load_order_keys, order_keys, write_top_blocks
-from ._triton import finished_last, launch_options, wait_for_previous_kernel
+from ._triton import cdiv, finished_last, launch_options, next_power_of_2, wait_for_previous_kernel
 from ._tuning import choice
 
 ONE_TILE_LIMIT = 16384  # keys that the selecting program keeps in registers
@@ -177,14 +177,14 @@ def select_pages(
     programs_before = scored.program_lse.shape[-1]
     made = choice("select", device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
     # Two levels of about the same size: num_pages / span spans, then max_blocks * span pages.
-    span = triton.next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
-    block_c = max(128, triton.next_power_of_2(max_blocks) * span)
+    span = next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
+    block_c = max(128, next_power_of_2(max_blocks) * span)
     two_levels = num_pages >= made["two_levels_from"] and 2 * block_c <= num_pages
     one_program = not two_levels and group_reduce != "softmax"
     program_p = max(made["reduced"], span)
-    programs = 1 if one_program else triton.cdiv(num_pages, program_p)
-    keys = triton.cdiv(num_pages, span) if two_levels else num_pages
-    block_n = min(ONE_TILE_LIMIT, max(128, triton.next_power_of_2(keys)))
+    programs = 1 if one_program else cdiv(num_pages, program_p)
+    keys = cdiv(num_pages, span) if two_levels else num_pages
+    block_n = min(ONE_TILE_LIMIT, max(128, next_power_of_2(keys)))
 
     indices = torch.empty((pairs // kv_heads, kv_heads, max_blocks), dtype=torch.int32, device=device)
     counts = torch.empty((pairs // kv_heads, kv_heads), dtype=torch.int32, device=device)
@@ -218,7 +218,7 @@ def select_pages(
         ONE_PROGRAM=one_program,
         TWO_LEVELS=two_levels,
         SPAN=span,
-        BLOCK_T=triton.next_power_of_2(programs_before),
+        BLOCK_T=next_power_of_2(programs_before),
         BLOCK_N=block_n,
         BLOCK_C=block_c,
         ONE_TILE=keys <= ONE_TILE_LIMIT,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._triton import launch_options, multiprocessors
+from ._triton import cdiv, launch_options, multiprocessors, next_power_of_2
 
 MAX_TILE = 8192
 
@@ -31,7 +31,7 @@ class TokenRows(NamedTuple):
     @property
     def tiles(self) -> int:
         """Return how many tiles the longest row has."""
-        tiles: int = triton.cdiv(self.num_tokens, self.block)
+        tiles: int = cdiv(self.num_tokens, self.block)
         return tiles
 
     @property
@@ -56,7 +56,7 @@ class TokenRows(NamedTuple):
 
 def tile_size(num_tokens: int, device: torch.device) -> int:
     """Return how many tokens a program takes: so many that there is about a tile for each multiprocessor."""
-    share: int = triton.next_power_of_2(num_tokens // multiprocessors(device))
+    share: int = next_power_of_2(num_tokens // multiprocessors(device))
     return max(512, min(MAX_TILE, share))
 
 

@@ -13,7 +13,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._token_rows import TokenRows, candidates_of
 from ._token_topk import clear_search, count_first_digits, search_size
-from ._triton import dot_dtype, finished_last, launch_options, multiprocessors, wait_for_previous_kernel
+from ._triton import (
+    cdiv,
+    dot_dtype,
+    finished_last,
+    launch_options,
+    multiprocessors,
+    next_power_of_2,
+    wait_for_previous_kernel,
+)
 
 # Of the programs that score: one for each multiprocessor, with as many tiles of keys in flight as it has room for.
 SCORED = {"block_n": 128, "per_multiprocessor": 1, "warps": 4, "stages": 6, "block_g": 8}
@@ -227,11 +235,11 @@ def token_scores(
     batch, q_heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     pairs, group = batch * kv_heads, q_heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     block_n = max(16, min(SCORED["block_n"], SCORED["block_n"] * 256 // (block_d * keys.element_size())))
     programs = SCORED["per_multiprocessor"] * multiprocessors(keys.device)
-    splits = max(1, min(triton.cdiv(rows.num_tokens, block_n), programs // pairs))
-    block_g = max(SCORED["block_g"], triton.next_power_of_2(group))
+    splits = max(1, min(cdiv(rows.num_tokens, block_n), programs // pairs))
+    block_g = max(SCORED["block_g"], next_power_of_2(group))
     scores = torch.empty((batch * q_heads, rows.width), dtype=torch.float32, device=keys.device)
     lse = maxima = sums = scores
     if soft:
@@ -262,7 +270,7 @@ def token_scores(
         BLOCK_N=block_n,
         BLOCK_G=block_g,
         BLOCK_D=block_d,
-        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_S=next_power_of_2(splits),
         DOT_DTYPE=dot_dtype(keys.dtype),
         num_warps=SCORED["warps"] if block_g <= 16 else 2 * SCORED["warps"],
         num_stages=2 if keys.element_size() == 4 else _stages(keys.device),
@@ -293,7 +301,7 @@ def add_votes(
         SEARCH=search is not None,
         FILL=fill,
         BLOCK_T=block_t,
-        BLOCK_H=min(VOTED["block_h"], triton.next_power_of_2(q_heads)),
+        BLOCK_H=min(VOTED["block_h"], next_power_of_2(q_heads)),
         num_warps=VOTED["warps"],
         **launch_options(device),
     )

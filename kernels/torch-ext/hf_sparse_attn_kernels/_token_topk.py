@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ._token_rows import TokenRows, candidates_of
 from ._topk import _key_of, _ranks
-from ._triton import wait_for_previous_kernel
+from ._triton import cdiv, wait_for_previous_kernel
 
 # A value's 32 bits are three digits, the highest first, of 8, 12 and 12 bits. The first is counted for every value, so
 # it has few bins; then few values are left, as a rule, and these are counted one by one.
@@ -32,7 +32,7 @@ WRITTEN = tl.constexpr(1 << 30)
 
 def search_size(rows: TokenRows) -> int:
     """Return the words of a line's search buffer."""
-    size: int = triton.cdiv(TILE_COUNTS.value + rows.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
+    size: int = cdiv(TILE_COUNTS.value + rows.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
     return size
 
 

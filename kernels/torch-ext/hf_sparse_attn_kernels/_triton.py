@@ -17,6 +17,17 @@ INTERPRETER_MULTIPROCESSORS = 8  # stands in for the device's where there is non
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+# Triton's own, which kernels use too, take a call of several microseconds, and a decode step has hundreds of them.
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient rounded up."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def dot_dtype(dtype: torch.dtype) -> Any:
     """Return the type of the operands of `tl.dot` for tensors of `dtype`.
 

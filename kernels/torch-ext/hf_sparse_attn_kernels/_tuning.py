@@ -29,51 +29,38 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
 }
+
+
+def _attention_candidates(*values: tuple[int, int, int, int, int]) -> list[dict[str, int]]:
+    names = ("block_n", "per_multiprocessor", "warps", "stages", "merge_apart")
+    return [dict(zip(names, of_candidate, strict=True)) for of_candidate in values]
+
+
 CANDIDATES: dict[str, list[dict[str, int]]] = {
     "score": [
-        {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
-        {"block_p": 64, "per_multiprocessor": 6, "warps": 4},
-        {"block_p": 128, "per_multiprocessor": 2, "warps": 4},
-        {"block_p": 128, "per_multiprocessor": 2, "warps": 8},
-        {"block_p": 32, "per_multiprocessor": 6, "warps": 4},
-        {"block_p": 64, "per_multiprocessor": 1, "warps": 4},
-        {"block_p": 64, "per_multiprocessor": 4, "warps": 2},
-        {"block_p": 32, "per_multiprocessor": 8, "warps": 2},
-        {"block_p": 64, "per_multiprocessor": 1, "warps": 8},
+        {"block_p": block_p, "per_multiprocessor": per_multiprocessor, "warps": warps}
+        for block_p, per_multiprocessor, warps in (
+            (64, 3, 4),
+            (64, 6, 4),
+            (128, 2, 4),
+            (128, 2, 8),
+            (32, 6, 4),
+            (32, 8, 2),
+        )
     ],
     "select": [
         {"two_levels_from": two_levels_from, "reduced": reduced, "warps": warps}
-        for two_levels_from, reduced, warps in (
-            (8193, 512, 8),
-            (1025, 512, 4),
-            (1025, 512, 2),
-            (1025, 256, 2),
-            (1025, 256, 1),
-            (1025, 128, 1),
-            (1025, 64, 1),
-            (1025, 256, 4),
-        )
+        for two_levels_from, reduced, warps in ((8193, 512, 8), (1025, 512, 4), (1025, 512, 2), (1025, 256, 4))
     ],
-    "sparse_decode": [
-        {"block_n": block_n, "per_multiprocessor": per, "warps": warps, "stages": stages, "merge_apart": apart}
-        for block_n, per, warps, stages in (
-            (128, 1, 4, 3),
-            (128, 1, 8, 3),
-            (64, 2, 4, 3),
-            (64, 4, 4, 3),
-            (32, 4, 2, 3),
-            (64, 8, 4, 1),
-            (128, 4, 4, 1),
-            (128, 4, 8, 1),
-            (32, 8, 2, 1),
-            (32, 16, 1, 1),
-        )
-        for apart in (0, 1)
-    ],
-    "dense_decode": [
-        {"block_n": block_n, "per_multiprocessor": per, "warps": warps, "stages": stages, "merge_apart": 0}
-        for block_n, per, warps, stages in ((128, 2, 4, 3), (128, 2, 8, 3), (128, 4, 4, 2), (64, 3, 4, 4))
-    ],
+    "sparse_decode": _attention_candidates(
+        (128, 1, 4, 3, 0), (128, 1, 4, 3, 1), (64, 4, 4, 3, 0), (64, 8, 4, 1, 1), (64, 8, 4, 2, 1), (32, 8, 4, 1, 1)
+    ),
+    "dense_decode": _attention_candidates(
+        (128, 2, 4, 3, 0), (128, 2, 8, 3, 0), (128, 1, 4, 3, 1), (128, 2, 4, 3, 1), (128, 2, 8, 3, 1), (64, 8, 4, 1, 1)
+    ),
+    "rope_decode": _attention_candidates(
+        (32, 4, 2, 2, 1), (32, 4, 4, 2, 1), (32, 8, 4, 1, 1), (32, 8, 2, 1, 1), (64, 4, 4, 1, 1)
+    ),
 }
 
 _forced: dict[str, dict[str, int]] = {}

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._triton import launch_options, wait_for_previous_kernel
+from ._triton import launch_options, next_power_of_2, wait_for_previous_kernel
 
 BLOCK_N = 64  # queries at a time
 WARPS = 8
@@ -71,7 +71,7 @@ def mean_query(query: torch.Tensor, rope_cos: torch.Tensor, rope_sin: torch.Tens
         *query.stride()[:3],
         HEAD_DIM=head_dim,
         BLOCK_N=BLOCK_N,
-        BLOCK_H=max(16, triton.next_power_of_2(head_dim // 2)),
+        BLOCK_H=max(16, next_power_of_2(head_dim // 2)),
         num_warps=WARPS,
         **launch_options(query.device),
     )

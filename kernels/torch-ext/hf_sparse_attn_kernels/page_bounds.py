@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ._bounds import channel_exponent_for, lower_level, page_exponent_for, power_of_two, upper_level
+from ._triton import cdiv, next_power_of_2
 
 TOKENS_PER_PROGRAM = 256
 
@@ -138,13 +139,13 @@ def page_bounds(
     num_new = min(num_new, capacity)
     # The most pages that num_new consecutive tokens can touch.
     touched = min((num_new + page_size - 2) // page_size + 1, max_pages)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     block_n = min(page_size, max(1, 8192 // block_d))
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
     largest = seq_start
     if channel_exponent is not None:
         largest = torch.zeros((pairs, head_dim), dtype=torch.int32, device=keys.device)
-        largest_keys_kernel[(triton.cdiv(num_new, TOKENS_PER_PROGRAM), pairs)](
+        largest_keys_kernel[(cdiv(num_new, TOKENS_PER_PROGRAM), pairs)](
             keys,
             seq_start,
             seq_end,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ._bounds import group_softmax, split_query, store_scores
-from ._triton import INTERPRET, score_dtype
+from ._triton import INTERPRET, cdiv, next_power_of_2, score_dtype
 
 
 @triton.jit
@@ -157,17 +157,17 @@ def page_scores(
     group = q_heads // kv_heads
     num_pages = max_pages if num_pages is None else num_pages
     softmax = group_reduce == "softmax"
-    block_g = max(16, triton.next_power_of_2(group))
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_g = max(16, next_power_of_2(group))
+    block_d = max(16, next_power_of_2(head_dim))
     # Two tiles of bounds at most 64 KiB together.
     block_p = max(16, min(64, 32768 // (block_d * page_min.element_size())))
-    tiles = triton.cdiv(num_pages, block_p)
+    tiles = cdiv(num_pages, block_p)
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
 
     out = query.new_empty((batch, kv_heads, num_pages), dtype=torch.float32)
     head_scores, tile_lse = out, out
     if softmax:
-        head_scores = query.new_empty((batch * kv_heads, group, triton.cdiv(num_pages, 16) * 16), dtype=torch.float32)
+        head_scores = query.new_empty((batch * kv_heads, group, cdiv(num_pages, 16) * 16), dtype=torch.float32)
         tile_lse = query.new_empty((batch * kv_heads, group, tiles), dtype=torch.float32)
     page_scores_kernel[(tiles, batch * kv_heads)](
         query,
@@ -199,7 +199,7 @@ def page_scores(
         num_warps=4,
     )
     if softmax:
-        group_softmax_kernel[(triton.cdiv(num_pages, 256), batch * kv_heads)](
+        group_softmax_kernel[(cdiv(num_pages, 256), batch * kv_heads)](
             head_scores,
             tile_lse,
             out,
@@ -212,6 +212,6 @@ def page_scores(
             PAGE_SIZE=page_size,
             TILE_P=block_p,
             BLOCK_P=256,
-            BLOCK_T=triton.next_power_of_2(tiles),
+            BLOCK_T=next_power_of_2(tiles),
         )
     return out

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ._topk import load_order_keys, write_top_blocks
+from ._triton import next_power_of_2
 
 ONE_TILE_LIMIT = 8192  # scores that one program keeps in registers
 
@@ -67,7 +68,7 @@ def select_blocks(
     batch, kv_heads, width = scores.shape
     indices = torch.empty((batch, kv_heads, max_blocks), dtype=torch.int32, device=scores.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=scores.device)
-    block_n = min(ONE_TILE_LIMIT, max(128, triton.next_power_of_2(width)))
+    block_n = min(ONE_TILE_LIMIT, max(128, next_power_of_2(width)))
     select_blocks_kernel[(batch * kv_heads,)](
         scores.contiguous(),
         seq_start.contiguous(),

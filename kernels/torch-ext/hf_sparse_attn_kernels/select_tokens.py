@@ -10,7 +10,7 @@ from ._token_rows import TokenRows, candidates_of, row_length, tile_size
 from ._token_scores import add_votes, token_scores
 from ._token_topk import find_top, search_size, taken_of_tile
 from ._topk import _ranks
-from ._triton import launch_options, wait_for_previous_kernel
+from ._triton import launch_options, next_power_of_2, wait_for_previous_kernel
 from .token_votes import head_votes
 
 
@@ -194,7 +194,7 @@ def select_tokens(
             elements,
             *query.stride(),
             HEAD_DIM=head_dim,
-            BLOCK=min(4096, triton.next_power_of_2(elements)),
+            BLOCK=min(4096, next_power_of_2(elements)),
             num_warps=8,
             **launch_options(keys.device),
         )
@@ -234,7 +234,7 @@ def select_tokens(
         HEAD_DIM=head_dim,
         COUNT=counter is not None,
         COUNT_REUSE=reuse_counter is not None,
-        BLOCK_TILES=triton.next_power_of_2(rows.tiles),
+        BLOCK_TILES=next_power_of_2(rows.tiles),
         BLOCK=1024,
         **rows.options(),
     )

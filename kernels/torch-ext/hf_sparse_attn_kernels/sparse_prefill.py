@@ -4,12 +4,11 @@ import math
 from functools import lru_cache
 
 import torch
-import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._prefill import pack_tokens_kernel, prefill_attention_kernel
-from ._triton import dot_dtype, launch_options
+from ._triton import cdiv, dot_dtype, launch_options, next_power_of_2
 
 PACKED_AT_ONCE = 32  # slots in a tile of the packing kernel
 
@@ -25,12 +24,12 @@ def _shared_memory(device: torch.device) -> int:
 
 def _tiles(query: torch.Tensor, lanes: int) -> dict[str, int]:
     """Sizes of the tiles of queries and of slots, warps and stages."""
-    width = max(16, triton.next_power_of_2(query.shape[3]))
+    width = max(16, next_power_of_2(query.shape[3]))
     if query.element_size() == 4:  # no tensor cores: products of small tiles
         block_m, block_n, warps, stages = 16, 32 if width <= 128 else 16, 8, 2
     else:
         # Tiles of 64 queries leave room for two programs on a multiprocessor: one computes while the other waits.
-        block_m = max(16, min(64, triton.next_power_of_2(lanes)))
+        block_m = max(16, min(64, next_power_of_2(lanes)))
         block_n, warps, stages = (64, 4, 3) if width <= 128 else (32, 8, 3)
     row_bytes = width * query.element_size()
     fitting = (_shared_memory(query.device) - block_m * row_bytes - 1024) // (2 * block_n * row_bytes)
@@ -57,11 +56,11 @@ def sparse_prefill(
     scale = head_dim**-0.5 if scale is None else scale
     block_indices, block_counts = block_indices.contiguous(), block_counts.contiguous()
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
-    block_h = max(8, triton.next_power_of_2((head_dim + 1) // 2))
+    block_h = max(8, next_power_of_2((head_dim + 1) // 2))
     tiles = _tiles(query, group * queries)
     most_chosen = block_indices.shape[2]
     whole = max(PACKED_AT_ONCE, tiles["BLOCK_N"])  # both are powers of two: whole tiles of either
-    packed_slots = triton.cdiv(most_chosen + queries, whole) * whole
+    packed_slots = cdiv(most_chosen + queries, whole) * whole
     packed = query.new_empty((2, pairs, packed_slots, 2 * block_h))
     common = {
         "HEAD_DIM": head_dim,
@@ -71,7 +70,7 @@ def sparse_prefill(
         **launch_options(query.device),
     }
     tables = (query, query) if rope_cos is None else (rope_cos, rope_sin)
-    pack_tokens_kernel[(triton.cdiv(packed_slots, PACKED_AT_ONCE), pairs)](
+    pack_tokens_kernel[(cdiv(packed_slots, PACKED_AT_ONCE), pairs)](
         keys,
         values,
         block_indices,
@@ -95,7 +94,7 @@ def sparse_prefill(
     tile = [tiles["BLOCK_N"], 2 * block_h]
     packed_keys, packed_values = (TensorDescriptor.from_tensor(tokens.flatten(0, 1), tile) for tokens in packed)
     out = query.new_empty((batch, q_heads, queries, head_dim))
-    prefill_attention_kernel[(triton.cdiv(group * queries, tiles["BLOCK_M"]), pairs)](
+    prefill_attention_kernel[(cdiv(group * queries, tiles["BLOCK_M"]), pairs)](
         query,
         packed_keys,
         packed_values,

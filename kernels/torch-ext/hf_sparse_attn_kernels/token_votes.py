@@ -9,7 +9,7 @@ import triton.language as tl
 from ._token_rows import TokenRows, candidates_of, tile_size
 from ._token_scores import add_votes, token_scores
 from ._token_topk import find_top, search_size, taken_of_tile
-from ._triton import wait_for_previous_kernel
+from ._triton import next_power_of_2, wait_for_previous_kernel
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def head_votes(scores: torch.Tensor, rows: TokenRows, *, num_voted: int, num_col
         lines // batch,
         rows.width,
         num_columns,
-        BLOCK_TILES=triton.next_power_of_2(rows.tiles),
+        BLOCK_TILES=next_power_of_2(rows.tiles),
         **rows.options(),
     )
     return votes

@@ -1,0 +1,61 @@
+"""Tuning: which choice wins, and what a partial run leaves as it is."""
+
+import json
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import _tuning as tuning
+from op_bench import tune as tune_module
+from op_bench.quest_entries import QUEST
+from op_bench.shapes import Shape
+from op_bench.tune import TIMED_WITH, chosen_launches, tune, write
+
+SHAPE = Shape(4, 2, 16, 1, 64)
+
+
+def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
+    timed = []
+
+    def slower_and_slower(entry, layers, choices):
+        timed.append((entry.op, choices))
+        return 10.0 - (choices.get("select", {}).get("reduced") == 256)
+
+    monkeypatch.setattr(tune_module, "_time", slower_and_slower)
+    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family is QUEST else [])
+    monkeypatch.setattr(tune_module, "LAYERS", 1)
+    lines = []
+    found = tune(torch.device("cpu"), [SHAPE], chosen_launches([]), lines.append)
+    described = {"pairs": 2, "group": 2, "head_dim": 16, "tokens": 64}
+    assert found["select"] == [{"shape": described, "choice": tuning.CANDIDATES["select"][3]}]
+    assert found["score"] == [{"shape": described, "choice": tuning.CANDIDATES["score"][0]}]
+    assert found["rope_decode"] == []
+    assert len(lines) == 4
+    # The selection is timed with the scores' choice, which comes first.
+    assert all(choices["score"] == tuning.CANDIDATES["score"][0] for _, choices in timed if "select" in choices)
+
+
+def test_a_partial_run_leaves_other_shapes_and_launches_as_they_were(monkeypatch, tmp_path):
+    def entry(tokens, warps):
+        return {"shape": {"pairs": 8, "group": 4, "head_dim": 128, "tokens": tokens}, "choice": {"warps": warps}}
+
+    table = tmp_path / "tuned.json"
+    before = {
+        "8.0": {"score": [entry(1, 1)]},
+        "9.0": {"score": [entry(9, 1)], "select": [entry(1024, 4), entry(4096, 4)]},
+    }
+    table.write_text(json.dumps(before))
+    monkeypatch.setattr(tuning, "TUNED", table)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    write({"select": [entry(2048, 2), entry(1024, 8)], "dense_decode": [entry(1, 2)]}, torch.device("cuda", 0))
+    after = json.loads(table.read_text())
+    assert after["8.0"] == before["8.0"]
+    assert after["9.0"]["score"] == before["9.0"]["score"]
+    assert after["9.0"]["select"] == [entry(1024, 8), entry(2048, 2), entry(4096, 4)]
+    assert after["9.0"]["dense_decode"] == [entry(1, 2)]
+
+
+def test_launches_go_by_name():
+    assert chosen_launches(["rope_decode", "score"]) == ["score", "rope_decode"]
+    assert list(TIMED_WITH) == list(tuning.CANDIDATES)
+    with pytest.raises(ValueError, match="--tune --op 'quest_step'; allowed: score, select"):
+        chosen_launches(["quest_step"])
