@@ -190,6 +190,7 @@ def _speed(name: str, report: dict[str, Any]) -> str:
     given = f"--shape {settings['shape']}" if settings["shape"] else f"--model {settings['model']}"
     contexts = ",".join(str(context) for context in settings["contexts"])
     budgets = ",".join(str(budget) for budget in settings["token_budget"])
+    budget_option = f" --token-budget {budgets}" if budgets else ""
     versions = ", ".join(f"{key} {value}" for key, value in machine.items() if key not in ("device", "date"))
     rows = [
         [
@@ -210,8 +211,8 @@ def _speed(name: str, report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"## Speed through `generate()`: {name}, {settings['dtype']}, {machine['device']}\n",
-            f"`python -m eval speed {given} --context {contexts} --method {','.join(settings['method'])} "
-            f"--token-budget {budgets}`\n",
+            f"`python -m eval speed {given} --context {contexts} --method {','.join(settings['method'])}"
+            f"{budget_option}`\n",
             f"{versions}; {machine['date'][:10]}. Medians and quartiles of {settings['repeats']} runs of "
             f"{settings['new_tokens']} tokens. TTFT covers {report['ttft_covers']}.\n",
             _table(head, rows, left=2),
