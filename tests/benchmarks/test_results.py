@@ -254,6 +254,15 @@ def test_the_section_shows_tokenselect_where_it_was_measured(tmp_path):
     assert "2026-02-03" in section
 
 
+def test_the_section_names_the_versions_and_dates_of_the_entries_shown(tmp_path):
+    old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0))
+    new = report(entry(LONG, 5.0, 20.0))
+    new["machine"] |= {"date": "2026-02-03T04:05:06", "triton": "3.7"}
+    assert "torch 2.11, triton 3.6; 2026-01-02.\n" in readme.speed_section(results_tree(tmp_path / "old", [old]))
+    section = readme.speed_section(results_tree(tmp_path / "merged", [results.merged(old, new)]))
+    assert "torch 2.11, triton 3.6 and 3.7; 2026-01-02, 2026-02-03.\n" in section
+
+
 def test_the_section_is_put_after_evaluation_and_then_rewritten(tmp_path):
     root = results_tree(tmp_path)
     page = tmp_path / "README.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from op_bench.break_even import break_even, speed_ratios, step_ratios
-from op_bench.readme_tables import even_cell, shape_cells, step_cells, table
+from op_bench.readme_tables import even_cell, made_with, shape_cells, step_cells, table
 from op_bench.readme_tokens import token_part
 from op_bench.registry import STEP
 from op_bench.results import Record, ResultsError, read, shape_of
@@ -71,9 +71,8 @@ def _read_speed(path: Path) -> dict[str, Any]:
 
 
 def _kernel_part(report: Record) -> list[str]:
-    machine, settings = report["machine"], report["settings"]
+    settings = report["settings"]
     steps = [entry for entry in report["entries"] if (entry["op"], entry["variant"]) == STEP and entry["times"]]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name))
     rows = [[*shape_cells(shape_of(entry)), *step_cells(entry)] for entry in steps]
     ratios = {way: step_ratios(report, way) for way in ("layers", "replay")}
     shapes = {shape_of(entry).configuration: shape_of(entry) for entry in steps}
@@ -84,12 +83,12 @@ def _kernel_part(report: Record) -> list[str]:
     names = ("q/kv heads", "head dim", "batch")
     columns = ("ours, µs", "best dense, µs", "which", "ratio", "over floor", "alone: ours, µs", "dense, µs", "ratio")
     return [
-        f"### One decode step of one layer, {machine['device']}\n",
+        f"### One decode step of one layer, {report['machine']['device']}\n",
         f"Quest's whole step: the new token's key and value are appended and taken into the 8-bit page bounds, every "
         f"page is scored, {settings['token_budget']:,} tokens are selected in pages of {settings['page_size']} and "
         f"attended to; bfloat16. Medians inside a CUDA graph of several layers, as in a decode step; alone: one "
         f"replay of one step, with the L2 cache flushed. Dense: the best of others' kernels in the same run. Floor: "
-        f"the bytes that the step must move, at 4.27 TB/s. {versions}; {machine['date'][:10]}.\n",
+        f"the bytes that the step must move, at 4.27 TB/s. {made_with(report, steps)}.\n",
         table((*names, "length", *columns), rows),
         "Faster than the best dense kernel at every measured length from:\n",
         table((*names, "inside a decode step, tokens", "alone, tokens"), even),

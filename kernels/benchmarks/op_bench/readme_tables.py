@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from op_bench.break_even import BreakEven
+from op_bench.results import Record, machine_of
 from op_bench.shapes import Shape
 
 
@@ -27,6 +28,18 @@ def step_cells(entry: Mapping[str, Any]) -> list[str]:
         if way == "layers":
             cells.append(f"{entry['over_floor'][way]['nominal']:.2f}")
     return cells
+
+
+def made_with(report: Record, entries: Sequence[Record]) -> str:
+    """The versions that the entries were measured with, and when: they may be of several runs."""
+    machines = [machine_of(report, entry) for entry in entries]
+    versions = [
+        f"{name} {' and '.join(sorted({machine[name] for machine in machines if machine.get(name)}))}"
+        for name in ("torch", "triton", "driver")
+        if any(machine.get(name) for machine in machines)
+    ]
+    dates = sorted({machine["date"][:10] for machine in machines})
+    return f"{', '.join(versions)}; {', '.join(dates)}"
 
 
 def even_cell(found: BreakEven) -> str:

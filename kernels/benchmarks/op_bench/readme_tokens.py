@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from op_bench.break_even import break_even, step_ratios
-from op_bench.readme_tables import even_cell, shape_cells, step_cells, table
+from op_bench.readme_tables import even_cell, made_with, shape_cells, step_cells, table
 from op_bench.registry import CHUNK_STEP, TOKEN_STEPS
-from op_bench.results import Record, machine_of, shape_of
+from op_bench.results import Record, shape_of
 
 _LABELS = {
     TOKEN_STEPS[0]: "decode step, chosen anew",
@@ -23,14 +23,12 @@ def token_part(report: Record) -> list[str]:
     if not any(found.values()):
         return []
     settings = report["settings"]
-    machine = machine_of(report, next(entries[0] for entries in found.values() if entries))
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "driver") if machine.get(name))
     first, voted, last = (settings[name] for name in ("sink_tokens", "voted_tokens", "recent_tokens"))
     parts = [
-        f"### TokenSelect, {machine['device']}\n",
+        f"### TokenSelect, {report['machine']['device']}\n",
         f"All heads together choose {voted:,} tokens by soft vote, beside the first {first:,} and the last {last:,}; "
-        f"what is read is rotated by its slot. bfloat16, dense attention and floors as above. {versions}; "
-        f"{machine['date'][:10]}.\n",
+        f"what is read is rotated by its slot. bfloat16, dense attention and floors as above. "
+        f"{made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
     ]
     if found[CHUNK_STEP]:
         parts += _chunk_part(found[CHUNK_STEP])
