@@ -23,7 +23,7 @@ _ROPE = "Tensor? rope_cos, Tensor? rope_sin"
 _ATTENTION = "float? scale, bool return_lse, Tensor(a!)? counter, Tensor(b!)? finished, str? impl) -> (Tensor, Tensor)"
 
 # No defaults: those are the public functions'. The dispatcher leaves out arguments at the end that equal a default, and
-# torch before 2.12 then fails where one of them is a tensor that would have been written.
+# torch 2.11 then fails where one of them is a tensor that would have been written.
 SCHEMAS = {
     "page_bounds": (
         f"(Tensor keys, {_BOUNDS_WRITTEN}, {_ROWS}, SymInt page_size, SymInt num_new, {_EXPONENTS_WRITTEN}, "
