@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+DOUBLED_UP_TO = 4096
+
 
 def mark_static(tensor: torch.Tensor, dynamic_dims: Iterable[int] = ()) -> torch.Tensor:
     """Tell ``torch.compile`` that a tensor stays at its address, and which of its sizes another cache may have.
@@ -18,6 +20,14 @@ def mark_static(tensor: torch.Tensor, dynamic_dims: Iterable[int] = ()) -> torch
         for dim in dynamic_dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
+
+
+def roomier(capacity: int) -> int:
+    """Tokens to make room for where a buffer of ``capacity`` is full: twice as many, later an eighth more.
+
+    Few copies for short sequences; for long ones, where a buffer takes gigabytes, little that is never used.
+    """
+    return capacity + max(min(capacity, DOUBLED_UP_TO), capacity // 8)
 
 
 def replaced(old: torch.Tensor, new: torch.Tensor, static: bool) -> torch.Tensor:

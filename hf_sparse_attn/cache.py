@@ -37,7 +37,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     method
         The sparse-attention method, or its name; the same as the model is patched with.
     max_cache_len
-        The most tokens that the cache may hold, allocated at once. None for buffers that grow by doubling.
+        The most tokens that the cache may hold, allocated at once. None for buffers that grow: twofold at first, later
+        by an eighth.
     initial_capacity
         Where ``max_cache_len`` is None: tokens to allocate room for at first.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_sparse_attn.buffers import enlarged, mark_static, replaced
+from hf_sparse_attn.buffers import enlarged, mark_static, replaced, roomier
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.rows import Rows
@@ -20,7 +20,7 @@ MIN_CAPACITY = 64
 
 
 class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys, values and metadata; the buffers double when they are full, or are static.
+    """One layer's keys, values and metadata; the buffers grow when they are full, or are static.
 
     Row ``b`` holds its tokens at positions ``seq_start[b] .. seq_end[b] - 1`` of the buffers; what lies before is left
     padding, what lies after is unused. Both are device tensors, read by the kernels without a host synchronize, and
@@ -186,7 +186,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         self._advance(num_new)
         if not self.is_static and self.length > self.capacity:
-            self._grow(max(self.length, 2 * self.capacity))
+            self._grow(max(self.length, roomier(self.capacity)))
         if num_new == 1 and self.rows.attention_appends and self.decodes_sparsely:
             self._pending = (key_states, value_states)
             return self._pending

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.attention import sparse_attention_forward
-from hf_sparse_attn.layer import SparseLayer
+from hf_sparse_attn.buffers import DOUBLED_UP_TO, roomier
+from hf_sparse_attn.layer import MIN_CAPACITY, SparseLayer
 from hf_sparse_attn.methods import Full, Selection
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
@@ -150,3 +151,26 @@ def test_full_attends_densely_in_static_buffers_too():
     for method, sparse in ((Full(), False), (SMALL, True)):
         layer = SparseLayer(method, is_dense=False, max_cache_len=64)
         assert layer.decodes_sparsely == sparse
+
+
+def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
+    capacity, copied, copies = MIN_CAPACITY, 0, 0
+    while capacity < 1 << 20:
+        before, capacity = capacity, roomier(capacity)
+        assert 0 < capacity - before <= max(DOUBLED_UP_TO, before / 8)
+        copied, copies = copied + before, copies + 1
+    assert copies < 50
+    assert copied < 9 * capacity
+
+
+@torch.inference_mode()
+def test_a_full_layer_grows_by_no_more_than_that():
+    layer = SparseLayer(Full(), is_dense=True)
+    tokens = torch.randn(1, 1, 2 * DOUBLED_UP_TO, 4, device=DEVICE)
+    layer.update(tokens, tokens)
+    assert layer.capacity == 2 * DOUBLED_UP_TO
+    keys, _ = layer.update(tokens[:, :, :1], tokens[:, :, :1])
+    assert layer.capacity == 3 * DOUBLED_UP_TO
+    assert torch.equal(keys, torch.cat([tokens, tokens[:, :, :1]], dim=2))
+    layer.update(tokens, tokens)
+    assert layer.capacity == layer.length == 4 * DOUBLED_UP_TO + 1
