@@ -16,11 +16,11 @@ SHAPE = Shape(4, 2, 16, 1, 64)
 def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
     timed = []
 
-    def slower_and_slower(entry, layers, choices):
+    def nine_for_256_pages(entry, layers, choices):
         timed.append((entry.op, choices))
         return 10.0 - (choices.get("select", {}).get("reduced") == 256)
 
-    monkeypatch.setattr(tune_module, "_time", slower_and_slower)
+    monkeypatch.setattr(tune_module, "_time", nine_for_256_pages)
     monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family is QUEST else [])
     monkeypatch.setattr(tune_module, "LAYERS", 1)
     lines = []
