@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval tests
+GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo test test-gpu test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models cuda bench lint format
+.PHONY: help install demo test test-gpu $(GPU_GROUPS) cuda bench lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
@@ -46,13 +47,13 @@ test: lint
 
 ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests
-test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models bench cuda: $(STAMP)
+$(GPU_GROUPS) bench cuda: $(STAMP)
 else # what needs no more than torch, triton and transformers
 GPU_TESTS := tests/ops tests/test_compiled.py tests/test_devices.py
 endif
 # Four groups, since most of the time is compilation on the host: `make -j4 test-gpu` runs them side by side.
-test-gpu: test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
-test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models: cuda
+test-gpu: $(GPU_GROUPS)
+$(GPU_GROUPS): cuda
 cuda:
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'a CUDA device is needed, and torch finds none'"
 test-gpu-marked:

@@ -75,9 +75,7 @@ def write(found: dict[str, Any], device: torch.device) -> None:
     for launch, measured in found.items():
         shapes = [entry["shape"] for entry in measured]
         kept = [entry for entry in of_device.get(launch, []) if entry["shape"] not in shapes]
-        of_device[launch] = sorted(
-            kept + measured, key=lambda entry: [entry["shape"][name] for name in sorted(tuning.SHAPE)]
-        )
+        of_device[launch] = sorted(kept + measured, key=lambda entry: sorted(entry["shape"].items()))
     lines = json.dumps(tuned, indent=1, sort_keys=True)
     tuning.TUNED.write_text(lines + "\n", encoding="utf-8")
     tuning.forget()

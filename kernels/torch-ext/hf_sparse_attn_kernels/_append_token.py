@@ -5,13 +5,7 @@
 import triton
 import triton.language as tl
 
-from ._bounds import (
-    channel_exponent_for,
-    lower_level,
-    page_exponent_for,
-    power_of_two,
-    upper_level,
-)
+from ._bounds import channel_exponent_for, lower_level, page_exponent_for, power_of_two, upper_level
 
 
 @triton.jit
