@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_sparse_attn_kernels import dense_decode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_sparse_attn.cache import SparseCache, SparseLayer
-from hf_sparse_attn.rope import rotated_as_model
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.layer import SparseLayer
 
 
 def sparse_attention_forward(
@@ -23,7 +22,7 @@ def sparse_attention_forward(
     sparse_cache: SparseCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend sparsely in decode steps, densely in dense layers, within the budget and, mostly, in prefill.
+    """Hand a decode step to the method's ``decode``, several tokens to its ``prefill``, anything else to SDPA.
 
     Parameters
     ----------
@@ -32,16 +31,16 @@ def sparse_attention_forward(
     query
         [batch, q_heads, query tokens, head_dim], after RoPE; before it where the method has ``rotates_keys``.
     key, value
-        [batch, kv_heads, length, head_dim], the new tokens included: what the cache layer's ``update`` returned. A
-        single token is read from the layer itself.
+        [batch, kv_heads, length, head_dim], the new tokens included: what the cache layer's ``update`` returned.
+        Methods read the layer itself.
     attention_mask
-        What SDPA gets: a mask that broadcasts to [batch, q_heads, query tokens, length], or None.
+        A mask as SDPA takes it, which broadcasts to [batch, q_heads, query tokens, length], or None.
     dropout
         0.0: patched models do not train.
     scaling
-        What q.k is multiplied with; ``head_dim ** -0.5`` if None.
+        Factor on q.k; ``head_dim ** -0.5`` if None.
     sparse_cache
-        The cache that holds ``key`` and ``value``; None where the model runs without one, which is dense.
+        The cache that holds ``key`` and ``value``; None for a forward pass that is dense, with or without a cache.
 
     Returns
     -------
@@ -49,59 +48,29 @@ def sparse_attention_forward(
         [batch, query tokens, q_heads, head_dim], and None in place of the attention weights.
     """
     layer = None if sparse_cache is None else sparse_cache.layers[module.layer_idx]
-    if isinstance(layer, SparseLayer):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        new_token = layer.take_pending()
-        if new_token is not None:
-            return _sparse_step(query[:, :, 0], layer, *new_token, scale).unsqueeze(1), None
-        if layer.method.rotates_keys and layer.method.covers(layer.length - layer.least_padding):
-            if query.shape[2] == 1:
-                layer.counter.count_dense(layer)
-            query, key, attention_mask = _by_position(query, layer)
-            value = layer.values[:, :, : layer.length]
-        elif layer.method.prefills and not layer.is_dense:
-            return layer.method.prefill(query, layer, scale).transpose(1, 2), None
-        elif query.shape[2] == 1:
-            if layer.is_static or query.is_cuda:
-                return _dense_step(query[:, :, 0], layer, scale).unsqueeze(1), None
-            layer.counter.count_dense(layer)
-    output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-    return output
+    if not isinstance(layer, SparseLayer):
+        if sparse_cache is not None and query.shape[2] == 1:
+            _count_window(sparse_cache, module.layer_idx, key, value, attention_mask)
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    token = layer.take_token()
+    if token is None:
+        return layer.method.prefill(query, layer, scale, attention_mask).transpose(1, 2), None
+    new_key, new_value = (states[:, :, 0] for states in token)
+    step = layer.step_method.decode(query[:, :, 0], layer, new_key, new_value, scale)
+    layer.mark_written()
+    return step.unsqueeze(1), None
 
 
-def _by_position(query: torch.Tensor, layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What dense attention takes where the keys are cached before RoPE: queries and keys rotated, and a mask."""
-    queries, length = query.shape[2], layer.length
-    at = torch.arange(length, device=query.device)[None]
-    seq_start = layer.seq_start[:, None] if layer.rows.has_padding else torch.zeros_like(at[:, :1])
-    positions = (at - seq_start).clamp_min(0)
-    mask = None
-    if layer.rows.has_padding or 1 < queries < length:
-        causal = at[0] <= at[0, -queries:, None]
-        mask = (causal & (at >= seq_start)[:, None])[:, None]
-    keys = rotated_as_model(layer.keys[:, :, :length], layer.rope, positions)
-    return rotated_as_model(query, layer.rope, positions[:, -queries:]), keys, mask
-
-
-def _sparse_step(
-    query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    selection = layer.method.append_and_select(query, layer, new_key[:, :, 0], new_value[:, :, 0], scale)
-    return layer.method.attend(query, layer, selection, scale)
-
-
-def _dense_step(query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
-    output = dense_decode(
-        query,
-        layer.keys,
-        layer.values,
-        layer.seq_start,
-        layer.seq_end,
-        scale=scale,
-        counter=layer.counter.totals,
-        finished=layer.finished,
-    )
-    assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
-    return output
+def _count_window(
+    cache: SparseCache, layer_idx: int, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """Count a decode step of a layer with a sliding window: the tokens that its mask leaves."""
+    counter = cache.counters[layer_idx]
+    batch, kv_heads, length, _ = key.shape
+    counter.allocate(key.device, lambda tensor: tensor)
+    counter.set_token_bytes(key, value)
+    counter.count_dense(batch * kv_heads * length if mask is None else mask.sum() * kv_heads)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings by slot: tables of our own, and a stand-in for the model's rotary module.
+"""Rotary position embeddings by slot: tables of our own, and a hook that takes the model's rotation out.
 
-A method with ``rotates_keys`` caches keys as they are before RoPE and rotates what it reads to the positions that the
-tokens take in what is read, their slots. The model's own rotation must then do nothing.
+A method with ``rotates_keys`` caches keys as they are before RoPE and rotates the tokens that it reads to contiguous
+positions, their slots. The model's own rotation must then do nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_sparse_attn.buffers import mark_static
+from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -45,47 +45,34 @@ class RopeTables:
 
         What stays at its address spares compiled steps another recording.
         """
-        made = self.on(rope.cos.device)
-        if made is not rope and all(map(torch.equal, made, rope)):
-            self._on[rope.cos.device] = made = rope
-        return made
+        own = self.on(rope.cos.device)
+        if own is not rope and all(map(torch.equal, own, rope)):
+            self._on[rope.cos.device] = own = rope
+        return own
 
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device; all layers there share them."""
         if device not in self._on:
-            tables = _half_tables(self._rotary, self._slots)
-            self._on[device] = Rope(*(mark_static(table.to(device).contiguous()) for table in tables))
+            with lasting_tensors():
+                tables = _half_tables(self._rotary, self._slots)
+                self._on[device] = Rope(*(mark_static(table.to(device).contiguous()) for table in tables))
         return self._on[device]
 
 
-class RawRotary(torch.nn.Module):
-    """Stands in for a decoder's rotary module: rotates nothing, so that keys reach the cache as they are.
-
-    Parameters
-    ----------
-    rotary
-        The module that it stands in for, kept for unpatching.
-    head_dim
-        The width of the tables that attention modules expect.
-    """
-
-    def __init__(self, rotary: torch.nn.Module, head_dim: int) -> None:
-        super().__init__()
-        self.rotary = rotary
-        self.head_dim = head_dim
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine 1 and sine 0, [1, tokens, head_dim] in x's dtype, wherever the tokens are."""
-        shape = (1, position_ids.shape[-1], self.head_dim)
-        return x.new_ones(shape), x.new_zeros(shape)
+def rotate_nothing(
+    module: torch.nn.Module, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine 1 and sine 0 in place of a rotary module's output: a forward hook, keys then stay as they are."""
+    cos, sin = output
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the two halves of x's last dimension against each other.
 
-    [..., head_dim] by tables that broadcast to [..., head_dim // 2]; float32.
+    [..., head_dim] by tables that broadcast to [..., head_dim // 2]; float32, float64 for float64.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -100,9 +87,9 @@ def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> to
 
 
 def decoder_rotary(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the decoder's own rotary module, also where the model is patched."""
+    """Return the decoder's rotary module."""
     rotary: torch.nn.Module = model.get_decoder().rotary_emb
-    return rotary.rotary if isinstance(rotary, RawRotary) else rotary
+    return rotary
 
 
 def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: str) -> None:
@@ -132,8 +119,8 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; halves are equal."""
     device = next(iter(rotary.buffers())).device
-    with torch.no_grad():
-        tables = rotary(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
+    with torch.no_grad():  # not the module's call: its hooks are for the model
+        tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
     cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)
     return cos, sin
 

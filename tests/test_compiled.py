@@ -14,7 +14,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.generation import static_capacity
+from hf_sparse_attn.patch.generation import static_capacity
 from hf_sparse_attn.rope import decoder_rotary
 from tests import models
 from tests.methods.toy import TokenTopK

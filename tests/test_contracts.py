@@ -1,13 +1,19 @@
-"""What every method keeps, on every supported family: a budget that covers everything changes no token."""
+"""The contracts of every method on every supported family: a budget that covers everything changes no token.
+
+Tests that compare what is computed under a smaller budget run in float64, by the torch references: which tokens a tiny
+random model chooses must not depend on how a processor rounds.
+"""
 
 import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn.methods import FULL
 from tests.models import DEVICE, FAMILIES, METHOD_CLASSES, POSITIONS, make_model, random_ids, shared_model
 
 GREEDY = {
@@ -20,6 +26,9 @@ GREEDY = {
 COVERS_ALL = POSITIONS  # the most that a method which packs positions may read
 
 families = pytest.mark.parametrize("family", FAMILIES)
+some_families = pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.grid) for family in FAMILIES if family != "llama")]
+)
 methods = pytest.mark.parametrize("method_name", METHOD_CLASSES)
 sparse_methods = pytest.mark.parametrize(
     "method_name", [name for name, method_class in METHOD_CLASSES.items() if method_class.sparse_phases]
@@ -32,6 +41,17 @@ def model(family):
     model = shared_model(family)
     yield model
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def exact():
+    """Run the ops' references, which take float64, on CUDA too."""
+    with use_impl("reference"):
+        yield
+
+
+def exact_model(family="llama"):
+    return shared_model(family, torch.float64)
 
 
 def always_sparse(method_name, monkeypatch, **hyperparameters):
@@ -93,12 +113,23 @@ def plain_forward(model, make_cache):
     return torch.cat(logits, dim=1).argmax(-1)
 
 
+SCENARIOS = [single, left_padding, beam_search, multi_turn, chunked_prefill, assisted, prompt_lookup, plain_forward]
+ON_EVERY_FAMILY = (left_padding, multi_turn)
+
+
 @methods
-@families
 @pytest.mark.parametrize(
-    "scenario",
-    [single, left_padding, beam_search, multi_turn, chunked_prefill, assisted, prompt_lookup, plain_forward],
-    ids=lambda scenario: scenario.__name__,
+    ("family", "scenario"),
+    [
+        pytest.param(
+            family,
+            scenario,
+            id=f"{family}-{scenario.__name__}",
+            marks=[] if family == "llama" or scenario in ON_EVERY_FAMILY else pytest.mark.grid,
+        )
+        for family in FAMILIES
+        for scenario in SCENARIOS
+    ],
 )
 @torch.inference_mode()
 def test_full_budget_is_dense_token_for_token(scenario, family, method_name, model, monkeypatch):
@@ -150,7 +181,7 @@ def assert_first_difference_is_a_near_tie(actual, expected, model, mask):
 
 
 @methods
-@families
+@some_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.inference_mode()
 def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method_name, monkeypatch):
@@ -169,7 +200,7 @@ def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method
 
 
 @sparse_methods
-@families
+@some_families
 @torch.inference_mode()
 def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name, model):
     sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
@@ -191,7 +222,8 @@ def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name
 @methods
 @families
 @torch.inference_mode()
-def test_padding_does_not_change_what_a_row_selects(family, method_name, model):
+def test_padding_does_not_change_what_a_row_selects(family, method_name, exact):
+    model = exact_model(family)
     sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
     lengths = (200, 131, 160)
     ids, mask = padded_batch(lengths)
@@ -206,7 +238,7 @@ def test_padding_does_not_change_what_a_row_selects(family, method_name, model):
     assert tokens_together == tokens_alone
 
 
-@methods
+@sparse_methods
 @torch.inference_mode()
 def test_padding_is_never_read(method_name, monkeypatch):
     model = shared_model("llama")
@@ -215,7 +247,7 @@ def test_padding_is_never_read(method_name, monkeypatch):
         cache = SparseCache.for_model(model)
         model(ids, attention_mask=mask, past_key_values=cache)
         for layer in cache.layers:
-            if layer.is_dense:
+            if layer.method is FULL:  # a dense layer reads padding under the mask, as the stock model does
                 continue
             for row, start in enumerate(layer.seq_start.tolist()):
                 layer.keys[row, :, :start] = torch.nan
@@ -229,9 +261,9 @@ def test_padding_is_never_read(method_name, monkeypatch):
 
 @methods
 @torch.inference_mode()
-def test_metadata_follows_every_cache_operation(method_name):
+def test_metadata_follows_every_cache_operation(method_name, exact):
     """After crop, reorder, repeat, select and growth, metadata is what a fresh prefill of the same tokens gives."""
-    model = shared_model("llama")
+    model = exact_model()
     sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
     ids = random_ids(3, 150)
     with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
@@ -256,9 +288,9 @@ def test_metadata_follows_every_cache_operation(method_name):
 
 @methods
 @torch.inference_mode()
-def test_fork_continues_a_prefill_as_its_own_prefill_would(method_name):
+def test_fork_continues_a_prefill_as_its_own_prefill_would(method_name, exact):
     """One prefill, dense or by a method that rotates keys, serves several methods; none sees what another appended."""
-    model = shared_model("llama")
+    model = exact_model()
     ids, steps = random_ids(1, 150), random_ids(1, 6, seed=4)
     method = METHOD_CLASSES[method_name](token_budget=48)
     prefix = SparseCache(model.config, method if method.rotates_keys else "full", initial_capacity=200)
@@ -303,13 +335,18 @@ def test_sliding_window_layers_stay_dense(family):
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     patch_model(model, "quest", token_budget=COVERS_ALL)
     assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
-    assert len(sparse_attention_stats(model).layers) == 2
+    stats = sparse_attention_stats(model)
     unpatch_model(model)
+    steps, rows, window = 11, 3, 20
+    assert [layer.decode_steps for layer in stats.layers] == [steps] * 4
+    for layer in stats.layers[1::2]:
+        assert layer.tokens_read == steps * rows * window * model.config.num_key_value_heads
+        assert layer.kv_bytes == layer.dense_bytes
 
 
 @torch.inference_mode()
-def test_explicit_maximum_is_kept_and_growth_changes_nothing():
-    model = shared_model("llama")
+def test_explicit_maximum_is_kept_and_growth_changes_nothing(exact):
+    model = exact_model()
     ids = random_ids(1, 130)
     with sparse_attention(model, "quest", token_budget=64):
         roomy, growing = SparseCache.for_model(model, max_cache_len=200), SparseCache.for_model(model)

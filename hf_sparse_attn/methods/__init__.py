@@ -14,7 +14,10 @@ from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest, TokenSelect)}
 
-__all__ = ["METHODS", "Full", "Quest", "Selection", "SparseMethod", "TokenSelect", "make_method"]
+FULL = Full()
+"""Dense attention, as dense layers run it."""
+
+__all__ = ["FULL", "METHODS", "Full", "Quest", "Selection", "SparseMethod", "TokenSelect", "make_method"]
 
 
 def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from hf_sparse_attn_kernels import sparse_decode
 
+from hf_sparse_attn.dense import dense_attention
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_sparse_attn.layer import SparseLayer
+    from hf_sparse_attn.cache.layer import SparseLayer
 
 
 class Selection(NamedTuple):
@@ -32,13 +33,14 @@ class Selection(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SparseMethod(ABC):
+class SparseMethod:
     """A sparse-attention method: its hyperparameters as fields, its rules as methods, no state.
 
-    All state (keys, values, metadata, lengths) lives in the :class:`~hf_sparse_attn.cache.SparseLayer` that each call
-    receives. A subclass adds fields for its paper's parameters, sets the class variables below, and implements
-    :meth:`select`; it overrides the others where it differs. Decode steps over a static cache are compiled: what runs
-    in them reads no length on the host, but ``layer.capacity``, ``layer.max_blocks`` and the device tensors.
+    All state (keys, values, metadata, lengths) lives in the :class:`~hf_sparse_attn.cache.layer.SparseLayer` that each
+    call receives. A subclass adds fields for its paper's parameters, sets the class variables below, and implements
+    :meth:`select`, or overrides one of the two verbs, :meth:`decode` and :meth:`prefill`. Decode steps over static
+    storage are compiled: what runs in them reads no length on the host, but ``layer.capacity``, ``layer.max_blocks``
+    and the device tensors.
 
     Parameters
     ----------
@@ -52,13 +54,32 @@ class SparseMethod(ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
-    extends_positions: ClassVar[bool] = False
-    """Whether prompts may be longer than the positions that the model was trained on."""
+    """What the method makes sparse, for tables; nothing depends on it."""
+
+    # Needs of the frame, each with one effect.
     rotates_keys: ClassVar[bool] = False
-    """Whether keys are cached before RoPE; the method then rotates what it reads, by ``layer.rope``."""
+    """Keys are cached before RoPE; the method rotates what it reads, by ``layer.rope``."""
+    needs_mask: ClassVar[bool] = True
+    """:meth:`prefill` gets a mask; else it reads the rows' bounds, and no mask is made."""
+    extends_positions: ClassVar[bool] = False
+    """Prompts may be longer than the positions that the model was trained on."""
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Names of what the method counts beside tokens and bytes, in ``layer.counter.own``; stats show them."""
 
     token_budget: int = 1024
     dense_layers: int = 0
+
+    def __init_subclass__(cls) -> None:
+        """Check that the class says what a decode step reads.
+
+        Raises
+        ------
+        TypeError
+            It implements neither ``select`` nor ``decode``.
+        """
+        super().__init_subclass__()
+        if cls.select is SparseMethod.select and cls.decode is SparseMethod.decode:
+            raise TypeError(f"{cls.__name__} must implement select() or decode()")
 
     def __post_init__(self) -> None:
         """Check the hyperparameters; subclasses extend this.
@@ -85,24 +106,16 @@ class SparseMethod(ABC):
         if not holds:
             raise ValueError(f"{self.name}: {parameter} must be {allowed}, got {getattr(self, parameter)!r}")
 
-    def covers(self, length: int) -> bool:
-        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more.
-
-        A method that covers ``sys.maxsize`` tokens attends densely in static caches too.
-        """
-        return length <= self.token_budget
-
-    @property
-    def prefills(self) -> bool:
-        """Whether the method attends in the prefill too, by :meth:`prefill`."""
-        return "prefill" in self.sparse_phases
-
-    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 -- most methods take every supported model
+    def check_model(self, model: PreTrainedModel) -> None:
         """Raise ``ValueError`` where the method cannot serve a model that is supported otherwise."""
 
-    def prefill_chunk(self, positions: int) -> int:
-        """The most tokens that :meth:`prefill` takes at once, of a model with so many positions."""
-        return positions
+    def covers(self, length: int) -> bool:
+        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more."""
+        return length <= self.token_budget
+
+    def prefill_chunk(self, positions: int) -> int | None:
+        """The most tokens that go through all layers at once, of a model with so many positions; None for no limit."""
+        return None
 
     def rope_slots(self, positions: int) -> int:
         """Where ``rotates_keys``: how many slots ``layer.rope`` needs, of a model with so many positions."""
@@ -117,25 +130,89 @@ class SparseMethod(ABC):
         """
         return {}
 
-    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:  # noqa: B027 -- nothing to do is a fine default
-        """Bring ``layer.metadata`` up to date, in place, after ``num_new`` tokens were appended to every row."""
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
+        """Bring ``layer.metadata`` up to date, in place, after ``num_new`` tokens were appended to every row.
 
-    def crop_metadata(self, layer: SparseLayer) -> None:  # noqa: B027
+        ``num_new`` may be the rows' whole length: then everything is made anew.
+        """
+
+    def crop_metadata(self, layer: SparseLayer) -> None:
         """Bring ``layer.metadata`` up to date, in place, after tokens were removed from the end of every row."""
 
-    @abstractmethod
-    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
-        """Choose what a decode step reads.
+    def finish_prompt(self, layer: SparseLayer) -> None:
+        """Work on a prompt that is complete: cluster it, evict from it, calibrate.
+
+        Called once before the first decode step behind a prompt, however many forward passes the prompt took; over
+        static storage, whose decode steps may be compiled, behind each of these passes.
+        """
+
+    def decode(
+        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Cache a decode step's token, attend from it, and count what was read in ``layer.counter``.
+
+        By default ``layer.append``, :meth:`select`, :meth:`metadata_bytes_read` and :meth:`attend`. A method whose
+        selection and attention interleave overrides this; so does one with an op that writes and selects at once.
 
         Parameters
         ----------
         query
-            [batch, q_heads, head_dim], after RoPE.
+            [batch, q_heads, head_dim], after RoPE; before it where ``rotates_keys``.
+        layer
+            Counts the token in its lengths already.
+        new_key, new_value
+            [batch, kv_heads, head_dim]: the token, to be written at position ``layer.seq_end - 1`` of each row.
+        scale
+            The model's factor on q.k, usually ``head_dim ** -0.5``.
+
+        Returns
+        -------
+        torch.Tensor
+            [batch, q_heads, head_dim].
+        """
+        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        selection = self.select(query, layer, scale)
+        layer.counter.count_metadata(self.metadata_bytes_read(layer))
+        return self.attend(query, layer, selection, scale)
+
+    def prefill(
+        self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend from tokens that the layer holds already: by default densely, under the mask.
+
+        Parameters
+        ----------
+        query
+            [batch, q_heads, tokens, head_dim] of the last tokens of every row, at most :meth:`prefill_chunk`; before
+            RoPE where ``rotates_keys``.
+        layer
+            Holds the tokens' K and V.
+        scale
+            The model's factor on q.k.
+        mask
+            Broadcasts to [batch, q_heads, tokens, length], as SDPA takes it; None for causal attention without padding,
+            and where the method does not need it.
+
+        Returns
+        -------
+        torch.Tensor
+            Of query's shape; the values at left padding are of no consequence.
+        """
+        return dense_attention(query, layer, scale, mask)
+
+    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
+        """Choose the blocks that a decode step reads.
+
+        Parameters
+        ----------
+        query
+            [batch, q_heads, head_dim], as for :meth:`decode`.
         layer
             Holds K, V (the current token's included) and the metadata.
         scale
-            What the model multiplies q.k with, usually ``head_dim ** -0.5``.
+            The model's factor on q.k.
         """
+        raise NotImplementedError(f"{type(self).__name__} decodes without a selection")
 
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor | int:
         """Bytes of metadata that :meth:`select` reads in the current step, all rows and KV heads together.
@@ -144,40 +221,11 @@ class SparseMethod(ABC):
         """
         return 0
 
-    def append_and_select(
-        self,
-        query: torch.Tensor,
-        layer: SparseLayer,
-        new_key: torch.Tensor,
-        new_value: torch.Tensor,
-        scale: float,
-    ) -> Selection:
-        """Cache a decode step's token, choose what the step reads, and count the metadata that choosing read.
-
-        By default :meth:`update_metadata`, :meth:`select` and :meth:`metadata_bytes_read`, one after the other. A
-        method with an op for all of it overrides this; the op then chooses what :meth:`select` would.
-
-        Parameters
-        ----------
-        query
-            [batch, q_heads, head_dim], after RoPE.
-        layer
-            Counts the token in its lengths already.
-        new_key, new_value
-            [batch, kv_heads, head_dim]: the token, to be written at position ``layer.seq_end - 1`` of each row.
-        scale
-            What the model multiplies q.k with.
-        """
-        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
-        selection = self.select(query, layer, scale)
-        layer.counter.count_metadata(self.metadata_bytes_read(layer))
-        return selection
-
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
         """Attend to the selected blocks only, and count the step in ``layer.counter``.
 
-        [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, tokens and query
-        rotated to their places among what is read.
+        [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, selected tokens
+        get contiguous positions.
         """
         output = sparse_decode(
             query,
@@ -193,25 +241,4 @@ class SparseMethod(ABC):
             finished=layer.finished,
             **layer.rotations,
         )
-        assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
-        return output
-
-    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
-        """Attend from the tokens that were appended last; called where ``sparse_phases`` has ``"prefill"``.
-
-        Parameters
-        ----------
-        query
-            [batch, q_heads, tokens, head_dim] of the last tokens of every row, at most :meth:`prefill_chunk`; before
-            RoPE where ``rotates_keys``.
-        layer
-            Holds the tokens' K and V already.
-        scale
-            What the model multiplies q.k with.
-
-        Returns
-        -------
-        torch.Tensor
-            Of query's shape; what stands for left padding is of no consequence.
-        """
-        raise NotImplementedError(f"{type(self).__name__} says that it prefills, but has no prefill()")
+        return output if isinstance(output, torch.Tensor) else output[0]

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from hf_sparse_attn_kernels import dense_decode
 
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.dense import dense_attention, padding_mask
+from hf_sparse_attn.methods.base import SparseMethod
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.layer import SparseLayer
+    from hf_sparse_attn.cache.layer import SparseLayer
 
 
 @dataclass(frozen=True)
 class Full(SparseMethod):
     """Read everything: the dense baseline of every paper's tables, through the same cache and the same counters.
 
-    Attention takes the dense path at every length; ``token_budget`` is there so that one command line serves all
-    methods, and has no effect.
+    It is also what dense layers run, and every layer where the budget covers all rows. ``token_budget`` is there so
+    that one command line serves all methods, and has no effect.
     """
 
     name: ClassVar[str] = "full"
@@ -26,20 +28,29 @@ class Full(SparseMethod):
     paper: ClassVar[str] = "arXiv 1706.03762"
     sparse_phases: ClassVar[tuple[str, ...]] = ()
 
-    block_size: ClassVar[int] = 64
-
     def covers(self, length: int) -> bool:
         """Whether dense attention costs no more: always."""
         return True
 
-    def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
-        """Select every block that holds a token."""
-        kv_heads = layer.keys.shape[1]
-        counts = (layer.row_lengths() + self.block_size - 1) // self.block_size
-        blocks = torch.arange(layer.max_blocks(self.block_size), dtype=torch.int32, device=layer.keys.device)
-        indices = torch.where(blocks < counts[:, None], blocks, -1)
-        return Selection(
-            indices[:, None].expand(-1, kv_heads, -1).contiguous(),
-            counts[:, None].expand(-1, kv_heads).int().contiguous(),
-            self.block_size,
-        )
+    def decode(
+        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Append the token and attend to the whole row; see :meth:`SparseMethod.decode`."""
+        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        if layer.storage.reads_by_bounds():
+            output = dense_decode(
+                query,
+                layer.keys,
+                layer.values,
+                layer.seq_start,
+                layer.seq_end,
+                scale=scale,
+                counter=layer.counter.totals,
+                finished=layer.finished,
+            )
+            return output if isinstance(output, torch.Tensor) else output[0]
+        batch, kv_heads = layer.keys.shape[:2]
+        has_padding = layer.lengths.has_padding
+        tokens = layer.row_lengths().sum() if has_padding else batch * layer.length
+        layer.counter.count_dense(tokens * kv_heads)
+        return dense_attention(query.unsqueeze(2), layer, scale, padding_mask(layer))[:, :, 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
@@ -11,7 +11,7 @@ from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.layer import SparseLayer
+    from hf_sparse_attn.cache.layer import SparseLayer
 
 GROUP_REDUCTIONS = ("softmax", "mean", "max")
 BOUNDS_DTYPES = ("int8", "model")
@@ -115,29 +115,31 @@ class Quest(SparseMethod):
         return {name: torch.empty(shape, dtype=dtype, device=layer.keys.device) for name, shape in shapes.items()}
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Take the last ``num_new`` tokens into the bounds of the pages that hold them."""
+        """Take the last ``num_new`` tokens into the bounds of the pages that hold them.
+
+        8-bit bounds are made anew for the whole row behind every prefill call, so that their exponents follow all of
+        its keys: fixed by a short first call, as of a chat's first turn, they would serve the later text badly. A
+        decode step keeps the exponents, and a page with larger keys scales itself.
+        """
+        if num_new > 1 and self.bounds_dtype == "int8":
+            num_new = layer.length
         page_bounds(
             layer.keys,
             seq_start=layer.seq_start,
             seq_end=layer.seq_end,
             page_size=self.page_size,
             num_new=num_new,
-            **self._bounds(layer),
+            **layer.metadata,
         )
 
     def crop_metadata(self, layer: SparseLayer) -> None:
         """Recompute the page that now ends the sequence: it may have lost tokens. Pages after it are never scored."""
         self.update_metadata(layer, num_new=1)
 
-    def append_and_select(
-        self,
-        query: torch.Tensor,
-        layer: SparseLayer,
-        new_key: torch.Tensor,
-        new_value: torch.Tensor,
-        scale: float,
-    ) -> Selection:
-        """Append, score and select in one op; see :meth:`SparseMethod.append_and_select` for the arguments."""
+    def decode(
+        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Append, score and select in one op, then attend; see :meth:`SparseMethod.decode`."""
         block_indices, block_counts = append_and_select(
             query,
             new_key,
@@ -152,12 +154,12 @@ class Quest(SparseMethod):
             recent_blocks=1,
             scale=scale,
             group_reduce=self.group_reduce,
-            num_pages=self._scored_pages(layer),
+            num_pages=layer.max_blocks(self.page_size),
             counter=layer.counter.totals,
             finished=layer.finished,
-            **self._bounds(layer),
+            **layer.metadata,
         )
-        return Selection(block_indices, block_counts, self.page_size)
+        return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every page, keep the best; see :meth:`SparseMethod.select` for the arguments."""
@@ -168,8 +170,8 @@ class Quest(SparseMethod):
             page_size=self.page_size,
             scale=scale,
             group_reduce=self.group_reduce,
-            num_pages=self._scored_pages(layer),
-            **self._bounds(layer),
+            num_pages=layer.max_blocks(self.page_size),
+            **layer.metadata,
         )
         block_indices, block_counts = select_blocks(
             scores,
@@ -181,13 +183,6 @@ class Quest(SparseMethod):
             recent_blocks=1,
         )
         return Selection(block_indices, block_counts, self.page_size)
-
-    def _bounds(self, layer: SparseLayer) -> dict[str, Any]:
-        """The metadata as keyword arguments: it is named as the ops take it."""
-        return layer.metadata
-
-    def _scored_pages(self, layer: SparseLayer) -> int | None:
-        return None if layer.is_static else layer.max_blocks(self.page_size)
 
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
         """Both bounds of every page that holds a token, with their exponents."""

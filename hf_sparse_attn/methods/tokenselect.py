@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from hf_sparse_attn_kernels import mean_query, select_tokens, sparse_prefill
@@ -14,7 +14,7 @@ from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_sparse_attn.layer import SparseLayer
+    from hf_sparse_attn.cache.layer import SparseLayer
 
 VOTES = ("soft", "head", "logits")
 PAPER_K = 2048
@@ -76,8 +76,11 @@ class TokenSelect(SparseMethod):
     summary: ClassVar[str] = "top-k tokens by a soft vote of all heads, positions by slot"
     paper: ClassVar[str] = "arXiv 2411.02886"
     sparse_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
-    extends_positions: ClassVar[bool] = True
     rotates_keys: ClassVar[bool] = True
+    needs_mask: ClassVar[bool] = False
+    extends_positions: ClassVar[bool] = True
+    counts: ClassVar[tuple[str, ...]] = ("selections_kept", "selections")
+    """Times that a row kept an earlier selection, and times that it needed one, summed over layers and steps."""
 
     token_budget: int = None  # type: ignore[assignment]  # the sum of the three below, once the instance is made
     k: int = PAPER_K
@@ -161,7 +164,7 @@ class TokenSelect(SparseMethod):
             )
         check_rope(config, decoder_rotary(model), self.name)
 
-    def prefill_chunk(self, positions: int) -> int:
+    def prefill_chunk(self, positions: int) -> int | None:
         """Tokens that a prefill feeds at once: no more than half of the model's positions, the rest is for the past."""
         return min(self.chunk_size, max(1, positions // 2))
 
@@ -183,10 +186,6 @@ class TokenSelect(SparseMethod):
             "cached_tokens": torch.zeros(batch, self.split.chosen, dtype=torch.int32, device=keys.device),
             "cached_valid": torch.zeros(batch, dtype=torch.int32, device=keys.device),
         }
-
-    def _selection_cache(self, layer: SparseLayer) -> dict[str, Any]:
-        """The metadata as keyword arguments: it is named as the op takes it."""
-        return layer.metadata
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
         """Forget what was chosen before a prompt: the next step's query has other tokens to choose from."""
@@ -214,18 +213,22 @@ class TokenSelect(SparseMethod):
             pool_size=self.pool_size,
             threshold=float(self.selection_cache_threshold),
             counter=layer.counter.totals,
-            reuse_counter=layer.counter.selections,
+            reuse_counter=layer.counter.own,
             finished=layer.finished,
-            **self._selection_cache(layer),
+            **layer.metadata,
         )
         return Selection(block_indices, block_counts, block_size=1)
 
-    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
+    def prefill(
+        self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend from a chunk to one selection of what came before it and, causally, to itself.
 
         See :meth:`SparseMethod.prefill` for the arguments. The chunk's mean query chooses (the paper's section 4.2),
-        the tokens i of the chunk rotated to ``n_local + i``.
+        the tokens i of the chunk rotated to ``n_local + i``. Within the budget a prompt is prefilled densely.
         """
+        if self.covers(layer.length - layer.least_padding):
+            return super().prefill(query, layer, scale, mask)
         queries, slots = query.shape[2], layer.rope.cos.shape[0]
         block_indices, block_counts = self._choose_for_chunk(query, layer, slots - queries)
         return sparse_prefill(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_sparse_attn import Quest
-from hf_sparse_attn.layer import SparseLayer
+from hf_sparse_attn.methods import SparseMethod
+from tests.layers import hand_over, make_layer
 
 HEAD_DIM, KV_HEADS = 16, 2
 
@@ -12,8 +13,7 @@ HEAD_DIM, KV_HEADS = 16, 2
 def filled(method, length, padding, max_cache_len, seed=0):
     """A layer with random tokens, the second row padded on the left."""
     generator = torch.Generator().manual_seed(seed)
-    layer = SparseLayer(method, is_dense=False, max_cache_len=max_cache_len)
-    layer.set_padding(torch.tensor([0, padding]), 0, padding > 0)
+    layer = make_layer(method, max_cache_len, padding=[0, padding])
     layer.update(*torch.randn(2, 2, KV_HEADS, length, HEAD_DIM, generator=generator))
     return (
         layer,
@@ -25,15 +25,14 @@ def filled(method, length, padding, max_cache_len, seed=0):
 @pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
 @pytest.mark.parametrize("max_cache_len", [None, 256], ids=["growing", "static"])
 @pytest.mark.parametrize("length", [63, 64, 200])
-def test_one_op_does_what_its_parts_do(bounds_dtype, max_cache_len, length):
+def test_one_op_does_what_its_parts_do(bounds_dtype, max_cache_len, length, monkeypatch):
     method = Quest(token_budget=64, bounds_dtype=bounds_dtype)
+    monkeypatch.setattr(Quest, "attend", lambda self, query, layer, selection, scale: selection)
     results = []
-    for append_and_select in (method.append_and_select, super(Quest, method).append_and_select):
+    for decode in (Quest.decode, SparseMethod.decode):
         layer, query, (key, value) = filled(method, length, 21, max_cache_len)
-        layer.rows.advance(1)
-        if layer.length > layer.capacity:
-            layer._grow(2 * layer.capacity)
-        selection = append_and_select(query, layer, key, value, HEAD_DIM**-0.5)
+        hand_over(layer, key, value)
+        selection = decode(method, query, layer, key, value, HEAD_DIM**-0.5)
         results.append((layer, selection))
     (one, chosen), (parts, expected) = results
     assert torch.equal(chosen.block_indices, expected.block_indices)
@@ -80,8 +79,7 @@ def test_cropping_recomputes_the_last_page():
     method = Quest(token_budget=64, bounds_dtype="model")
     layer, _, _ = filled(method, 90, 21, None)
     layer.crop(-17)
-    fresh = SparseLayer(method, is_dense=False)
-    fresh.set_padding(torch.tensor([0, 21]), 0, True)
+    fresh = make_layer(method, padding=[0, 21])
     fresh.update(layer.keys[:, :, :73].clone(), layer.values[:, :, :73].clone())
     for row, tokens in enumerate((73, 52)):
         pages = -(-tokens // 16)

@@ -16,8 +16,8 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.layer import SparseLayer
 from hf_sparse_attn.rope import RopeTables
+from tests.layers import hand_over, make_layer
 from tests.models import DEVICE, POSITIONS, make_model, random_ids, shared_model
 
 HEAD_DIM, KV_HEADS, Q_HEADS = 16, 2, 6
@@ -33,9 +33,8 @@ def tables():
 def filled(tables, method, length, padding=0, max_cache_len=None, seed=0):
     """A layer of two rows with random tokens, the second padded on the left."""
     generator = torch.Generator().manual_seed(seed)
-    layer = SparseLayer(method, is_dense=False, max_cache_len=max_cache_len, q_heads=Q_HEADS)
-    layer.rope_tables = tables
-    layer.set_padding(torch.tensor([0, padding], device=DEVICE), 0, padding > 0)
+    layer = make_layer(method, max_cache_len, Q_HEADS, padding=[0, padding])
+    layer.use_rope(tables)
     layer.update(*torch.randn(2, 2, KV_HEADS, length, HEAD_DIM, generator=generator).to(DEVICE))
     return layer
 
@@ -94,9 +93,9 @@ def test_decode_step_is_what_its_definition_says(tables, length, max_cache_len, 
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, Q_HEADS, HEAD_DIM, generator=generator).to(DEVICE)
     key, value = torch.randn(2, 2, KV_HEADS, HEAD_DIM, generator=generator).to(DEVICE)
-    layer.rows.advance(1)
-    layer._grow(128) if max_cache_len is None else None
-    selection = method.append_and_select(query, layer, key, value, 0.25)
+    hand_over(layer, key, value)
+    layer.append(key.unsqueeze(2), value.unsqueeze(2))
+    selection = method.select(query, layer, 0.25)
     out = method.attend(query, layer, selection, 0.25)
     for row, start in enumerate((0, 21)):
         keys, values = (buffer[row, :, start : length + 1].double().cpu() for buffer in (layer.keys, layer.values))
@@ -112,7 +111,7 @@ def test_decode_step_is_what_its_definition_says(tables, length, max_cache_len, 
 def test_chunk_is_what_its_definition_says(tables, length, queries):
     layer = filled(tables, SMALL, length, padding=21)
     query = torch.randn(2, Q_HEADS, queries, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    out = SMALL.prefill(query, layer, 0.25)
+    out = SMALL.prefill(query, layer, 0.25, None)
     for row, start in enumerate((0, 21)):
         keys, values = (buffer[row, :, start:length].double().cpu() for buffer in (layer.keys, layer.values))
         q = query[row].double().cpu()
@@ -221,14 +220,10 @@ def test_scaled_rope_is_the_models_own(rope):
             assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
-def test_sliding_windows_and_no_cache_are_refused():
+def test_sliding_windows_are_refused():
     model = make_model("qwen2", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True)
     with pytest.raises(ValueError, match=r"does not go with sliding-window layers .* 2 of this Qwen2ForCausalLM's 4"):
         patch_model(model, SMALL)
-    model = make_model("llama")
-    patch_model(model, SMALL)
-    with pytest.raises(ValueError, match="use_cache=False does not go with tokenselect"):
-        model(random_ids(1, 10), use_cache=False)
 
 
 @torch.inference_mode()
@@ -321,19 +316,20 @@ def decode(model, cache, ids):
 def test_selection_cache_keeps_what_was_chosen_until_the_threshold():
     model = shared_model("llama")
     ids, steps = random_ids(2, 150), random_ids(2, 12, seed=4)
-    rates, read = {}, {}
+    counts, read = {}, {}
     for threshold in (-1, 0.3, 1):
         with sparse_attention(model, replace(SMALL, selection_cache_threshold=threshold)):
             cache = SparseCache.for_model(model)
             model(ids, past_key_values=cache)
             decode(model, cache, steps)
             stats = sparse_attention_stats(model)
-        rates[threshold], read[threshold] = stats.selection_hit_rate, stats.metadata_bytes
-        assert stats.selections == 2 * 4 * 12  # rows, layers, steps
+        counts[threshold], read[threshold] = stats.method_counts, stats.metadata_bytes
+        assert stats.method_counts["selections"] == 2 * 4 * 12  # rows, layers, steps
         assert stats.tokens_read == 2 * 4 * 12 * 2 * SMALL.token_budget
-    assert rates[-1] == 11 / 12  # all steps but the first
-    assert 0 <= rates[0.3] < rates[-1]
-    assert rates[1] == stats.selections_kept == 0
+    kept = {threshold: each["selections_kept"] for threshold, each in counts.items()}
+    assert kept[-1] == 2 * 4 * 11  # all steps but the first
+    assert 0 <= kept[0.3] < kept[-1]
+    assert kept[1] == 0
     assert read[-1] < read[0.3] <= read[1]
 
 
@@ -347,10 +343,10 @@ def test_what_was_chosen_is_forgotten_with_a_new_prompt_a_crop_and_a_reset():
             cache = SparseCache.for_model(model)
             model(ids, past_key_values=cache)
             decode(model, cache, steps)
-            before = sparse_attention_stats(model).selections_kept
+            before = sparse_attention_stats(model).method_counts["selections_kept"]
             prepare(cache)
             decode(model, cache, steps[:, :1])
-            return sparse_attention_stats(model).selections_kept - before
+            return sparse_attention_stats(model).method_counts["selections_kept"] - before
 
         assert kept(lambda cache: None) == 2 * 4
         assert kept(lambda cache: cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))) == 2 * 4

@@ -11,6 +11,11 @@ from hf_sparse_attn_kernels import select_blocks
 from hf_sparse_attn.methods import Selection, SparseMethod
 
 
+def unrounded(x):
+    """float32, or float64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class TokenTopK(SparseMethod):
     """Single tokens (block size 1): the ``token_budget`` keys with the largest q.k, summed over the GQA group."""
@@ -25,8 +30,8 @@ class TokenTopK(SparseMethod):
         positions = torch.minimum(positions, layer.seq_end[:, None] - 1).clamp_min(0)
         positions = positions[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
         from_first_token = layer.keys.gather(2, positions.long())
-        grouped = query.view(batch, kv_heads, -1, head_dim).float()
-        scores = torch.einsum("bhgd,bhtd->bht", grouped, from_first_token.float())
+        grouped = unrounded(query.view(batch, kv_heads, -1, head_dim))
+        scores = torch.einsum("bhgd,bhtd->bht", grouped, unrounded(from_first_token))
         indices, counts = select_blocks(
             scores, layer.seq_start, layer.seq_end, block_size=1, max_blocks=self.token_budget, recent_blocks=1
         )
@@ -47,7 +52,8 @@ class MassThreshold(SparseMethod):
     def init_metadata(self, layer):
         batch, kv_heads, capacity, head_dim = layer.keys.shape
         blocks = -(-capacity // self.block_size)
-        return {"key_sum": torch.zeros(batch, kv_heads, blocks, head_dim, device=layer.keys.device)}
+        dtype = unrounded(layer.keys[:, :, :0]).dtype
+        return {"key_sum": torch.zeros(batch, kv_heads, blocks, head_dim, dtype=dtype, device=layer.keys.device)}
 
     def update_metadata(self, layer, num_new):
         for row, start in enumerate(layer.seq_start.tolist()):
@@ -55,7 +61,7 @@ class MassThreshold(SparseMethod):
             for block in range(first_block, -(-max(layer.length - start, 0) // self.block_size)):
                 begin = start + block * self.block_size
                 keys = layer.keys[row, :, begin : min(begin + self.block_size, layer.length)]
-                layer.metadata["key_sum"][row, :, block] = keys.float().sum(1)
+                layer.metadata["key_sum"][row, :, block] = unrounded(keys).sum(1)
 
     def crop_metadata(self, layer):
         self.update_metadata(layer, 1)
@@ -66,7 +72,7 @@ class MassThreshold(SparseMethod):
         first_tokens = torch.arange(num_blocks, device=query.device) * self.block_size
         held = (layer.row_lengths()[:, None] - first_tokens).clamp(0, self.block_size)  # [batch, blocks]
         means = layer.metadata["key_sum"][:, :, :num_blocks] / held.clamp_min(1)[:, None, :, None]
-        grouped = query.view(batch, kv_heads, -1, head_dim).float().mean(2)
+        grouped = unrounded(query.view(batch, kv_heads, -1, head_dim)).mean(2)
         scores = torch.einsum("bhd,bhnd->bhn", grouped, means) * scale
         mass = (scores + held.log()[:, None]).softmax(-1)
         mass, order = mass.sort(dim=-1, descending=True)

@@ -1,14 +1,15 @@
-"""Layers and rows: static buffers stay where they are, one record of the rows serves all layers, appends are lazy."""
+"""Layers: static buffers stay where they are, one record of the lengths serves all of them, appends are lazy."""
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.attention import sparse_attention_forward
-from hf_sparse_attn.buffers import DOUBLED_UP_TO, roomier
-from hf_sparse_attn.layer import MIN_CAPACITY, SparseLayer
-from hf_sparse_attn.methods import Full, Selection
+from hf_sparse_attn.cache.storage import DOUBLED_UP_TO, MIN_CAPACITY, roomier
+from hf_sparse_attn.methods import FULL
+from tests.layers import make_layer
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 SMALL = Quest(token_budget=48)
@@ -28,9 +29,10 @@ def padded_prompt():
     return ids, mask
 
 
+@use_impl("reference")
 @torch.inference_mode()
 def test_static_tensors_keep_their_addresses_and_what_they_hold():
-    model = shared_model("llama")
+    model = shared_model("llama", torch.float64)
     ids, mask = padded_prompt()
     order = torch.tensor([2, 1, 1], device=DEVICE)
     with sparse_attention(model, SMALL):
@@ -60,9 +62,9 @@ def test_rows_are_one_record_for_all_layers_and_forks_have_their_own():
     with sparse_attention(model, SMALL):
         cache = SparseCache.for_model(model, max_cache_len=100)
         model(random_ids(2, 60), past_key_values=cache)
-        assert len({id(layer.rows) for layer in cache.layers}) == 1
+        assert len({id(layer.lengths) for layer in cache.layers}) == 1
         fork = cache.fork(SMALL)
-        assert len({id(layer.rows) for layer in fork.layers}) == 1
+        assert len({id(layer.lengths) for layer in fork.layers}) == 1
         model(random_ids(2, 1), past_key_values=fork)
         assert [layer.length for layer in cache.layers] == [60] * 4
         assert [layer.length for layer in fork.layers] == [61] * 4
@@ -86,7 +88,7 @@ def test_decoding_raises_at_the_step_that_finds_the_cache_full():
 
 
 def test_layer_refuses_what_does_not_fit():
-    layer = SparseLayer(SMALL, is_dense=False, max_cache_len=10)
+    layer = make_layer(SMALL, max_cache_len=10)
     tokens = torch.randn(2, 1, 8, 16)
     layer.update(tokens, tokens)
     with pytest.raises(ValueError, match=r"3 new tokens do not fit: the cache holds 8 of max_cache_len=10"):
@@ -99,16 +101,21 @@ def test_layer_refuses_what_does_not_fit():
     assert layer.keys.shape == (1, 1, 10, 16)
 
 
-def test_a_token_that_attention_did_not_take_is_written_before_anything_else():
-    tokens, step = torch.randn(2, 1, 20, 16), torch.randn(2, 1, 1, 16)
-    layer = SparseLayer(SMALL, is_dense=False, max_cache_len=64)
-    layer.update(tokens, tokens)
-    layer.rows.announce_step()
-    assert layer.update(step, step)[0] is step  # left to the attention function
-    layer.batch_select_indices(torch.tensor([1]))
-    assert torch.equal(layer.keys[:, :, :21], torch.cat([tokens, step], dim=2)[1:])
-    keys, _ = layer.update(step[1:], step[1:])  # not announced, as of an unpatched model: written at once
-    assert torch.equal(keys[:, :, 21], step[1:, :, 0])
+@pytest.mark.parametrize("drop", [lambda cache: cache.crop(0), lambda cache: cache.fork(SMALL), SparseCache.recover])
+def test_a_token_that_no_attention_took_is_dropped(drop):
+    tokens, step = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 1, 16)
+    cache = SparseCache(shared_model("llama").config, SMALL)
+    for layer_idx in range(4):
+        cache.update(tokens, tokens, layer_idx)
+    cache.expect_step()
+    assert cache.update(step, step, 0)[0] is step  # left to the decode verb
+    with pytest.raises(ValueError, match="holds a decode step's token that no attention function has taken"):
+        cache.update(step, step, 0)
+    drop(cache)
+    assert cache.get_seq_length() == 20
+    assert [layer.take_token() for layer in cache.layers] == [None] * 4
+    keys, _ = cache.update(step, step, 0)  # not announced, as of an unpatched model: written at once
+    assert torch.equal(keys, torch.cat([tokens, step], dim=2))
 
 
 class CountLaunches(TorchDispatchMode):
@@ -130,17 +137,16 @@ def test_a_sparse_layers_step_launches_nothing_but_its_ops(monkeypatch):
     cache = SparseCache(model.config, SMALL, initial_capacity=200)
     with torch.inference_mode():
         model(random_ids(1, 100), past_key_values=cache)
-        selection = Selection(torch.zeros(1, 2, 3, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32), 16)
-        monkeypatch.setattr(Quest, "append_and_select", lambda *args: selection)
-        monkeypatch.setattr(Quest, "attend", lambda self, query, *args: query)
-        cache.announce_step()
+        monkeypatch.setattr(Quest, "decode", lambda self, query, *args: query)
+        cache.expect_step()
         step, query = torch.randn(1, 2, 1, 16, device=DEVICE), torch.randn(1, 6, 1, 16, device=DEVICE)
         with CountLaunches() as counted:
             for layer_idx in (0, 2, 3):
                 keys, values = cache.update(step, step, layer_idx)
                 if layer_idx == 0:
-                    assert counted.launched == ["aten.add_.Tensor", "aten.copy_.default", "aten.copy_.default"]
+                    assert counted.launched == ["aten.add_.Tensor"]
                     counted.launched.clear()
+                    cache.layers[0].take_token()
                     continue
                 attention = model.model.layers[layer_idx].self_attn
                 sparse_attention_forward(attention, query, keys, values, None, sparse_cache=cache)
@@ -148,9 +154,14 @@ def test_a_sparse_layers_step_launches_nothing_but_its_ops(monkeypatch):
 
 
 def test_full_attends_densely_in_static_buffers_too():
-    for method, sparse in ((Full(), False), (SMALL, True)):
-        layer = SparseLayer(method, is_dense=False, max_cache_len=64)
-        assert layer.decodes_sparsely == sparse
+    tokens = torch.randn(1, 1, 8, 16)
+    for method in (FULL, SMALL):
+        layer = make_layer(method, max_cache_len=64)
+        layer.update(tokens, tokens)
+        assert layer.step_method is method
+    layer = make_layer(SMALL)
+    layer.update(tokens, tokens)
+    assert layer.step_method is FULL  # within the budget
 
 
 def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
@@ -165,7 +176,7 @@ def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
 
 @torch.inference_mode()
 def test_a_full_layer_grows_by_no_more_than_that():
-    layer = SparseLayer(Full(), is_dense=True)
+    layer = make_layer(FULL)
     tokens = torch.randn(1, 1, 2 * DOUBLED_UP_TO, 4, device=DEVICE)
     layer.update(tokens, tokens)
     assert layer.capacity == 2 * DOUBLED_UP_TO

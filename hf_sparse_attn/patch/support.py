@@ -1,13 +1,13 @@
-"""What can be patched: checks that look at a model and change nothing."""
+"""Checks of what can be patched, and what a patched model can be fed; they change nothing."""
 
 from __future__ import annotations
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_sparse_attn.cache import SparseCache
-from hf_sparse_attn.generation import NO_ATTENTIONS
-from hf_sparse_attn.methods import SparseMethod
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.methods import FULL, SparseMethod
+from hf_sparse_attn.patch.generation import NO_ATTENTIONS
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -35,9 +35,9 @@ def check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
     method.check_model(model)
     cache = SparseCache(config, method)
     full_attention = cache.sparse_layers
-    if method.prefills and len(full_attention) < len(cache.layers):
+    if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
         raise ValueError(
-            f"{method.name} attends in the prefill, which does not go with sliding-window layers "
+            f"{method.name} attends by its own positions, which does not go with sliding-window layers "
             f"(sliding_window={config.sliding_window}), and {len(cache.layers) - len(full_attention)} of this "
             f"{type(model).__name__}'s {len(cache.layers)} layers have one"
         )
@@ -46,20 +46,23 @@ def check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
             f"every layer of this {type(model).__name__} has sliding-window attention "
             f"(sliding_window={config.sliding_window}); there is nothing to make sparse"
         )
-    if all(layer.is_dense for layer in full_attention):
+    if method.dense_layers and all(layer.method is FULL for layer in full_attention):
         raise ValueError(
             f"dense_layers must leave a layer to make sparse: got {method.dense_layers}, "
             f"and the model has {config.num_hidden_layers} layers"
         )
 
 
-def check_positions(config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int) -> None:
+def check_positions(
+    config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int, is_dense: bool = False
+) -> None:
     """Raise where a prompt goes past the positions that the model knows; single decode steps are let through."""
     limit = max_positions(config)
-    if query_length > 1 and cached + query_length > limit and not method.extends_positions:
+    if query_length > 1 and cached + query_length > limit and (is_dense or not method.extends_positions):
+        how = "dense attention" if is_dense else method.name
         raise ValueError(
             f"the prompt has {cached + query_length} tokens, but the model has {limit} positions "
-            f"(max_position_embeddings={config.max_position_embeddings}); {method.name} does not extend them"
+            f"(max_position_embeddings={config.max_position_embeddings}); {how} does not extend them"
         )
 
 
@@ -82,3 +85,9 @@ def check_consecutive(
             f"position_ids must go up by one from token to token, since {method.name} gives positions out by slot; "
             f"got {position_ids[row % len(position_ids), token : token + 2].tolist()} in row {row}"
         )
+
+
+def has_prefix(model: PreTrainedModel) -> bool:
+    """Whether a model is a PEFT model that begins every prompt with keys and values of its own (prefix tuning)."""
+    peft_config = getattr(model, "active_peft_config", None)
+    return str(getattr(peft_config, "peft_type", "")).endswith("PREFIX_TUNING")

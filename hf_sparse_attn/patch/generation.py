@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_sparse_attn.cache import SparseCache
-from hf_sparse_attn.layer import MIN_CAPACITY
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.methods import SparseMethod
+from hf_sparse_attn.patched import is_patched, patched_method
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
 
 class PrepareCache:
-    """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`."""
+    """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`.
 
-    def __init__(self, model: PreTrainedModel, method: SparseMethod) -> None:
-        self.model, self.method = model, method
+    Parameters
+    ----------
+    model
+        A patched model.
+    stock
+        The method that it stands in for, for a model that is not patched any more.
+    """
+
+    def __init__(self, model: PreTrainedModel, stock: Callable[..., None]) -> None:
+        self.model, self.stock = model, stock
 
     def __call__(
         self,
@@ -30,39 +40,51 @@ class PrepareCache:
         **kwargs: Any,
     ) -> None:
         """Write the cache to ``model_kwargs``, as the method that it stands in for does."""
-        if generation_config.use_cache is False:
-            raise ValueError("use_cache=False leaves nothing to make sparse: unpatch the model, or drop the argument")
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} does not go with a patched model, "
-                "which builds its own SparseCache; it must be None"
+        if not is_patched(self.model):  # somebody kept us behind a wrapper of their own
+            return self.stock(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs
             )
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
+        cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if wanted not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"cache_implementation={wanted!r} does not go with a patched model, which builds its own SparseCache; "
+                "allowed: None, 'dynamic', 'static'"
+            )
+        if cache is not None and wanted is not None:
+            raise ValueError(f"cache_implementation={wanted!r} and past_key_values exclude each other; give one")
         if not _may_compile(self.model, generation_config, generation_mode):
             generation_config.disable_compile = True  # of this call alone: generate() works on a copy
-        cache = model_kwargs.get("past_key_values")
+        if generation_config.use_cache is False:
+            return None  # dense, as a forward pass without a cache is
         if cache is None:
             cache = self._new_cache(generation_config, max_cache_length)
             model_kwargs["past_key_values"] = cache
         else:
-            check_cache(cache, self.method)
+            check_cache(cache, patched_method(self.model))
+            cache.recover()
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
             cache._is_user_defined = True  # generate() does not feed the cached tokens again
-        if cache.is_static and generation_config.prefill_chunk_size == 1:
+        if cache.is_compileable and generation_config.prefill_chunk_size == 1:
             raise ValueError("prefill_chunk_size=1 does not go with a static cache; it must be at least 2, or None")
         if generation_config.is_assistant:
             cache.activate_past_recording()
+        return None
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
-        """Make a static cache where ``generate()`` compiles its decode step, else one that grows."""
-        if not generation_config.disable_compile:
-            tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
-            static = SparseCache(self.model.config, self.method, static_capacity(tokens))
-            if self.model._valid_auto_compile_criteria({"past_key_values": static}, generation_config):
+        """Make a static cache where ``generate()`` compiles its decode step or is told to, else one that grows."""
+        config, method = self.model.config, patched_method(self.model)
+        tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
+        wanted = generation_config.cache_implementation
+        if wanted == "static" or (wanted is None and not generation_config.disable_compile):
+            static = SparseCache(config, method, static_capacity(tokens))
+            if wanted == "static" or self.model._valid_auto_compile_criteria(
+                {"past_key_values": static}, generation_config
+            ):
                 return static
-        return SparseCache(self.model.config, self.method, initial_capacity=max_cache_length)
+        return SparseCache(config, method, initial_capacity=max_cache_length)
 
 
 def static_capacity(tokens: int) -> int:

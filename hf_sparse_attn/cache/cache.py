@@ -1,0 +1,374 @@
+"""The KV cache of a patched model, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_sparse_attn.cache.layer import Shared, SparseLayer, length_after_crop
+from hf_sparse_attn.cache.lengths import Lengths
+from hf_sparse_attn.cache.padding import Padding, disagrees, left_padding, rows_with_holes, token_mask
+from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
+from hf_sparse_attn.methods import FULL, SparseMethod, make_method
+from hf_sparse_attn.patched import base_model, patched_method
+from hf_sparse_attn.rope import RopeTables
+from hf_sparse_attn.stats import LayerCounter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class SparseCache(Cache):  # type: ignore[misc]
+    """The cache of a patched model: a :class:`SparseLayer` for each full-attention layer.
+
+    ``generate()`` and a plain ``forward(use_cache=True)`` make their own; make one yourself to keep it over several
+    calls, as with any Transformers cache. Sliding-window layers keep Transformers' own layer, and stay dense.
+
+    With ``max_cache_len`` the cache is static: its buffers keep their addresses and no Python value follows the length,
+    so that ``generate()`` compiles the decode step, and on CUDA captures it in a graph. What does not fit raises: a
+    prompt before any work, decoding at the step that finds the cache full, and ``generate()`` where it compiles before
+    the prompt, since a compiled step cannot tell that the cache is full.
+
+    A forward pass that fails leaves the cache as it was before that pass.
+
+    Parameters
+    ----------
+    config
+        The model's configuration.
+    method
+        The sparse-attention method, or its name; the same as the model is patched with.
+    max_cache_len
+        The most tokens that the cache may hold, allocated at once. None for buffers that grow: twofold at first, later
+        by an eighth.
+    initial_capacity
+        Where ``max_cache_len`` is None: tokens to allocate room for at first.
+
+    Raises
+    ------
+    ValueError
+        ``max_cache_len`` is below 1, or a layer of the model is neither full nor sliding-window attention.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        method: SparseMethod | str = "quest",
+        max_cache_len: int | None = None,
+        initial_capacity: int = 0,
+    ) -> None:
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
+        self.method = make_method(method)
+
+        def storage() -> Storage:
+            return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
+
+        self.shared = Shared()
+        self._call: _Call | None = None
+        self._prompt_is_open = False
+        self._closed_from: int | None = None
+        # Transformers itself says which layer is of which kind.
+        layers = DynamicCache(config=config).layers
+        for layer_idx, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                method_here = FULL if layer_idx < self.method.dense_layers else self.method
+                layers[layer_idx] = SparseLayer(method_here, storage(), self.shared, config.num_attention_heads)
+            elif type(layer) is not DynamicSlidingWindowLayer:
+                raise ValueError(
+                    f"layer {layer_idx} keeps a {type(layer).__name__}; "
+                    "only full-attention and sliding-window layers are supported"
+                )
+        super().__init__(layers=layers)
+        self.counters = _counters(layers)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, max_cache_len: int | None = None) -> SparseCache:
+        """Make an empty cache for a patched model.
+
+        Raises
+        ------
+        ValueError
+            The model is not patched.
+        """
+        return cls(base_model(model).config, patched_method(model), max_cache_len)
+
+    def fork(self, method: SparseMethod | str) -> SparseCache:
+        """Make a cache for another method that starts from the tokens cached here, without copying keys or values.
+
+        Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
+        other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
+        dense prefill then serves any number of methods. What a fork costs is the new method's metadata, and new buffers
+        where it outgrows the shared ones (``initial_capacity`` leaves room).
+
+        Raises
+        ------
+        ValueError
+            The method's name is unknown, or one of the two methods caches keys before RoPE and the other after it.
+        """
+        new_method = make_method(method)
+        if new_method.rotates_keys != self.method.rotates_keys:
+            kinds = ("after RoPE", "before RoPE")
+            raise ValueError(
+                f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
+                f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
+            )
+        self.recover()
+        fork = copy.copy(self)
+        fork.method = new_method
+        fork.shared = Shared()
+        fork.shared.lengths = {device: lengths.copy() for device, lengths in self.shared.lengths.items()}
+        fork.layers = [
+            layer.fork(FULL if layer_idx < new_method.dense_layers else new_method, fork.shared)
+            if isinstance(layer, SparseLayer)
+            else copy.copy(layer)  # a sliding window: its updates make new tensors, they never write in place
+            for layer_idx, layer in enumerate(self.layers)
+        ]
+        fork.counters = _counters(fork.layers)
+        return fork
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The full-attention layers, dense or sparse."""
+        return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+
+    @property
+    def max_cache_len(self) -> int:
+        """The most tokens that the cache may hold; -1 for no limit. PEFT asks for it by this name."""
+        return min(layer.get_max_length() for layer in self.sparse_layers)
+
+    @property
+    def lengths(self) -> list[Lengths]:
+        """The rows' lengths, one record for each device that layers are on."""
+        return list(self.shared.lengths.values())
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any row has left padding."""
+        return any(lengths.has_padding for lengths in self.lengths)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a decode step over this cache is being compiled."""
+        return self.is_compileable and any(lengths.is_traced for lengths in self.lengths)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Tokens cached per row in every layer, left padding included; in a compiled step a device scalar.
+
+        What layers hold of a forward pass that failed does not count.
+        """
+        if self.is_traced:
+            length: torch.Tensor = self.layers[layer_idx].get_seq_length()
+            return length
+        return min(layer.get_seq_length() for layer in self.layers)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """The position of the next token, for masks; a device scalar where only the device knows."""
+        layer = self.layers[layer_idx]
+        offset: int | torch.Tensor = (
+            layer.get_query_offset() if isinstance(layer, SparseLayer) else layer.get_seq_length()
+        )
+        return offset
+
+    @property
+    def needs_decode_mask(self) -> bool:
+        """Whether a decode step needs a mask of the padding: sliding-window layers do, the others read by their rows."""
+        return self.has_padding and len(self.sparse_layers) < len(self.layers)
+
+    def use_rope(self, tables: RopeTables) -> None:
+        """Take the patched model's rotations, for a method with ``rotates_keys``."""
+        for layer in self.sparse_layers:
+            layer.use_rope(tables)
+
+    def begin_call(self, attention_mask: torch.Tensor | None, query_length: int) -> bool:
+        """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
+
+        Changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
+        the next use of the cache drops what the pass has left.
+
+        Parameters
+        ----------
+        attention_mask
+            [batch, cached + new tokens], 1 for tokens and 0 for padding; for a static cache also the mask that
+            ``generate()`` makes of it, bool [batch, 1, new tokens, cached + new tokens]; None for no padding.
+        query_length
+            The number of new tokens. A single one is a decode step, which does not wait for a device: on CUDA a mask
+            that hides cached tokens is reported by ``Shared.check_masks``, at the next point that waits.
+
+        Returns
+        -------
+        bool
+            Whether the pass must be dense, under its mask: there is padding after a token. The cache is of no further
+            use then, until it is cut back to what it held before.
+
+        Raises
+        ------
+        ValueError
+            The tokens do not fit into ``max_cache_len``, or the mask is of another shape or hides what it may not.
+        """
+        self.recover()
+        cached = self.get_seq_length()
+        assert isinstance(cached, int)  # not a compiled step
+        if self._closed_from is not None:
+            raise ValueError(
+                "the cache holds padding on the right, behind which nothing can be decoded: pad on the left "
+                f"(tokenizer.padding_side = 'left'), or cut it back to {self._closed_from} tokens with crop or reset"
+            )
+        for layer in self.sparse_layers[:1]:
+            layer.check_room(cached, query_length)
+        is_decode_step = query_length == 1 and cached > 0
+        sliding_windows = [layer for layer in self.layers if not isinstance(layer, SparseLayer)]
+        call = _Call(is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows])
+        if attention_mask is None:
+            if not is_decode_step or not self.is_compileable:  # generate() hands on no mask to those
+                if self.has_padding and cached > 0:
+                    raise ValueError("the cache holds left padding: attention_mask must be given, got None")
+                self.shared.padding = None
+        else:
+            is_token = token_mask(attention_mask, cached, query_length)
+            if is_decode_step and is_token.device.type != "cpu":
+                self._look_at_later(is_token)
+            else:
+                self.shared.check_masks()
+                rows = rows_with_holes(is_token)
+                if rows and (is_decode_step or (self.method.rotates_keys and cached > 0)):
+                    raise ValueError(
+                        f"attention_mask has padding after a token in rows {rows}; behind cached tokens only left "
+                        "padding is supported: set tokenizer.padding_side = 'left'"
+                    )
+                if rows:
+                    self._closed_from = cached
+                    self._call = call
+                    return True
+                self._set_padding(left_padding(is_token), cached, call)
+        self._call = call
+        if is_decode_step and self._prompt_is_open:
+            self._finish_prompt()
+        if query_length == 1:
+            self.expect_step()
+        return False
+
+    def end_call(self, failed: bool = False) -> None:
+        """End a forward pass; one that failed leaves no trace."""
+        if failed:
+            self.recover()
+        elif self._call is not None and not self._call.is_decode_step:
+            self._prompt_is_open = True
+            if self.is_compileable:
+                self._finish_prompt()  # the next step may be a compiled one
+        self._call = self.shared.padding = None
+        self.forget_step()
+
+    def expect_step(self) -> None:
+        """Say that the next token is a patched model's: its attention function hands it to the decode verb."""
+        for lengths in self.lengths:
+            lengths.expects_step = True
+
+    def recover(self) -> None:
+        """Drop what a forward pass that failed, or was interrupted, has left."""
+        for layer in self.sparse_layers:
+            layer.settle()
+        cached = self.get_seq_length()
+        call, self._call = self._call, None
+        if call is None and all(lengths.known_length in (None, cached) for lengths in self.lengths):
+            return
+        if call is not None:
+            for lengths, padding in call.former_padding:
+                lengths.set_padding(padding)
+            for layer, state in call.sliding_windows:
+                layer.__dict__.clear()
+                layer.__dict__.update(state)
+            cached = self.get_seq_length()
+        for lengths in self.lengths:
+            lengths.cut(cached)
+        for layer in self.sparse_layers:
+            layer.roll_back()
+        self.shared.padding = None
+        if self._closed_from is not None and cached <= self._closed_from:
+            self._closed_from = None
+
+    def forget_step(self) -> None:
+        """Take back :meth:`expect_step`."""
+        for lengths in self.lengths:
+            lengths.expects_step = False
+
+    def _finish_prompt(self) -> None:
+        self._prompt_is_open = False
+        for layer in self.sparse_layers:
+            layer.finish_prompt()
+
+    def _look_at_later(self, is_token: torch.Tensor) -> None:
+        for lengths in self.lengths:
+            if lengths.seq_start.device == is_token.device:
+                lengths.note_mask(disagrees(is_token, lengths.seq_start))
+
+    def _set_padding(self, padding: Padding, cached: int, call: _Call) -> None:
+        """Take the rows' padding; where a row that holds tokens begins elsewhere than before, rebuild its metadata."""
+        if cached == 0:
+            self.shared.padding = padding  # there may be no rows yet: the first layer on each device takes it
+            return
+        for lengths in self.lengths:
+            former = lengths.padding()
+            start = padding.seq_start.to(former.seq_start.device)
+            moved = bool(((start != former.seq_start) & (former.seq_start < cached)).any())
+            call.former_padding.append((lengths, former))
+            lengths.set_padding(padding)
+            for layer in self.sparse_layers if moved else ():
+                if layer.lengths is lengths:
+                    layer.rebuild_metadata()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of every row.
+
+        Raises
+        ------
+        ValueError
+            ``tokens_to_remove`` is positive, or asks for more than there is; nothing is removed then.
+        """
+        self.recover()
+        cached = self.get_seq_length()
+        assert isinstance(cached, int)
+        length = length_after_crop(cached, tokens_to_remove)
+        for layer in self.layers:
+            if not isinstance(layer, SparseLayer):  # first, since a sliding window may refuse
+                layer.crop(int(tokens_to_remove))
+        for layer in self.sparse_layers:
+            layer.cut(length)
+        if self._closed_from is not None and length <= self._closed_from:
+            self._closed_from = None
+
+    def reset(self) -> None:
+        """Forget all tokens, keep the buffers."""
+        self.recover()
+        super().reset()
+        self._closed_from = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
+        self.recover()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        self.recover()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        self.recover()
+        super().batch_select_indices(indices)
+
+
+class _Call:
+    """A forward pass in progress, and what to put back if it fails."""
+
+    def __init__(self, is_decode_step: bool, sliding_windows: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.is_decode_step = is_decode_step
+        self.sliding_windows = sliding_windows
+        self.former_padding: list[tuple[Lengths, Padding]] = []
+
+
+def _counters(layers: list[Any]) -> list[LayerCounter]:
+    return [layer.counter if isinstance(layer, SparseLayer) else LayerCounter() for layer in layers]

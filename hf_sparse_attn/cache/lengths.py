@@ -1,0 +1,149 @@
+"""Where the rows of a batch begin and end: one record on each device, shared by all layers of a cache there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+
+from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
+from hf_sparse_attn.cache.padding import Padding
+
+
+@torch.library.custom_op(
+    "hf_sparse_attn::advance_rows", mutates_args=("seq_end",), schema="(Tensor(a!) seq_end, SymInt num_new) -> ()"
+)
+def _advance_rows(seq_end: torch.Tensor, num_new: int) -> None:
+    """Add in place. A plain addition the compiler would repeat for every op of every layer that reads the rows."""
+    seq_end.add_(num_new)
+
+
+@_advance_rows.register_fake
+def _(seq_end: torch.Tensor, num_new: int) -> None:
+    return None
+
+
+class Lengths:
+    """First and last positions of every row on the device, and their common end once more on the host.
+
+    Decoding reads the device's numbers only, so that a compiled step depends on no Python value that changes from
+    step to step. The host caches the length; compiled steps invalidate it, and the next read synchronizes.
+
+    Parameters
+    ----------
+    batch
+        Rows.
+    device
+        Where the layers are that share the record.
+    is_static
+        Whether compiled steps may use the record: its tensors then keep their addresses.
+    """
+
+    seq_start: torch.Tensor
+    """int32 [batch]: position of each row's first token."""
+    seq_end: torch.Tensor
+    """int32 [batch]: position after each row's last token, the same in every row."""
+
+    def __init__(self, batch: int, device: torch.device, is_static: bool) -> None:
+        self._is_static = is_static
+        self.expects_step = False
+        """Whether a patched model has said that its next token is one that the decode verb writes."""
+        self.in_step = False
+        """Whether the token that was counted last is such a token."""
+        self.masks_disagreed: torch.Tensor | None = None
+        """bool, on the device: whether a decode step's mask hid cached tokens; None where none was looked at."""
+        self.allocate(batch, device)
+
+    def allocate(self, batch: int, device: torch.device) -> None:
+        """Make the tensors, for rows without tokens."""
+        with lasting_tensors():
+            self.seq_start = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.seq_end = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._mark()
+        self._length: int | None = 0
+        self.least_padding, self.has_padding = 0, False
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the step is being compiled."""
+        return self._is_static and torch.compiler.is_compiling()
+
+    @property
+    def known_length(self) -> int | None:
+        """Tokens per row, left padding included; None where the host would have to wait for the device."""
+        return None if self.is_traced else self._length
+
+    @property
+    def length(self) -> int:
+        """Tokens per row, left padding included. Waits for the device where only that knows."""
+        if self._length is None:
+            self._length = int(self.seq_end[0])
+        return self._length
+
+    def set_padding(self, padding: Padding) -> None:
+        """Say where each row's first token lies."""
+        self.seq_start.copy_(padding.seq_start)
+        self.least_padding, self.has_padding = padding.least, padding.most > 0
+
+    def padding(self) -> Padding:
+        """Return a copy of where each row's first token lies."""
+        most = self.least_padding + 1 if self.has_padding else 0  # nothing asks for more than whether there is any
+        return Padding(self.seq_start.clone(), self.least_padding, most)
+
+    def note_mask(self, disagreed: torch.Tensor) -> None:
+        """Remember, on the device, whether a decode step's mask hid cached tokens; a bool scalar."""
+        self.masks_disagreed = disagreed if self.masks_disagreed is None else self.masks_disagreed | disagreed
+
+    def check_masks(self) -> None:
+        """Raise ``ValueError`` where :meth:`note_mask` was given a true one. Waits for the device."""
+        disagreed, self.masks_disagreed = self.masks_disagreed, None
+        if disagreed is not None and bool(disagreed):
+            raise ValueError(
+                "the attention_mask of an earlier decode step hid cached tokens, which had no effect: a decode step's "
+                "mask may hide left padding alone, as the prompt's did"
+            )
+
+    def advance(self, num_new: int) -> None:
+        """Count ``num_new`` more tokens in every row: once in a forward pass, before any layer caches them."""
+        self.in_step, self.expects_step = self.expects_step, False
+        if self.is_traced:
+            _advance_rows(self.seq_end, num_new)
+            self._length = None
+            return
+        self.seq_end.add_(num_new)
+        if self._length is not None:
+            self._length += num_new
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` positions of every row; of none of them, no padding either."""
+        self.seq_end.fill_(length)
+        self._length = length
+        self.expects_step = self.in_step = False
+        if length == 0:
+            self.least_padding, self.has_padding = 0, False
+            self.seq_start.zero_()
+
+    def map(
+        self,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        replace: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Reorder, repeat or choose rows; ``replace`` is ``Storage.replace``."""
+        with lasting_tensors():
+            self.seq_start = replace(self.seq_start, change(self.seq_start))
+            self.seq_end = replace(self.seq_end, change(self.seq_end))
+
+    def copy(self) -> Lengths:
+        """Make a record with tensors of its own."""
+        twin = copy.copy(self)
+        with lasting_tensors():
+            twin.seq_start, twin.seq_end = self.seq_start.clone(), self.seq_end.clone()
+        twin._mark()
+        twin.masks_disagreed = None
+        return twin
+
+    def _mark(self) -> None:
+        if self._is_static:
+            mark_static(self.seq_start)
+            mark_static(self.seq_end)

@@ -1,0 +1,83 @@
+"""Attention masks: which positions are left padding, and which masks a cache cannot follow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Padding(NamedTuple):
+    """Left padding of the rows of a batch."""
+
+    seq_start: torch.Tensor
+    """[batch], an integer type: position of each row's first token."""
+    least: int
+    """The least padding of any row."""
+    most: int
+    """The most padding of any row."""
+
+
+def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch.Tensor:
+    """Turn a model's attention mask into bool [batch, cached + new tokens], True for tokens.
+
+    Parameters
+    ----------
+    attention_mask
+        [batch, cached + new tokens], 0 for padding; or the causal mask that ``generate()`` makes of it for a static
+        cache, bool [batch, 1, new tokens, cached + new tokens].
+    cached, num_new
+        Tokens per row, padding included.
+
+    Raises
+    ------
+    ValueError
+        The mask is of another shape, or is not causal over what its last query attends to.
+    """
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
+        attention_mask = _last_query_row(attention_mask)
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
+        raise ValueError(f"attention_mask must be 2-D, [batch, tokens], for a patched model; got {shape}")
+    if attention_mask.shape[1] != cached + num_new:
+        raise ValueError(
+            f"attention_mask must cover the {cached} cached and {num_new} new tokens, got {attention_mask.shape[1]}"
+        )
+    return attention_mask != 0
+
+
+def _last_query_row(attention_mask: torch.Tensor) -> torch.Tensor:
+    mask = attention_mask[:, 0]  # [batch, query, key]
+    is_token, queries = mask[:, -1], mask.shape[1]
+    seen = is_token.cumsum(dim=1)[:, -queries:]  # the keys that a causal mask lets each query attend to
+    if bool(((mask.sum(dim=2) != seen) & is_token[:, -queries:]).any()):
+        raise ValueError(
+            f"attention_mask must be 2-D, [batch, tokens], or causal for a patched model; got a mask of shape "
+            f"{tuple(attention_mask.shape)} that is not causal over left-padded tokens"
+        )
+    return is_token
+
+
+def rows_with_holes(is_token: torch.Tensor) -> list[int]:
+    """Return the rows of a token mask, [batch, tokens], with padding after a token. Waits for the device."""
+    holes = (is_token[:, :-1] & ~is_token[:, 1:]).any(dim=1)
+    return [int(row) for row in holes.nonzero().flatten()] if bool(holes.any()) else []
+
+
+def left_padding(is_token: torch.Tensor) -> Padding:
+    """Return the left padding of a token mask without holes, [batch, tokens]. Waits for the device."""
+    seq_start = is_token.shape[1] - is_token.sum(dim=1)
+    least, most = (int(bound) for bound in seq_start.aminmax())
+    return Padding(seq_start, least, most)
+
+
+def causal_mask(attention_mask: torch.Tensor, queries: int) -> torch.Tensor:
+    """Return the mask of dense attention, bool [batch, 1, queries, keys], of a mask [batch, keys], 0 for padding."""
+    at = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return (at <= at[-queries:, None]) & (attention_mask != 0)[:, None, None]
+
+
+def disagrees(is_token: torch.Tensor, seq_start: torch.Tensor) -> torch.Tensor:
+    """Return whether a token mask, [batch, tokens], is anything but left padding up to ``seq_start``; a bool scalar."""
+    positions = torch.arange(is_token.shape[1], device=is_token.device)
+    return (is_token != (positions >= seq_start[:, None])).any()

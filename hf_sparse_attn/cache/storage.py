@@ -1,0 +1,278 @@
+"""Buffers for one layer's keys, values and metadata: growing ones, and static ones for compiled decode steps."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
+from hf_sparse_attn.cache.lengths import Lengths
+
+MIN_CAPACITY = 64
+DOUBLED_UP_TO = 4096
+
+
+class Storage(ABC):
+    """One layer's buffers. The two kinds differ in where a buffer goes when it is full, resized or replaced."""
+
+    keys: torch.Tensor
+    """[batch, kv_heads, capacity, head_dim]."""
+    values: torch.Tensor
+    """[batch, kv_heads, capacity, head_dim]."""
+    metadata: dict[str, torch.Tensor]
+    """The method's own tensors, batch dimension first."""
+
+    is_compileable: bool
+    """Whether Transformers may compile decode steps over these buffers."""
+    max_tokens: int | None
+    """The most tokens that a row may hold; None for no limit."""
+
+    def __init__(self) -> None:
+        self.metadata = {}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers have room for."""
+        return self.keys.shape[2]
+
+    @abstractmethod
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make empty buffers for tokens such as these, [batch, kv_heads, tokens, head_dim]."""
+
+    @abstractmethod
+    def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Replace the metadata by what ``make`` returns for this storage."""
+
+    @abstractmethod
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Make room for rows of ``length`` tokens; ``make`` allocates metadata for another capacity."""
+
+    @abstractmethod
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
+        """Write tokens where the rows end; ``lengths`` counts them already."""
+
+    @abstractmethod
+    def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that stock attention gets after ``num_new`` tokens were written."""
+
+    @abstractmethod
+    def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
+        """Return how many keys :meth:`visible` will have after ``query_length`` more tokens."""
+
+    @abstractmethod
+    def longest_row(self, lengths: Lengths) -> int:
+        """Return the most tokens that any row can have, without asking the device."""
+
+    @abstractmethod
+    def planned_length(self, lengths: Lengths) -> int:
+        """Return the row length that a decode step is planned for."""
+
+    @abstractmethod
+    def reads_by_bounds(self) -> bool:
+        """Whether dense decode steps read each row from its first to its last token, without a mask."""
+
+    @abstractmethod
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return ``new``, where it can be at the address of ``old``."""
+
+    @abstractmethod
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a lasting tensor of the layer, marked as compiled steps need it."""
+
+    def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a change of the rows to every buffer."""
+        with lasting_tensors():
+            self.keys = self.replace(self.keys, change(self.keys))
+            self.values = self.replace(self.values, change(self.values))
+            self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
+
+    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Put the metadata back to what it is for rows without tokens."""
+        with lasting_tensors():
+            fresh = make(self)
+            self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
+
+    def fork(self) -> Storage:
+        """Return a storage over the same keys and values, without metadata."""
+        fork = copy.copy(self)
+        fork.metadata = {}
+        return fork
+
+
+class GrowingStorage(Storage):
+    """Buffers that are replaced by larger ones when they are full.
+
+    Parameters
+    ----------
+    initial_capacity
+        Tokens to allocate room for at first.
+    """
+
+    is_compileable = False
+    max_tokens = None
+
+    def __init__(self, initial_capacity: int = 0) -> None:
+        super().__init__()
+        self.initial_capacity = max(initial_capacity, MIN_CAPACITY)
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make empty buffers, with room for these tokens at least."""
+        capacity = max(self.initial_capacity, key_states.shape[2])
+        with lasting_tensors():
+            self.keys = _empty(key_states, capacity)
+            self.values = _empty(value_states, capacity)
+
+    def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Replace the metadata by what ``make`` returns."""
+        with lasting_tensors():
+            self.metadata = make(self)
+
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Grow where ``length`` does not fit."""
+        if length is None or length <= self.capacity:
+            return
+        capacity = max(length, roomier(self.capacity))
+        with lasting_tensors():
+            self.keys = enlarged(self.keys, _empty(self.keys, capacity))
+            self.values = enlarged(self.values, _empty(self.values, capacity))
+            grown = make(self)
+            self.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
+        """Copy the tokens to the end of the rows."""
+        end = lengths.length
+        self.keys[:, :, end - key_states.shape[2] : end] = key_states
+        self.values[:, :, end - value_states.shape[2] : end] = value_states
+
+    def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the filled part."""
+        return self.keys[:, :, : lengths.length], self.values[:, :, : lengths.length]
+
+    def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
+        """Return the tokens held, and the new ones."""
+        return (0 if lengths is None else lengths.length) + query_length
+
+    def longest_row(self, lengths: Lengths) -> int:
+        """Return the tokens of the row with the least padding."""
+        return lengths.length - lengths.least_padding
+
+    def planned_length(self, lengths: Lengths) -> int:
+        """Return the tokens of the row with the least padding: each step is planned anew."""
+        return self.longest_row(lengths)
+
+    def reads_by_bounds(self) -> bool:
+        """Whether there is a kernel: on a CPU the stock attention over the filled part is faster."""
+        return self.keys.is_cuda
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return ``new``: nothing depends on the address."""
+        return new
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as it is."""
+        return tensor
+
+
+class StaticStorage(Storage):
+    """Buffers that stay where they are, so that compiled decode steps and CUDA graphs can write to them.
+
+    Parameters
+    ----------
+    max_tokens
+        The most tokens that a row may hold.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens: int = max_tokens
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make buffers of zeros: an unpatched model reads them to their end, under a mask that a NaN would pass."""
+        with lasting_tensors():
+            self.keys = mark_static(_empty(key_states, self.max_tokens).zero_(), dynamic_dims=(2,))
+            self.values = mark_static(_empty(value_states, self.max_tokens).zero_(), dynamic_dims=(2,))
+
+    def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Replace the metadata, and mark the sizes that follow the capacity."""
+        larger = self.fork()
+        batch, kv_heads, capacity, head_dim = self.keys.shape
+        larger.keys = self.keys.new_empty(batch, kv_heads, 4 * capacity, head_dim, device="meta")
+        shapes = {name: tensor.shape for name, tensor in make(larger).items()}
+        with lasting_tensors():
+            self.metadata = make(self)
+        for name, tensor in self.metadata.items():
+            sizes = zip(tensor.shape, shapes[name], strict=True)
+            mark_static(tensor, [dim for dim, (size, other) in enumerate(sizes) if size != other])
+
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Do nothing: the cache has refused what does not fit."""
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
+        """Copy the tokens to the end of the rows, found on the device where only that knows it."""
+        num_new, end = key_states.shape[2], lengths.known_length
+        if end is None:
+            positions = lengths.seq_end[:1] + torch.arange(-num_new, 0, device=self.keys.device)
+            self.keys.index_copy_(2, positions, key_states)
+            self.values.index_copy_(2, positions, value_states)
+        else:
+            self.keys[:, :, end - num_new : end] = key_states
+            self.values[:, :, end - num_new : end] = value_states
+
+    def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the filled part after a prompt, the whole buffers after a single token."""
+        if num_new == 1 or lengths.known_length is None:
+            return self.keys, self.values
+        return self.keys[:, :, : lengths.length], self.values[:, :, : lengths.length]
+
+    def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
+        """Return the tokens held and the new ones, or all that the buffers hold for a single new token."""
+        if query_length == 1 or (lengths is not None and lengths.is_traced):
+            return self.max_tokens
+        return (0 if lengths is None else lengths.length) + query_length
+
+    def longest_row(self, lengths: Lengths) -> int:
+        """Return the capacity."""
+        return self.capacity
+
+    def planned_length(self, lengths: Lengths) -> int:
+        """Return more than any row has: one compiled step serves every length."""
+        return sys.maxsize
+
+    def reads_by_bounds(self) -> bool:
+        """Whether rows are read without a mask: always, since a mask would be as long as the buffers."""
+        return True
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return ``old`` with new contents where the shape stays, so that the address does too."""
+        if old.shape == new.shape:
+            return old.copy_(new)
+        return mark_static(new, getattr(old, "_dynamo_weak_dynamic_indices", ()))
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mark a tensor that keeps its address."""
+        return mark_static(tensor)
+
+
+def roomier(capacity: int) -> int:
+    """Tokens to make room for where a buffer of ``capacity`` is full: twice as many, later an eighth more.
+
+    Few copies for short sequences; for long ones, where a buffer takes gigabytes, little that is never used.
+    """
+    return capacity + max(min(capacity, DOUBLED_UP_TO), capacity // 8)
+
+
+def enlarged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return ``new`` with the contents of ``old`` in its leading part."""
+    new[tuple(slice(size) for size in old.shape)] = old
+    return new
+
+
+def _empty(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, kv_heads, _, head_dim = like.shape
+    return like.new_empty(batch, kv_heads, capacity, head_dim)

@@ -1,0 +1,68 @@
+"""Dense attention over a layer of the cache, by the stock model's own function."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_sparse_attn.rope import rotated_as_model
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.layer import SparseLayer
+
+
+def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attend from the last tokens of every row to all that the layer holds, as the unpatched model does.
+
+    Where keys are cached before RoPE, queries and keys are rotated here, by their places in their rows.
+
+    Parameters
+    ----------
+    query
+        [batch, q_heads, tokens, head_dim], of the tokens that were cached last.
+    layer
+        Holds their K and V already.
+    scale
+        Factor on q.k.
+    mask
+        bool, broadcasts to [batch, q_heads, tokens, length]; None for causal attention without padding. Keys before
+        RoPE are masked by the rows' bounds instead.
+
+    Returns
+    -------
+    torch.Tensor
+        Of query's shape.
+    """
+    keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+    if layer.method.rotates_keys:
+        query, keys, mask = _rotated_by_place(query, keys, layer)
+    module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1], is_causal=True)
+    output, _ = sdpa_attention_forward(module, query, keys, values, mask, dropout=0.0, scaling=scale)
+    return output.transpose(1, 2)
+
+
+def padding_mask(layer: SparseLayer) -> torch.Tensor | None:
+    """Return the mask of a decode step: bool [batch, 1, 1, length], or None without padding."""
+    if not layer.lengths.has_padding:
+        return None
+    positions = torch.arange(layer.length, device=layer.keys.device)
+    return (positions >= layer.seq_start[:, None])[:, None, None]
+
+
+def _rotated_by_place(
+    query: torch.Tensor, keys: torch.Tensor, layer: SparseLayer
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    queries, length = query.shape[2], layer.length
+    at = torch.arange(length, device=query.device)[None]
+    has_padding = layer.lengths.has_padding
+    seq_start = layer.seq_start[:, None] if has_padding else torch.zeros_like(at[:, :1])
+    positions = (at - seq_start).clamp_min(0)
+    mask = None
+    if has_padding or 1 < queries < length:
+        causal = at[0] <= at[0, -queries:, None]
+        mask = (causal & (at >= seq_start)[:, None])[:, None]
+    keys = rotated_as_model(keys, layer.rope, positions)
+    return rotated_as_model(query, layer.rope, positions[:, -queries:]), keys, mask

@@ -1,0 +1,69 @@
+"""Prefill in chunks: a long prompt goes through a patched decoder part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+"""Arguments of a decoder that go with its tokens, and the dimension that counts them."""
+
+
+class ChunkedPrompt:
+    """The outputs of a prompt's chunks, joined.
+
+    Beyond the cache, memory holds one chunk's activations and the final hidden states.
+
+    Parameters
+    ----------
+    length
+        Tokens of the prompt.
+    as_tuple
+        Whether the caller wants a tuple instead of a model output.
+    """
+
+    def __init__(self, length: int, as_tuple: bool) -> None:
+        self._length, self._as_tuple = length, as_tuple
+        self._done = 0
+        self._joined: dict[str, Any] = {}
+
+    def feed_all_but_last(
+        self, forward: Callable[..., Any], arguments: dict[str, Any], chunk_size: int
+    ) -> dict[str, Any]:
+        """Feed the chunks but for the last one, and return the arguments of that."""
+        whole = {**arguments, "return_dict": True}
+        for begin in range(0, self._length, chunk_size):
+            end = min(begin + chunk_size, self._length)
+            part = {
+                name: value.narrow(SLICED[name], begin, end - begin)
+                for name, value in whole.items()
+                if name in SLICED and value is not None
+            }
+            if end == self._length:
+                return {**whole, **part}
+            self._add(forward(**{**whole, **part}))
+        raise AssertionError("a prompt has a last chunk")
+
+    def join(self, last: Any) -> Any:
+        """Return the output of the whole prompt, given that of its last chunk."""
+        self._add(last)
+        result = BaseModelOutputWithPast(**self._joined)
+        return result.to_tuple() if self._as_tuple else result
+
+    def _add(self, output: Any) -> None:
+        """Write a chunk's hidden states, [batch, tokens, hidden], to those of the whole prompt."""
+        tokens = output.last_hidden_state.shape[1]
+        for name, value in output.items():
+            if name not in ("last_hidden_state", "hidden_states"):
+                self._joined[name] = value  # the cache, the same every time
+                continue
+            parts = value if isinstance(value, tuple) else (value,)
+            if self._done == 0:
+                whole = tuple(part.new_empty(part.shape[0], self._length, part.shape[2]) for part in parts)
+                self._joined[name] = whole if isinstance(value, tuple) else whole[0]
+            whole = self._joined[name] if isinstance(value, tuple) else (self._joined[name],)
+            for all_tokens, part in zip(whole, parts, strict=True):
+                all_tokens[:, self._done : self._done + tokens] = part
+        self._done += tokens

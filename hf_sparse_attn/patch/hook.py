@@ -1,0 +1,158 @@
+"""The hooks around a patched decoder: they refuse what would be silently wrong, and hand on the cache."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.padding import causal_mask
+from hf_sparse_attn.patch.chunked import ChunkedPrompt
+from hf_sparse_attn.patch.generation import NO_ATTENTIONS, check_cache
+from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
+from hf_sparse_attn.patched import Patch, get_patch
+from hf_sparse_attn.rope import max_positions, rotate_nothing
+
+
+class DecoderHooks:
+    """What runs before and after the decoder's forward pass.
+
+    Parameters
+    ----------
+    model
+        The patched model, whose decoder it is.
+    implementations
+        The names of our attention functions, of which the model's configuration must hold one.
+    """
+
+    def __init__(self, model: PreTrainedModel, implementations: tuple[str, ...]) -> None:
+        self.model = model
+        self.implementations = implementations
+        self.parameters = list(inspect.signature(model.get_decoder().forward).parameters)
+        self.cache: SparseCache | None = None
+        self.prompt: ChunkedPrompt | None = None
+
+    def before(
+        self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the decoder's arguments with ``sparse_cache`` among them, where attention is not plainly dense."""
+        kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        patch = get_patch(self.model)
+        cache = kwargs.get("past_key_values")
+        tokens = kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
+            # The prompt was checked. What is looked at here, the compiled step would look at every time.
+            patch.keeps_raw_keys = patch.rope_tables is not None
+            self.cache = cache
+            cache.expect_step()
+            return (), {**kwargs, "sparse_cache": cache}
+        self.cache = self.prompt = None
+        self._check_state(kwargs)
+        if tokens is None:
+            return (), kwargs  # the decoder itself says what is missing
+        cache = self._cache_for(cache, kwargs, patch)
+        query_length = tokens.shape[1]
+        check_positions(self.model.config, patch.method, query_length, 0 if cache is None else cache.get_seq_length())
+        if cache is None:  # nothing cached, nothing to read sparsely
+            return (), _densely(kwargs, query_length, patch)
+        kwargs["past_key_values"] = cache
+        return (), self._begin(decoder, cache, kwargs, query_length, patch)
+
+    def after(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """End the forward pass, also where it failed (``output`` is None then), and join a prompt's chunks."""
+        cache, prompt = self.cache, self.prompt
+        self.cache = self.prompt = None
+        if cache is None:
+            return None
+        if cache.is_traced:
+            cache.forget_step()
+            return None
+        cache.end_call(failed=output is None)
+        return None if prompt is None or output is None else prompt.join(output)
+
+    def rotary(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Take out the model's rotation where keys are cached before RoPE."""
+        return rotate_nothing(module, args, output) if get_patch(self.model).keeps_raw_keys else None
+
+    def _check_state(self, kwargs: dict[str, Any]) -> None:
+        config = self.model.config
+        if config._attn_implementation not in self.implementations:
+            raise ValueError(
+                f"the attention implementation of this patched {type(self.model).__name__} was set to "
+                f"{config._attn_implementation!r}, which does not read its cache; call unpatch_model(model) to leave it "
+                "so, or patch_model(model, ...) to patch the model anew"
+            )
+        if self.model.training:
+            raise ValueError(NO_TRAINING)
+        wants_attentions = kwargs.get("output_attentions")
+        if wants_attentions or (wants_attentions is None and config.output_attentions):
+            raise ValueError(NO_ATTENTIONS)
+
+    def _cache_for(self, cache: Any, kwargs: dict[str, Any], patch: Patch) -> SparseCache | None:
+        """Return the cache of a forward pass: the one that was given, a new one, or None without caching."""
+        if cache is None:
+            use_cache = kwargs.get("use_cache")
+            use_cache = self.model.config.use_cache if use_cache is None else use_cache
+            return SparseCache(self.model.config, patch.method) if use_cache else None
+        if patch.takes_prefix and type(cache) is DynamicCache:
+            return with_prefix(SparseCache(self.model.config, patch.method), cache)
+        check_cache(cache, patch.method)
+        checked: SparseCache = cache
+        return checked
+
+    def _begin(
+        self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], query_length: int, patch: Patch
+    ) -> dict[str, Any]:
+        """Begin a pass with a cache; return the decoder's arguments."""
+        mask = kwargs.get("attention_mask")
+        mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+        cached = cache.get_seq_length()
+        patch.counters, patch.check_masks = cache.counters, cache.shared.check_masks
+        is_dense = cache.begin_call(mask, query_length)
+        try:
+            if is_dense:
+                check_positions(self.model.config, patch.method, query_length, cached, is_dense)
+                kwargs = _densely(kwargs, query_length, patch)
+            else:
+                kwargs["sparse_cache"] = cache
+                is_decode_step = query_length == 1 and cached > 0
+                if not patch.method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
+                    kwargs["attention_mask"] = None  # the layers read by the rows' bounds
+                patch.keeps_raw_keys = patch.rope_tables is not None
+                if patch.rope_tables is not None:
+                    if not is_decode_step:
+                        check_consecutive(kwargs.get("position_ids"), mask, patch.method)
+                    cache.use_rope(patch.rope_tables)
+                chunk_size = patch.method.prefill_chunk(max_positions(self.model.config))
+                if chunk_size is not None and query_length > chunk_size:
+                    prompt = ChunkedPrompt(query_length, kwargs.get("return_dict") is False)
+                    kwargs = prompt.feed_all_but_last(decoder.forward, kwargs, chunk_size)
+                    self.prompt = prompt
+        except BaseException:
+            cache.end_call(failed=True)
+            raise
+        self.cache = cache
+        return kwargs
+
+
+def _densely(kwargs: dict[str, Any], query_length: int, patch: Patch) -> dict[str, Any]:
+    """Return the arguments of a pass that is the stock model's, mask and rotation included."""
+    patch.keeps_raw_keys = False
+    mask = kwargs.get("attention_mask")
+    if not patch.method.needs_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return {**kwargs, "attention_mask": causal_mask(mask, query_length)}  # Transformers would make none
+    return kwargs
+
+
+def with_prefix(cache: SparseCache, prefix: DynamicCache) -> SparseCache:
+    """Fill an empty cache with the keys and values of another, as PEFT's prefix tuning makes it."""
+    for layer_idx, layer in enumerate(prefix.layers):
+        if layer.is_initialized:
+            cache.update(layer.keys, layer.values, layer_idx)
+    return cache

@@ -1,0 +1,189 @@
+"""Patch and unpatch models.
+
+A patched model differs from a stock one in these places, and unpatching takes out only what patching put in:
+
+1. ``config`` is a copy of the model's own, so that models that share one do not share the patch;
+   ``config._attn_implementation`` names our attention function, registered beside SDPA's mask function;
+2. hooks around the decoder hand the cache to that function, refuse what would be silently wrong, and feed long prompts
+   in chunks where a method asks for it;
+3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`;
+4. where a method caches keys before RoPE, a hook on the decoder's rotary module takes the rotation out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from hf_sparse_attn.attention import sparse_attention_forward
+from hf_sparse_attn.methods import SparseMethod, make_method
+from hf_sparse_attn.patch.generation import PrepareCache
+from hf_sparse_attn.patch.hook import DecoderHooks
+from hf_sparse_attn.patch.support import check_supported, has_prefix
+from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
+from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions
+
+IMPLEMENTATION = "hf_sparse_attn"
+UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
+IMPLEMENTATIONS = (IMPLEMENTATION, UNMASKED_IMPLEMENTATION)
+PREPARE_CACHE = "_prepare_cache_for_generation"
+
+
+def _attention_mask(**arguments: Any) -> torch.Tensor | None:
+    """Make SDPA's mask; for a decode step without asking the device whether it needs one.
+
+    None without padding, where the decoder hook has taken the mask away, and for a static cache, whose layers read by
+    the device's row bounds: ``generate()`` comes here between compiled steps. Otherwise a tensor.
+    """
+    if arguments["q_length"] == 1:
+        # Transformers lets no single query of a compileable cache go without a mask; no other cache is told apart so.
+        for_static_cache = not arguments["allow_is_causal_skip"]
+        if for_static_cache or arguments.get("attention_mask") is None:
+            return None
+        arguments["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(**arguments)
+    return mask
+
+
+def _padding_mask(**arguments: Any) -> torch.Tensor | None:
+    """Return the 2-D mask as it is, for the decoder hook to find the padding in: nothing attends under a mask."""
+    mask: torch.Tensor | None = None if arguments["q_length"] == 1 else arguments.get("attention_mask")
+    return mask
+
+
+AttentionInterface.register(IMPLEMENTATION, sparse_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, _attention_mask)
+AttentionInterface.register(UNMASKED_IMPLEMENTATION, sparse_attention_forward)
+AttentionMaskInterface.register(UNMASKED_IMPLEMENTATION, _padding_mask)
+
+
+def patch_model(
+    model: PreTrainedModel, method: str | SparseMethod = "quest", **hyperparameters: Any
+) -> PreTrainedModel:
+    """Make a model's attention sparse. ``generate()`` and ``forward`` are called as before.
+
+    Patching a patched model replaces its method. Where it raises, the model is left as it was.
+
+    Parameters
+    ----------
+    model
+        A Llama, Mistral, Qwen2 or Qwen3 decoder in evaluation mode, on any device, in fp32, bf16 or fp16; or a PEFT
+        model around one.
+    method
+        A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
+    hyperparameters
+        The method's parameters, where it is given by name.
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model.
+
+    Raises
+    ------
+    TypeError
+        ``model`` or ``method`` is of the wrong type.
+    ValueError
+        The architecture, the model's state or a hyperparameter is not supported.
+
+    Examples
+    --------
+    >>> patch_model(model, "quest", token_budget=1024)
+    >>> model.generate(**inputs, max_new_tokens=100)
+    >>> sparse_attention_stats(model).kv_fraction
+    """
+    checked = make_method(method, **hyperparameters)
+    inner = base_model(model)
+    check_supported(inner, checked)
+    if is_patched(inner):
+        _take_out(inner)
+    _put_in(inner, checked, takes_prefix=has_prefix(model))
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Take out what :func:`patch_model` put into a model, and return the model.
+
+    What else was changed since (hooks, attributes, the configuration) stays.
+
+    Raises
+    ------
+    ValueError
+        The model is not patched.
+    """
+    get_patch(model)
+    _take_out(base_model(model))
+    return model
+
+
+@contextmanager
+def sparse_attention(
+    model: PreTrainedModel, method: str | SparseMethod = "quest", **hyperparameters: Any
+) -> Iterator[PreTrainedModel]:
+    """Patch a model for the length of a ``with`` block; takes what :func:`patch_model` takes.
+
+    A model that was patched before gets its former method back.
+    """
+    former = patched_method(model) if is_patched(model) else None
+    patch_model(model, method, **hyperparameters)
+    try:
+        yield model
+    finally:  # without the checks of patch_model: the state that is put back was checked
+        inner = base_model(model)
+        if is_patched(inner):
+            _take_out(inner)
+        if former is not None:
+            _put_in(inner, former, takes_prefix=has_prefix(model))
+
+
+def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) -> None:
+    decoder = model.get_decoder()
+    patch = Patch(method, stock_config=model.config, takes_prefix=takes_prefix)
+    _replace_config(model, model.config, copy.copy(model.config))
+    model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
+    set_patch(model, patch)
+    hooks = DecoderHooks(model, IMPLEMENTATIONS)
+    patch.hooks += [
+        decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        decoder.register_forward_hook(hooks.after, prepend=True, with_kwargs=True, always_call=True),
+    ]
+    if method.rotates_keys:
+        rotary = decoder_rotary(model)
+        patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
+        patch.hooks.append(rotary.register_forward_hook(hooks.rotary))
+    if hasattr(model, PREPARE_CACHE):  # a bare decoder cannot generate
+        stock = model.__dict__.get(PREPARE_CACHE)
+        patch.stock_attributes = {} if stock is None else {PREPARE_CACHE: stock}
+        setattr(model, PREPARE_CACHE, PrepareCache(model, getattr(model, PREPARE_CACHE)))
+
+
+def _take_out(model: PreTrainedModel) -> None:
+    patch = get_patch(model)
+    for hook in patch.hooks:
+        hook.remove()
+    if isinstance(model.__dict__.get(PREPARE_CACHE), PrepareCache):
+        model.__dict__.pop(PREPARE_CACHE)
+        model.__dict__.update(patch.stock_attributes)
+    _replace_config(model, model.config, _config_to_put_back(model.config, patch.stock_config))
+    set_patch(model, None)
+
+
+def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new
+
+
+def _config_to_put_back(patched: PreTrainedConfig, stock: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the model's own configuration, with what was changed in the copy while the model was patched."""
+    for name, value in patched.__dict__.items():
+        is_ours = name == "_attn_implementation_internal" and value in IMPLEMENTATIONS
+        if not is_ours and (name not in stock.__dict__ or stock.__dict__[name] is not value):
+            stock.__dict__[name] = value
+    return stock
