@@ -10,7 +10,14 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_sparse_attn.cache.layer import Shared, SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths
-from hf_sparse_attn.cache.padding import Padding, disagrees, left_padding, rows_with_holes, token_mask
+from hf_sparse_attn.cache.padding import (
+    LEFT_PADDING,
+    Padding,
+    disagrees,
+    left_padding,
+    rows_with_holes,
+    token_mask,
+)
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import base_model, patched_method
@@ -220,7 +227,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             layer.check_room(cached, query_length)
         is_decode_step = query_length == 1 and cached > 0
         sliding_windows = [layer for layer in self.layers if not isinstance(layer, SparseLayer)]
-        call = _Call(is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows])
+        call = _Call(cached, is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows])
         if attention_mask is None:
             if not is_decode_step or not self.is_compileable:  # generate() hands on no mask to those
                 if self.has_padding and cached > 0:
@@ -235,8 +242,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 rows = rows_with_holes(is_token)
                 if rows and (is_decode_step or (self.method.rotates_keys and cached > 0)):
                     raise ValueError(
-                        f"attention_mask has padding after a token in rows {rows}; behind cached tokens only left "
-                        "padding is supported: set tokenizer.padding_side = 'left'"
+                        f"attention_mask has padding after a token in rows {rows}; behind cached tokens {LEFT_PADDING}"
                     )
                 if rows:
                     self._closed_from = cached
@@ -280,7 +286,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             for layer, state in call.sliding_windows:
                 layer.__dict__.clear()
                 layer.__dict__.update(state)
-            cached = self.get_seq_length()
+            cached = call.cached  # a prompt's first chunks may have passed
         for lengths in self.lengths:
             lengths.cut(cached)
         for layer in self.sparse_layers:
@@ -364,7 +370,8 @@ class SparseCache(Cache):  # type: ignore[misc]
 class _Call:
     """A forward pass in progress, and what to put back if it fails."""
 
-    def __init__(self, is_decode_step: bool, sliding_windows: list[tuple[Any, dict[str, Any]]]) -> None:
+    def __init__(self, cached: int, is_decode_step: bool, sliding_windows: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.cached = cached
         self.is_decode_step = is_decode_step
         self.sliding_windows = sliding_windows
         self.former_padding: list[tuple[Lengths, Padding]] = []

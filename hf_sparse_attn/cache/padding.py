@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 
 
+LEFT_PADDING = "only left padding is supported: set tokenizer.padding_side = 'left'"
+
+
 class Padding(NamedTuple):
     """Left padding of the rows of a batch."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.padding import LEFT_PADDING, rows_with_holes
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patched import is_patched, patched_method
@@ -58,6 +60,7 @@ class PrepareCache:
             generation_config.disable_compile = True  # of this call alone: generate() works on a copy
         if generation_config.use_cache is False:
             return None  # dense, as a forward pass without a cache is
+        _check_padding(model_kwargs.get("attention_mask"))
         if cache is None:
             cache = self._new_cache(generation_config, max_cache_length)
             model_kwargs["past_key_values"] = cache
@@ -85,6 +88,14 @@ class PrepareCache:
             ):
                 return static
         return SparseCache(config, method, initial_capacity=max_cache_length)
+
+
+def _check_padding(attention_mask: Any) -> None:
+    """Raise where decode steps would have to read around padding; the prompt alone could be dense under its mask."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        rows = rows_with_holes(attention_mask != 0)
+        if rows:
+            raise ValueError(f"attention_mask has padding after a token in rows {rows}; {LEFT_PADDING}")
 
 
 def static_capacity(tokens: int) -> int:

@@ -1,0 +1,214 @@
+"""Forward passes that fail or are interrupted leave a cache as it was before them."""
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+
+from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, unpatch_model
+from tests.models import DEVICE, make_model, random_ids
+
+every_method = pytest.mark.parametrize("method_name", METHODS)
+kinds_of_storage = pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "static"])
+CHUNKED = {"tokenselect": {"chunk_size": 32}}
+
+
+def make(method_name, family="llama", **overrides):
+    model = make_model(family, dtype=torch.float64, **overrides)
+    return patch_model(model, method_name, token_budget=48, **CHUNKED.get(method_name, {}))
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with use_impl("reference"):
+        yield
+
+
+class Interrupt:
+    """Raises once, at a call of a module."""
+
+    def __init__(self, module, error, at_call=1):
+        self.error, self.calls_left = error, at_call
+        self.hook = module.register_forward_pre_hook(self)
+
+    def __call__(self, *args):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            self.hook.remove()
+            raise self.error
+
+
+@every_method
+@kinds_of_storage
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("tokens", [1, 40])
+@torch.inference_mode()
+def test_a_pass_that_fails_midway_leaves_the_cache_as_it_was(method_name, max_cache_len, error, tokens):
+    model, ids = make(method_name), random_ids(2, 150)
+    mask = torch.ones(2, 250, dtype=torch.long, device=DEVICE)
+    mask[1, :17] = 0
+    logits = []
+    for fails in (False, True):
+        cache = SparseCache.for_model(model, max_cache_len)
+        model(ids, attention_mask=mask[:, :150], past_key_values=cache)
+        if fails:
+            later = random_ids(2, tokens, seed=7)
+            Interrupt(model.model.layers[2].mlp, error)
+            with pytest.raises(type(error)):
+                model(later, attention_mask=mask[:, : 150 + tokens], past_key_values=cache)
+            assert cache.get_seq_length() == 150
+        for number, step in enumerate(random_ids(2, 4, seed=3).split(1, dim=1)):
+            output = model(step, attention_mask=mask[:, : 151 + number], past_key_values=cache)
+        logits.append(output.logits)
+    torch.testing.assert_close(*logits)
+
+
+@torch.inference_mode()
+def test_a_chunk_that_fails_takes_its_whole_prompt_with_it():
+    model, ids = make("tokenselect"), random_ids(1, 150)
+    cache = SparseCache.for_model(model)
+    model(ids[:, :40], past_key_values=cache)
+    for at_call in (1, 3):
+        Interrupt(model.model.layers[1].mlp, RuntimeError("out of memory"), at_call)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 40:], past_key_values=cache)
+        assert cache.get_seq_length() == 40
+    fresh = model(ids).logits
+    model(ids[:, 40:], past_key_values=cache)
+    assert cache.get_seq_length() == 150
+    assert fresh.isfinite().all()
+
+
+@every_method
+@torch.inference_mode()
+def test_a_padded_call_that_fails_before_the_first_layer_leaves_no_padding(method_name):
+    model, ids = make(method_name), random_ids(2, 90)
+    expected = model(ids).logits
+    cache = SparseCache.for_model(model)
+    bad, mask = ids.clone(), torch.ones_like(ids)
+    bad[0, 0] = 10**6
+    mask[1, :30] = 0
+    with pytest.raises((IndexError, RuntimeError)):
+        model(bad, attention_mask=mask, past_key_values=cache)
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+    assert cache.layers[0].seq_start.tolist() == [0, 0]
+    with pytest.raises((IndexError, RuntimeError)):  # behind cached tokens too
+        model(bad[:, :1], attention_mask=torch.ones(2, 91, dtype=torch.long), past_key_values=cache)
+    mask = torch.cat([mask, torch.ones_like(mask)], dim=1)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(bad, attention_mask=mask, past_key_values=cache)
+    assert cache.layers[0].seq_start.tolist() == [0, 0]
+    model(ids[:, :1], past_key_values=cache)
+
+
+@kinds_of_storage
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@torch.inference_mode()
+def test_a_failed_decode_step_leaves_nothing_to_the_next_model(max_cache_len, error):
+    """An unpatched model's tokens are written by the cache itself: nothing may hold them back for a decode verb."""
+    model, ids, step = make("quest"), random_ids(1, 60), random_ids(1, 1, seed=5)
+    cache = SparseCache.for_model(model, max_cache_len)
+    model(ids, past_key_values=cache)
+    for module in (model.model.embed_tokens, model.model.layers[1].mlp):
+        Interrupt(module, error)
+        with pytest.raises(type(error)):
+            model(step, past_key_values=cache)
+    unpatch_model(model)
+    cache.crop(0)
+    stock = model(torch.cat([ids, step], dim=1)).logits[:, -1:]
+    mask = torch.ones(1, 61, dtype=torch.long, device=DEVICE)
+    torch.testing.assert_close(model(step, attention_mask=mask, past_key_values=cache).logits, stock)
+
+
+@torch.inference_mode()
+def test_an_unpatched_models_failure_is_said_with_the_next_use():
+    model, ids = make_model("llama", dtype=torch.float64), random_ids(1, 60)
+    cache = SparseCache(model.config, "full")
+    model(ids, past_key_values=cache)
+    Interrupt(model.model.layers[1].mlp, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"cache is incomplete.* 60 of 61 tokens; call crop\(0\)"):
+        model(ids[:, :1], past_key_values=cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == 60
+    torch.testing.assert_close(
+        model(ids[:, :1], past_key_values=cache).logits, model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
+    )
+
+
+@torch.inference_mode()
+def test_cropping_a_cache_whose_first_prompt_was_cut_off():
+    model, ids = make("quest"), random_ids(2, 60)
+    for error in (RuntimeError("out of memory"), KeyboardInterrupt()):
+        cache = SparseCache.for_model(model)
+        Interrupt(model.model.layers[2].mlp, error)
+        with pytest.raises(type(error)):
+            model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"tokens_to_remove must be between -0 \(all tokens\) and 0, got -5"):
+            cache.crop(-5)
+        cache.crop(0)
+        assert cache.get_seq_length() == 0
+        assert model(ids[:1, :50], past_key_values=cache).logits.shape == (1, 50, 97)
+        assert [layer.length for layer in cache.layers] == [50] * 4
+        with pytest.raises(ValueError, match="between -50"):
+            cache.crop(-51)
+        assert [layer.length for layer in cache.layers] == [50] * 4
+
+
+@torch.inference_mode()
+def test_sliding_windows_go_back_with_a_pass_that_fails():
+    model = make(
+        "quest",
+        "qwen2",
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=20,
+        num_hidden_layers=4,
+    )
+    patch_model(model, "quest", token_budget=48, dense_layers=1)
+    ids, steps = random_ids(1, 60), random_ids(1, 3, seed=4)
+    logits = []
+    for fails in (False, True):
+        cache = model(ids).past_key_values
+        for step in steps.split(1, dim=1):
+            if fails:
+                Interrupt(model.model.layers[2].mlp, KeyboardInterrupt())
+                with pytest.raises(KeyboardInterrupt):
+                    model(step, past_key_values=cache)
+            output = model(step, past_key_values=cache)
+        logits.append(output.logits)
+    torch.testing.assert_close(*logits)
+
+
+@every_method
+@kinds_of_storage
+def test_a_cache_made_under_inference_mode_is_continued_outside_it(method_name, max_cache_len):
+    model, ids = make(method_name), random_ids(2, 100)
+    model.requires_grad_(False)
+    mask = torch.ones(2, 110, dtype=torch.long, device=DEVICE)
+    mask[1, :17] = 0
+    logits = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = SparseCache.for_model(model, max_cache_len)
+        with mode():
+            model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+            model(ids[:, 40:90], attention_mask=mask[:, :90], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+            cache.batch_repeat_interleave(2)
+            cache.crop(-1)
+        wide = mask[[1, 1, 0, 0]]
+        for at in range(89, 92):
+            model(ids[[1, 1, 0, 0], at : at + 1], attention_mask=wide[:, : at + 1], past_key_values=cache)
+        output = model(ids[[1, 1, 0, 0], 92:], attention_mask=wide[:, :100], past_key_values=cache)
+        cache.fork(cache.method)
+        logits.append(output.logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_a_model_patched_in_inference_mode_works_outside_it():
+    model, ids = make_model("llama"), random_ids(1, 60)
+    model.requires_grad_(False)
+    with torch.inference_mode(), sparse_attention(model, "tokenselect", token_budget=32, chunk_size=16):
+        cache = model(ids).past_key_values
+    patch_model(model, "tokenselect", token_budget=32, chunk_size=16)
+    model(ids[:, :1], past_key_values=cache)

@@ -1,0 +1,177 @@
+"""Masks that change between calls: padding that shows late, padding on the right, and masks that hide cached tokens."""
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+
+from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn.cache.lengths import Lengths
+from tests.models import DEVICE, make_model, random_ids, shared_model
+
+every_method = pytest.mark.parametrize("method_name", METHODS)
+CHUNKED = {"tokenselect": {"chunk_size": 32}}
+
+
+@pytest.fixture
+def exact():
+    with use_impl("reference"):
+        yield shared_model("llama", torch.float64)
+
+
+@every_method
+@torch.inference_mode()
+def test_padding_that_a_later_turns_mask_shows_first_is_obeyed(method_name, exact):
+    """Quest's pages begin with the row: their bounds are made anew where that moves."""
+    model, ids, step = exact, random_ids(2, 150), random_ids(2, 1, seed=5)
+    mask = torch.ones(2, 151, dtype=torch.long, device=DEVICE)
+    mask[1, :21] = 0
+    with sparse_attention(model, method_name, token_budget=64, **CHUNKED.get(method_name, {})):
+        late, known = SparseCache.for_model(model), SparseCache.for_model(model)
+        model(ids[:, :100], past_key_values=late)
+        model(ids[:, :100], attention_mask=mask[:, :100], past_key_values=known)
+        for layer, other in zip(late.layers, known.layers, strict=True):  # as if those tokens had been masked
+            layer.keys[:, :, :100], layer.values[:, :, :100] = other.keys[:, :, :100], other.values[:, :, :100]
+        for cache in (late, known):
+            model(ids[:, 100:], attention_mask=mask[:, :150], past_key_values=cache)
+        for layer, other in zip(late.layers, known.layers, strict=True):
+            assert layer.seq_start.tolist() == [0, 21]
+            for name in layer.metadata if method_name == "quest" else ():
+                held = slice(-(-129 // 16)) if name.startswith("page") else slice(None)
+                assert torch.equal(layer.metadata[name][1, :, held], other.metadata[name][1, :, held])
+        logits = [model(step, attention_mask=mask, past_key_values=cache).logits for cache in (late, known)]
+    torch.testing.assert_close(*logits)
+
+
+@torch.inference_mode()
+def test_bounds_bound_their_pages_after_padding_that_shows_late():
+    model, ids = shared_model("llama"), random_ids(2, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :21] = 0
+    with sparse_attention(model, "quest", token_budget=64, bounds_dtype="model"):
+        cache = SparseCache.for_model(model)
+        model(ids[:, :60], past_key_values=cache)
+        model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
+        layer = cache.layers[3]
+    for row, start in enumerate((0, 21)):
+        for first in range(start, 90, 16):
+            keys = layer.keys[row, :, first : min(first + 16, 90)]
+            assert torch.equal(layer.metadata["page_min"][row, :, (first - start) // 16], keys.amin(1))
+            assert torch.equal(layer.metadata["page_max"][row, :, (first - start) // 16], keys.amax(1))
+
+
+@torch.inference_mode()
+def test_a_decode_steps_mask_that_hides_cached_tokens_is_refused_or_obeyed():
+    model, ids, step = make_model("llama"), random_ids(2, 90), random_ids(2, 1, seed=5)
+    for max_cache_len in (None, 128):
+        patch_model(model, "quest", token_budget=48)
+        cache = SparseCache.for_model(model, max_cache_len)
+        model(ids, past_key_values=cache)
+        holes = torch.ones(2, 91, dtype=torch.long)
+        holes[1, 40:50] = 0
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+            model(step, attention_mask=holes, past_key_values=cache)
+        assert cache.get_seq_length() == 90
+        padded = torch.ones(2, 91, dtype=torch.long)
+        padded[1, :40] = 0
+        model(step, attention_mask=padded, past_key_values=cache)
+        assert cache.layers[0].seq_start.tolist() == [0, 40]
+        assert sparse_attention_stats(model).layers[0].tokens_read == (91 + 51) * 2
+        unpatch_model(model)
+
+
+def test_a_mask_on_a_device_is_reported_where_the_host_waits_anyway():
+    """On CUDA no decode step waits: what the mask hid is noted there, and raised with the next prompt or the stats."""
+    lengths = Lengths(2, torch.device("cpu"), is_static=False)
+    lengths.note_mask(torch.tensor(False))
+    lengths.check_masks()
+    lengths.note_mask(torch.tensor(True))
+    lengths.note_mask(torch.tensor(False))
+    with pytest.raises(ValueError, match="attention_mask of an earlier decode step hid cached tokens"):
+        lengths.check_masks()
+    lengths.check_masks()  # said once
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_hidden_token_on_cuda_is_reported():
+    model, ids = make_model("llama"), random_ids(2, 90)
+    with sparse_attention(model, "quest", token_budget=48):
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        mask = torch.ones(2, 91, dtype=torch.long, device=DEVICE)
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        sparse_attention_stats(model)
+        mask = torch.ones(2, 92, dtype=torch.long, device=DEVICE)
+        mask[0, 5:9] = 0
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="hid cached tokens"):
+            sparse_attention_stats(model)
+
+
+@every_method
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.inference_mode()
+def test_a_right_padded_forward_is_dense_under_its_mask(method_name, use_cache):
+    model, ids = make_model("llama"), random_ids(3, 120)
+    mask = torch.ones_like(ids)
+    mask[1, 90:], mask[2, 3:] = 0, 0
+    ids[mask == 0] = 0
+    expected = model(ids, attention_mask=mask, use_cache=use_cache).logits
+    with sparse_attention(model, method_name, token_budget=48, **CHUNKED.get(method_name, {})):
+        output = model(ids, attention_mask=mask, use_cache=use_cache)
+        torch.testing.assert_close(output.logits[mask == 1], expected[mask == 1])
+        if not use_cache:
+            return
+        with pytest.raises(ValueError, match=r"holds padding on the right.*padding_side = 'left'.*back to 0 tokens"):
+            model(ids[:, :1], past_key_values=output.past_key_values)
+        output.past_key_values.reset()
+        left = model(ids[:, :80], past_key_values=output.past_key_values).logits
+        torch.testing.assert_close(left, model(ids[:, :80]).logits)
+
+
+@torch.inference_mode()
+def test_padding_on_the_right_behind_cached_tokens():
+    model, ids = make_model("llama"), random_ids(2, 90)
+    mask = torch.ones_like(ids)
+    mask[1, 80:] = 0
+    expected = model(ids, attention_mask=mask).logits
+    with sparse_attention(model, "quest", token_budget=48):
+        cache = SparseCache.for_model(model)
+        model(ids[:, :60], past_key_values=cache)
+        logits = model(ids[:, 60:], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(logits[0], expected[0, 60:])
+        torch.testing.assert_close(logits[1, :20], expected[1, 60:80])
+        with pytest.raises(ValueError, match="padding on the right"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.crop(-30)
+        model(ids[:, :1], past_key_values=cache)
+    with sparse_attention(model, "tokenselect", token_budget=48, chunk_size=32):
+        cache = SparseCache.for_model(model)
+        model(ids[:, :60], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+            model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
+
+
+def test_generate_refuses_padding_on_the_right_before_any_work():
+    model, ids = make_model("llama"), random_ids(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, 20:] = 0
+    patch_model(model, "quest", token_budget=48)
+    with pytest.raises(ValueError, match=r"padding after a token in rows \[1\].*padding_side = 'left'"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, pad_token_id=0)
+
+
+@every_method
+def test_a_classifier_takes_padding_on_the_right(method_name):
+    """The Trainer's evaluation and scoring loops pad on the right, and never decode."""
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(make_model("llama").config).to(DEVICE).eval()
+    ids = random_ids(3, 40)
+    ids[1, 30:], ids[2, 4:] = 0, 0
+    mask = (ids != 0).long()
+    with torch.inference_mode():
+        expected = model(ids, attention_mask=mask).logits
+        with sparse_attention(model, method_name, token_budget=32, **CHUNKED.get(method_name, {})):
+            torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected)
