@@ -75,7 +75,7 @@ def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
 def forced(**choices: dict[str, int]) -> Iterator[None]:
     """Set the choice of ops, by name, inside the `with` block, whatever the shape: to measure it, or to test it."""
     before = dict(_forced)
-    _forced.update({op: DEFAULTS[op] | made for op, made in choices.items()})
+    _forced.update({op: DEFAULTS[op] | config for op, config in choices.items()})
     try:
         yield
     finally:
