@@ -93,7 +93,7 @@ def _sparse_step(
 
 
 def _dense_step(query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:
-    output = dense_decode(
+    output, _ = dense_decode(
         query,
         layer.keys,
         layer.values,
@@ -103,5 +103,4 @@ def _dense_step(query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.
         counter=layer.counter.totals,
         finished=layer.finished,
     )
-    assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
     return output

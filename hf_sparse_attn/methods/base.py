@@ -179,7 +179,7 @@ class SparseMethod(ABC):
         [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, tokens and query
         rotated to their places among what is read.
         """
-        output = sparse_decode(
+        output, _ = sparse_decode(
             query,
             layer.keys,
             layer.values,
@@ -193,7 +193,6 @@ class SparseMethod(ABC):
             finished=layer.finished,
             **layer.rotations,
         )
-        assert isinstance(output, torch.Tensor)  # a tuple only when the log-sum-exp is asked for
         return output
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> torch.Tensor:

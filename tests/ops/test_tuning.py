@@ -41,8 +41,11 @@ def _step(lengths, impl, kv_heads=1, group=4, max_blocks=4, finished=None, **opt
         **bounds,
     )
     buffers = (rows.query, rows.keys, rows.values)
-    sparse = sparse_decode(*buffers, blocks, counts, rows.start, rows.end, block_size=4, finished=finished, impl=impl)
-    return blocks, counts, sparse, dense_decode(*buffers, rows.start, rows.end, finished=finished, impl=impl)
+    sparse, _ = sparse_decode(
+        *buffers, blocks, counts, rows.start, rows.end, block_size=4, finished=finished, impl=impl
+    )
+    dense, _ = dense_decode(*buffers, rows.start, rows.end, finished=finished, impl=impl)
+    return blocks, counts, sparse, dense
 
 
 @pytest.mark.parametrize(("op", "candidate"), CANDIDATES)

@@ -1,15 +1,10 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hf_sparse_attn_kernels import select_tokens, token_votes
-from safetensors.torch import load_file
 
-from tests.ops.helpers import IMPLS, device, int32, make_rows
+from tests.ops.helpers import IMPLS, device, golden, int32, make_rows
 
 NAN, INF = float("nan"), float("inf")
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 BUDGET = {"max_tokens": 20, "sink_tokens": 3, "recent_tokens": 5}
 
 
@@ -128,16 +123,12 @@ def test_nan_and_infinite_votes(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["soft_vote0", "soft_vote1", "soft_vote2"])
-def test_golden_selections(name, impl):
-    if not (GOLDEN / "selection.safetensors").exists():
-        pytest.skip(f"shared/ data absent: no golden vectors at {GOLDEN}")
-    count = json.loads((GOLDEN / "selection.json").read_text())[name]["k"]
-    tensors = load_file(GOLDEN / "selection.safetensors")
-    keys, query = tensors[f"{name}.keys"].to(device), tensors[f"{name}.query"].to(device)[:, :, 0]
-    rows = (int32([0]), int32([keys.shape[2]]))
-    indices, _ = select_tokens(query, keys, *rows, max_tokens=count, sink_tokens=0, recent_tokens=0, impl=impl)
-    assert torch.equal(indices[0, 0].long(), tensors[f"{name}.selected"].to(device))
+def test_golden_selections(impl):
+    vectors = golden("soft_vote0")
+    keys, query, selected = vectors["keys"], vectors["query"][:, :, 0], vectors["selected"]
+    budget = {"max_tokens": len(selected), "sink_tokens": 0, "recent_tokens": 0}
+    indices, _ = select_tokens(query, keys, int32([0]), int32([keys.shape[2]]), impl=impl, **budget)
+    assert torch.equal(indices[0, 0], selected)
 
 
 @pytest.mark.parametrize(

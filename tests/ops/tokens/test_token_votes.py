@@ -1,15 +1,10 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hf_sparse_attn_kernels import token_votes
-from safetensors.torch import load_file
 
-from tests.ops.helpers import IMPLS, check_schema, device, int32, make_rows
+from tests.ops.helpers import IMPLS, check_schema, device, golden, int32, make_rows
 
 NAN, INF = float("nan"), float("inf")
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 @pytest.fixture(autouse=True)
@@ -141,15 +136,11 @@ def test_float64_only_in_the_reference():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["soft_vote0", "soft_vote1", "soft_vote2"])
-def test_golden_votes(name, impl):
-    if not (GOLDEN / "selection.safetensors").exists():
-        pytest.skip(f"shared/ data absent: no golden vectors at {GOLDEN}")
-    assert name in json.loads((GOLDEN / "selection.json").read_text())
-    tensors = load_file(GOLDEN / "selection.safetensors")
-    keys, query = tensors[f"{name}.keys"].to(device), tensors[f"{name}.query"].to(device)[:, :, 0]
+def test_golden_votes(impl):
+    vectors = golden("soft_vote0")
+    keys, query = vectors["keys"], vectors["query"][:, :, 0]
     votes = token_votes(query, keys, int32([0]), int32([keys.shape[2]]), impl=impl)
-    torch.testing.assert_close(votes[0], tensors[f"{name}.votes"].to(device), rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(votes[0], vectors["votes"], rtol=2e-5, atol=1e-7)
 
 
 @torch.no_grad()

@@ -71,22 +71,22 @@ def test_error_is_bounded_by_the_eager_error(lengths, most, shared, rope, kv_hea
     table = table if rope else {}
     exact, exact_lse = _eager(rows, *selection, table, torch.float64)
     eager, eager_lse = _eager(rows, *selection, table, dtype)
-    there = exact_lse > float("-inf")
+    chosen = exact_lse > float("-inf")
     allowed = 2 * (eager.double() - exact).abs().max().item() + 1e-6
-    allowed_lse = 2 * (eager_lse.double() - exact_lse)[there].abs().max().item() + 1e-5
+    allowed_lse = 2 * (eager_lse.double() - exact_lse)[chosen].abs().max().item() + 1e-5
     for impl in IMPLS:
-        out, lse = _decode(rows, *selection, table, return_lse=True, impl=impl)
+        out, lse = _decode(rows, *selection, table, impl=impl)
         assert (out.double() - exact).abs().max().item() <= allowed, impl
-        assert (lse.double() - exact_lse)[there].abs().max().item() <= allowed_lse, impl
-        assert (out[~there] == 0).all()
-        assert (lse[~there] == float("-inf")).all()
+        assert (lse.double() - exact_lse)[chosen].abs().max().item() <= allowed_lse, impl
+        assert (out[~chosen] == 0).all()
+        assert (lse[~chosen] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_reference_is_exact_in_float64(shared):
     rows, *rest = _step([100, 40], 30, shared=shared, group=3, dtype=torch.float64)
     torch.testing.assert_close(
-        _decode(rows, *rest, impl="reference"), _eager(rows, *rest, torch.float64)[0], rtol=1e-12, atol=1e-12
+        _decode(rows, *rest, impl="reference"), _eager(rows, *rest, torch.float64), rtol=1e-12, atol=1e-12
     )
 
 
@@ -99,7 +99,7 @@ def test_a_shared_selection_equals_the_same_one_for_every_head(impl):
         selection = (indices.expand(-1, heads, -1), counts.expand(-1, heads))
         results.append((_decode(rows, *selection, rope, counter=counter, impl=impl), counter))
     (shared, shared_counter), (separate, separate_counter) = results
-    assert torch.equal(shared, separate)
+    assert all(map(torch.equal, shared, separate))
     assert torch.equal(shared_counter, separate_counter)
     assert shared_counter.tolist() == [3 * counts.sum().item(), 3 * 140, 0, 1]
 
@@ -112,7 +112,7 @@ def test_nothing_but_the_selected_tokens_is_read(impl):
         for token in set(range(length)) - set(indices[row, 0, : counts[row, 0].item()].tolist()):
             rows.keys[row, :, 3 * row + token] = float("nan")
             rows.values[row, :, 3 * row + token] = float("inf")
-    assert torch.equal(_decode(rows, indices, counts, rope, impl=impl), expected)
+    assert all(map(torch.equal, _decode(rows, indices, counts, rope, impl=impl), expected))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -153,7 +153,7 @@ def test_errors_name_the_argument(change, error, message):
 @pytest.mark.parametrize("candidate", tuning.CANDIDATES["rope_decode"])
 def test_no_launch_choice_changes_a_result(candidate, merge_apart):
     step = _step([300, 90], 111, kv_heads=2, group=7, head_dim=64)
-    expected = _decode(*step, return_lse=True, impl="reference")
+    expected = _decode(*step, impl="reference")
     with tuning.forced(rope_decode={**candidate, "merge_apart": merge_apart}):
-        actual = _decode(*step, return_lse=True, impl="triton")
+        actual = _decode(*step, impl="triton")
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import _runtime, select_blocks, use_impl
+from hf_sparse_attn_kernels import _op, select_blocks, use_impl
 
 from tests.ops.helpers import device, int32
 
@@ -22,13 +22,13 @@ def _select(**options):
 def calls(monkeypatch):
     """The implementations that the ops ran, in order."""
     seen = []
-    resolve = _runtime.resolve_impl
+    resolve = _op.resolve_impl
 
     def record(impl, tensor):
         seen.append(resolve(impl, tensor))
         return seen[-1]
 
-    monkeypatch.setattr(_runtime, "resolve_impl", record)
+    monkeypatch.setattr(_op, "resolve_impl", record)
     return seen
 
 
