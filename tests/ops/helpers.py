@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_sparse_attn_kernels
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -15,6 +16,11 @@ BOUNDS = ("page_min", "page_max")
 EXPONENTS = ("page_exponent", "channel_exponent")
 GOLDEN = Path(__file__).parent / "golden" / "selection.safetensors"
 POISON = 99  # of int8 tensors that an op has not written
+
+
+def grid(*values: Any) -> Any:
+    """A case that is left to `-m grid`: others cover each of its values."""
+    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 @dataclass

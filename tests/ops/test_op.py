@@ -1,9 +1,12 @@
 """Which implementation runs: what is asked for, or an error."""
 
+import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import hf_sparse_attn_kernels
 import pytest
 import torch
 from hf_sparse_attn_kernels import _op, select_blocks, use_impl
@@ -63,6 +66,52 @@ def test_triton_on_cpu_tensors_without_the_interpreter(monkeypatch):
     bounds = torch.zeros(1, dtype=torch.int32), torch.full((1,), 3, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="impl='triton' with tensors on 'cpu'; allowed"):
         select_blocks(scores, *bounds, block_size=1, max_blocks=2, impl="triton")
+
+
+OPS = [getattr(hf_sparse_attn_kernels, name) for name in hf_sparse_attn_kernels.__all__ if name != "use_impl"]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def test_implementations_take_what_the_op_takes(op):
+    """By the same names, in the same order, less `impl`, and without defaults: those are the op's alone."""
+    schema = getattr(torch.ops.hf_sparse_attn_kernels, op.__name__).default._schema
+    names = list(inspect.signature(op).parameters)
+    assert [argument.name for argument in schema.arguments] == names
+    assert not any(argument.has_default_value() for argument in schema.arguments)
+    family = op.__module__.rpartition(".")[0]
+    modules = [import_module(f"{family}.{path.stem}") for path in Path(inspect.getfile(inspect.unwrap(op))).parent.glob("*.py")]
+    found = {module.__name__: vars(module)[op.__name__] for module in modules if op.__name__ in vars(module)}
+    del found[op.__module__]
+    assert f"{family}.reference" in found
+    assert len(found) >= 2
+    for implementation in found.values():
+        parameters = inspect.signature(implementation).parameters
+        assert [*parameters, "impl"] == names
+        assert all(parameter.default is parameter.empty for parameter in parameters.values())
+
+
+def test_an_op_has_the_docs_of_its_function_and_python_s_errors():
+    assert select_blocks.__doc__.startswith("Choose the blocks to read")
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'max_blocks'"):
+        select_blocks(torch.zeros(1, 1, 3, device=device), int32([0]), int32([3]), block_size=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
+        _select(budget=3)
+
+
+def test_a_second_copy_of_the_package_takes_the_names_over():
+    script = """
+import importlib.util, sys
+import torch, hf_sparse_attn_kernels as first
+spec = importlib.util.spec_from_file_location("second", first.__file__)
+second = sys.modules["second"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(second)
+rows = (torch.zeros(1).int(), torch.full((1,), 3).int())
+node = torch.ops.hf_sparse_attn_kernels.select_blocks
+for call in (first.select_blocks, second.select_blocks, lambda *args, **options: node(*args, 1, 2, 0, 0, "reference")):
+    print(call(torch.tensor([[[1.0, 3.0, 2.0]]]), *rows, block_size=1, max_blocks=2)[0].tolist())
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["[[[1, 2]]]"] * 3
 
 
 def test_without_triton_the_reference_runs_and_triton_is_an_error():

@@ -5,7 +5,7 @@ import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import sparse_decode
 
-from tests.ops.helpers import IMPLS, device, make_rows, rope_table, rotate
+from tests.ops.helpers import IMPLS, device, grid, make_rows, rope_table, rotate
 
 
 def _step(lengths, most, *, shared=True, **options):
@@ -149,8 +149,14 @@ def test_errors_name_the_argument(change, error, message):
         sparse_decode(**(arguments | change))
 
 
-@pytest.mark.parametrize("merge_apart", [0, 1])
-@pytest.mark.parametrize("candidate", tuning.CANDIDATES["rope_decode"])
+@pytest.mark.parametrize(
+    ("candidate", "merge_apart"),
+    [
+        (candidate, merge_apart) if at % 2 == merge_apart else grid(candidate, merge_apart)
+        for at, candidate in enumerate(tuning.CANDIDATES["rope_decode"])
+        for merge_apart in (0, 1)
+    ],
+)
 def test_no_launch_choice_changes_a_result(candidate, merge_apart):
     step = _step([300, 90], 111, kv_heads=2, group=7, head_dim=64)
     expected = _decode(*step, impl="reference")

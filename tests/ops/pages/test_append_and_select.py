@@ -2,7 +2,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
 
-from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, int32, make_rows
+from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, grid, int32, make_rows
 
 BUDGET = {"max_blocks": 5, "sink_blocks": 1, "recent_blocks": 1}
 
@@ -38,15 +38,19 @@ def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl,
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "page_size", "kv_heads", "group", "head_dim", "dtype", "group_reduce"),
+    ("lengths", "int8", "page_size", "kv_heads", "group", "head_dim", "dtype", "group_reduce"),
     [
-        ([0, 14, 15, 63], 16, 2, 1, 64, torch.float32, "softmax"),
-        ([200, 131], 16, 1, 3, 128, torch.bfloat16, "softmax"),
-        ([100, 0, 37], 8, 1, 7, 80, torch.float16, "mean"),
-        ([50, 30], 1, 2, 2, 16, torch.float32, "max"),
-        ([300], 32, 1, 9, 256, torch.bfloat16, "softmax"),
+        ([0, 14, 15, 63], False, 16, 2, 1, 64, torch.float32, "softmax"),
+        ([200, 131], True, 16, 1, 3, 128, torch.bfloat16, "softmax"),
+        ([100, 0, 37], False, 8, 1, 7, 80, torch.float16, "mean"),
+        ([50, 30], True, 1, 2, 2, 16, torch.float32, "max"),
+        ([300], False, 32, 1, 9, 256, torch.bfloat16, "softmax"),
+        grid([0, 14, 15, 63], True, 16, 2, 1, 64, torch.float32, "softmax"),
+        grid([200, 131], False, 16, 1, 3, 128, torch.bfloat16, "softmax"),
+        grid([100, 0, 37], True, 8, 1, 7, 80, torch.float16, "mean"),
+        grid([50, 30], False, 1, 2, 2, 16, torch.float32, "max"),
+        grid([300], True, 32, 1, 9, 256, torch.bfloat16, "softmax"),
     ],
 )
 def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_dim, dtype, group_reduce):
