@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def output(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Declare a tensor that an op returns, on the device of `like`: only the fake allocates it."""
+    """Declare a tensor that an op returns, on the device of `like`. Only the fake allocates it."""
     return like, shape, dtype  # type: ignore[return-value]
 
 

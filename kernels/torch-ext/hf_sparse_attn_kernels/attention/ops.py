@@ -42,7 +42,7 @@ def sparse_decode(
 
     The approximate attention of Quest (arXiv 2406.10774, section 3), with the split-KV decoding of Flash-Decoding.
     With `rope_cos` and `rope_sin` that of TokenSelect (arXiv 2411.02886): keys are cached before RoPE, and the selected
-    tokens are rotated as if they followed one another. Query head h reads KV head h // group,
+    tokens are rotated to consecutive slots. Query head h reads KV head h // group,
     group = q_heads // kv_heads.
 
     Parameters
@@ -50,8 +50,8 @@ def sparse_decode(
     query : torch.Tensor
         [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
     keys, values : torch.Tensor
-        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What lies
-        outside a row's valid tokens is never used.
+        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Positions
+        outside a row's valid tokens are never used.
     block_indices : torch.Tensor
         int32 [batch, kv_heads, max_blocks], without duplicates, as `select_blocks` returns them; or
         [batch, 1, max_blocks]: one selection for all KV heads.
@@ -128,7 +128,7 @@ def dense_decode(
         One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
     keys, values : torch.Tensor
         Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`. Strides are free but for the last,
-        which is 1. What lies outside a row's valid tokens is never used.
+        which is 1. Positions outside a row's valid tokens are never used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     scale : float, optional
@@ -183,7 +183,7 @@ def sparse_prefill(
     """Attend from a chunk of the prompt to tokens selected before it and, causally, to the chunk itself.
 
     The chunked prefill of TokenSelect (arXiv 2411.02886): the chunk's keys and values are in the buffers already, and
-    with `rope_cos` and `rope_sin` the selected tokens and the chunk are rotated as if they followed one another. Query
+    with `rope_cos` and `rope_sin` the selected tokens and the chunk are rotated to consecutive slots. Query
     head h reads KV head h // group, group = q_heads // kv_heads.
 
     Parameters
@@ -192,8 +192,8 @@ def sparse_prefill(
         [batch, q_heads, queries, head_dim]: the last `queries` tokens of the buffers' rows, at positions
         seq_end - queries .. seq_end - 1; float32, bfloat16 or float16 (float64 in the reference), the last stride is 1.
     keys, values : torch.Tensor
-        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What lies
-        outside a row's valid tokens is never used.
+        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Positions
+        outside a row's valid tokens are never used.
     block_indices : torch.Tensor
         int32 [batch, kv_heads, n], or [batch, 1, n] for all KV heads: single tokens, counted from the row's first,
         all of them before the chunk, without duplicates.

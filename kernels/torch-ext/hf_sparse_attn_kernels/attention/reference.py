@@ -29,7 +29,7 @@ def sparse_decode(
     first_tokens = (block_indices.long() * block_size).masked_fill_(slots >= block_counts[..., None], keys.shape[2])
     tokens = (first_tokens[..., None] + torch.arange(block_size, device=query.device)).flatten(2)
     invalid = tokens >= length[:, None, None]  # [batch, kv_heads or 1, tokens]
-    # In place of a token that is not there, the first one listed: no other is read, and its score is masked.
+    # An absent token reads the first one listed instead, whose score is masked.
     positions = torch.where(invalid, tokens[..., :1], tokens) + seq_start[:, None, None]
     k, v = take_tokens((keys, values), positions)
     if counter is not None:
@@ -107,7 +107,7 @@ def sparse_prefill(
     exists = torch.cat((is_chosen, is_query[:, None].expand(-1, heads, -1)), dim=2)
     positions = block_indices.long() + seq_start[:, None, None]
     positions = torch.cat((positions, own[:, None].expand(-1, heads, -1)), dim=2)
-    # In place of a token that is not there, the row's last one: no other is read, and its score is masked.
+    # An absent token reads the row's last one instead, whose score is masked.
     positions = torch.where(exists, positions, seq_end[:, None, None] - 1)
     k, v = take_tokens((keys, values), positions)
 
@@ -132,7 +132,7 @@ def sparse_prefill(
     mask = mask.expand(-1, kv_heads, -1, -1).reshape(batch * kv_heads, 1, queries, -1)
     out = scaled_dot_product_attention(grouped.flatten(0, 1), k, v, attn_mask=mask, scale=scale)
     out = out.reshape(batch, kv_heads * group, queries, head_dim)
-    # What was taken in place of tokens that are not there may be NaN where a row has none.
+    # A row without tokens has read positions outside it, which may hold NaN.
     return out.masked_fill(~is_query[:, None, :, None], 0.0)
 
 

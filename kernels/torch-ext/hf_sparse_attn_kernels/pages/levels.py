@@ -21,13 +21,13 @@ def exponent_for(x, FRACTION: tl.constexpr):
 
 @triton.jit
 def channel_exponent_for(largest):
-    """Of a channel whose keys, and whose RoPE partner's, reach `largest`: 90 levels hold it, 127 hold it rotated."""
+    """Exponent of a channel whose keys and RoPE partner's reach `largest`: 90 levels hold it, 127 hold it rotated."""
     return tl.minimum(tl.maximum(exponent_for(largest, 3407872), -60), 60)  # 90 = (1 + 3407872 / 2**23) * 64
 
 
 @triton.jit
 def page_exponent_for(largest):
-    """Of a page whose bounds reach `largest` in units of their channel's exponent: 127 levels hold it."""
+    """Exponent of a page whose bounds reach `largest` in units of their channel's exponent: 127 levels hold it."""
     return tl.minimum(tl.maximum(exponent_for(largest, 8257536), 0), 60)  # 127 = (1 + 8257536 / 2**23) * 64
 
 

@@ -53,7 +53,7 @@ def page_bounds(
     ----------
     keys : torch.Tensor
         Key buffer [batch, kv_heads, capacity, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
-        Strides are free but for the last, which is 1. What lies outside a row's valid tokens is never used.
+        Strides are free but for the last, which is 1. Positions outside a row's valid tokens are never used.
     page_min, page_max : torch.Tensor
         Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `keys` or int8;
         max_pages * page_size >= capacity.

@@ -103,7 +103,7 @@ def select_blocks(
 
 
 def _top_blocks(scores: torch.Tensor, max_blocks: int, sink_blocks: int, recent_blocks: int) -> torch.Tensor | None:
-    """Choose among scores that all are there and more than `max_blocks`; None where ties or NaN need a full ranking."""
+    """Choose among more than `max_blocks` scores, all valid; None where ties or NaN need a full ranking."""
     recent = scores.shape[2] - recent_blocks
     num_scored = max_blocks - sink_blocks - recent_blocks
     if num_scored > 0:

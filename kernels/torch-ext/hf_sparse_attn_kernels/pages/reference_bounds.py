@@ -65,7 +65,7 @@ def _on_device(
     pages = torch.minimum(first_page + torch.arange(touched, device=keys.device)[:, None], last_page)
     first_token = pages * page_size  # [batch, touched, 1]
     tokens = first_token + torch.arange(page_size, device=keys.device)
-    # In place of a token that is not there, the page's first: a token read twice changes no minimum and no maximum.
+    # An absent token reads the page's first one instead: reading it twice changes no minimum and no maximum.
     positions = torch.where(tokens < length, tokens, first_token) + seq_start[:, None, None]
     (taken,) = take_tokens((keys,), positions.flatten(1)[:, None])
     lower, upper = _extremes(taken.view(batch * kv_heads, touched * page_size, head_dim), page_size)

@@ -1,4 +1,4 @@
-"""What program 0 of a decode step's first launch does: the new token, its page's bounds, and that page's score."""
+"""Program 0 of a decode step's first launch: the new token, its page's bounds, and that page's score."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 

@@ -23,7 +23,7 @@ from .tiles import split_query, store_scores
 
 
 class PageScores(NamedTuple):
-    """What the first launch leaves to the second."""
+    """Results of the first launch that the second reads."""
 
     scores: torch.Tensor
     """float32 [batch * kv_heads, num_pages rounded up to 16]: reduced over the group, unless that is by softmax."""
@@ -32,7 +32,7 @@ class PageScores(NamedTuple):
     program_lse: torch.Tensor
     """float32 [batch * kv_heads, group, programs]: log-sum-exp over the pages of each program, likewise."""
     pages_per_program: int
-    """Of every program but the first, which has the page with the new token."""
+    """Pages of every program but the first, which has the page with the new token."""
 
 
 @triton.jit

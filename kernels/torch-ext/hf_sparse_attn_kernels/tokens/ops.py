@@ -45,8 +45,8 @@ def token_votes(
     query : torch.Tensor
         One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
     keys : torch.Tensor
-        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What is no
-        candidate is never used.
+        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Tokens that are no
+        candidates are never used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     sink_tokens, recent_tokens : int
@@ -58,7 +58,7 @@ def token_votes(
     max_tokens : int, optional
         For "head", and more than sink_tokens + recent_tokens.
     num_tokens : int, optional
-        A bound on the rows' lengths that the host knows: tokens beyond it are not there. Default: capacity.
+        A bound on the rows' lengths that the host knows; tokens beyond it are ignored. Default: capacity.
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -133,8 +133,8 @@ def select_tokens(
     query : torch.Tensor
         One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
     keys : torch.Tensor
-        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. What is no
-        candidate is never used.
+        Buffer [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Tokens that are no
+        candidates are never used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     max_tokens : int
@@ -147,7 +147,7 @@ def select_tokens(
         0, or an odd number: a candidate then counts with the most votes that any has within pool_size // 2 tokens of
         it.
     num_tokens : int, optional
-        A bound on the rows' lengths that the host knows: tokens beyond it are not there. Default: capacity.
+        A bound on the rows' lengths that the host knows; tokens beyond it are ignored. Default: capacity.
     cached_query, cached_tokens, cached_valid : torch.Tensor, optional
         The selection cache, all or none, written in place: of the shape and dtype of `query`; int32
         [batch, num_voted]; int32 [batch], 0 where a row has no selection to take again. Set `cached_valid` to 0 where
@@ -209,7 +209,7 @@ def mean_query(
     first_slot: int,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Average a chunk's queries, rotated to slots that follow one another: what votes for the chunk.
+    """Average a chunk's queries, rotated to consecutive slots, to vote for the chunk.
 
     TokenSelect (arXiv 2411.02886), its selection for a chunk of the prefill: query i is rotated to slot first_slot + i,
     or to the table's last where that has fewer.

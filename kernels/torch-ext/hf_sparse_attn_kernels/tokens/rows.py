@@ -55,7 +55,7 @@ class TokenRows(NamedTuple):
 
 
 def tile_size(num_tokens: int, device: torch.device) -> int:
-    """Return how many tokens a program takes: so many that there is about a tile for each multiprocessor."""
+    """Return how many tokens a program takes, for about one tile per multiprocessor."""
     share: int = next_power_of_2(num_tokens // multiprocessors(device))
     return max(512, min(MAX_TILE, share))
 

@@ -33,7 +33,7 @@ LOWEST = tl.constexpr(-3.0e38)  # stands in for -inf where differences are taken
 
 
 class TokenScores(NamedTuple):
-    """What scoring leaves to voting."""
+    """Results of scoring that voting reads."""
 
     scores: torch.Tensor
     """float32 [batch * q_heads, width], candidates only; in units of log2 for "soft"."""
@@ -215,7 +215,7 @@ def token_votes_kernel(
 
 @lru_cache
 def _stages(device: torch.device) -> int:
-    """How many tiles of keys are in flight: those that fit beside the rest of a program's shared memory."""
+    """Count the tiles of keys in flight: those that fit beside the rest of a program's shared memory."""
     if device.type != "cuda":
         return 2
     room: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

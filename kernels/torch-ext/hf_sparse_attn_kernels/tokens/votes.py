@@ -34,7 +34,7 @@ def head_votes_kernel(
     BLOCK_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many heads have each token of a tile among their k highest scores; grid (tiles, batch)."""
+    """Count the heads that have each token of a tile among their k highest scores; grid (tiles, batch)."""
     wait_for_previous_kernel(PDL)
     row = tl.program_id(1).to(tl.int64)
     first, last = candidates_of(
