@@ -58,7 +58,7 @@ def step_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def kept_step_bytes(shape: Shape, settings: Settings) -> int:
-    """Bytes of a decode step that keeps the last choice: the query of that choice, the new token, and what it attends to."""
+    """Bytes of a decode step that keeps the last choice: its query, the new token, and what is attended to."""
     return decode_bytes(shape, settings) + _query_bytes(shape) + _append_bytes(shape)
 
 
