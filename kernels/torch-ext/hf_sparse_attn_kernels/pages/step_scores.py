@@ -1,38 +1,106 @@
-"""First launch of `append_and_select`: the new token, and the scores of all pages."""
+"""First kernel of `append_and_select`: the new token, and the scores of all pages."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from .._triton import (
-    INTERPRET,
-    cdiv,
-    launch_options,
-    multiprocessors,
-    next_power_of_2,
-    score_dtype,
-    wait_for_previous_kernel,
-)
-from .._tuning import choice
-from .step_append import append_token, score_page
+from .._triton import wait_for_previous_kernel
+from .levels import channel_exponent_for, lower_level, page_exponent_for, power_of_two, upper_level
 from .tiles import split_query, store_scores
 
 
-class PageScores(NamedTuple):
-    """Results of the first launch that the second reads."""
+@triton.jit
+def append_token(
+    new_key_ptr,  # of the row and KV head, like all pointers here
+    new_value_ptr,
+    key_out_ptr,  # of the token's position
+    value_out_ptr,
+    min_ptr,  # of the token's page
+    max_ptr,
+    page_exponent_ptr,
+    channel_exponent_ptr,
+    offset,  # of the token in its row
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write one token's key and value, and widen its page's bounds to hold the key.
 
-    scores: torch.Tensor
-    """float32 [batch * kv_heads, num_pages rounded up to 16]: reduced over the group, unless that is by softmax."""
-    head_scores: torch.Tensor
-    """float32 [batch * kv_heads, group, the same]: each head's, for a reduction by softmax."""
-    program_lse: torch.Tensor
-    """float32 [batch * kv_heads, group, programs]: log-sum-exp over the pages of each program, likewise."""
-    pages_per_program: int
-    """Pages of every program but the first, which has the page with the new token."""
+    Returns the bounds, float32 [BLOCK_D] each, without the units of page and channel, and the exponents of both.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    mask = dims < HEAD_DIM
+    has_others = offset % PAGE_SIZE > 0
+    key = tl.load(new_key_ptr + dims, mask=mask, other=0.0)
+    value = tl.load(new_value_ptr + dims, mask=mask, other=0.0)
+    old_lower = tl.load(min_ptr + dims, mask=mask, other=0).to(tl.float32)
+    old_upper = tl.load(max_ptr + dims, mask=mask, other=0).to(tl.float32)
+    lower = key.to(tl.float32)
+    upper = lower
+    exponent = tl.zeros((BLOCK_D,), tl.int32)
+    page_exponent = tl.zeros((), tl.int32)
+    if QUANTIZED:
+        old_page_exponent = tl.where(has_others, tl.load(page_exponent_ptr).to(tl.int32), 0)
+        exponent = tl.load(channel_exponent_ptr + dims, mask=mask, other=0).to(tl.int32)
+        if offset == 0:  # a row's first token sets the unit of its channels
+            partner = tl.load(new_key_ptr + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0)
+            exponent = channel_exponent_for(tl.maximum(tl.abs(lower), tl.abs(partner.to(tl.float32))))
+            tl.store(channel_exponent_ptr + dims, exponent.to(tl.int8), mask=mask)
+        scaled = lower * power_of_two(-exponent)
+        page_exponent = tl.maximum(page_exponent_for(tl.max(tl.abs(scaled))), old_page_exponent)
+        tl.store(page_exponent_ptr, page_exponent.to(tl.int8))
+        lower = lower_level(scaled * power_of_two(-page_exponent))
+        upper = upper_level(scaled * power_of_two(-page_exponent))
+        # Rounding outwards twice is rounding once, so the page's bounds are those of all its keys at once.
+        old_lower = lower_level(old_lower * power_of_two(old_page_exponent - page_exponent))
+        old_upper = upper_level(old_upper * power_of_two(old_page_exponent - page_exponent))
+    lower = tl.where(has_others, tl.minimum(lower, old_lower), lower)
+    upper = tl.where(has_others, tl.maximum(upper, old_upper), upper)
+    tl.store(key_out_ptr + dims, key, mask=mask)
+    tl.store(value_out_ptr + dims, value, mask=mask)
+    tl.store(min_ptr + dims, lower.to(min_ptr.dtype.element_ty), mask=mask)
+    tl.store(max_ptr + dims, upper.to(max_ptr.dtype.element_ty), mask=mask)
+    return lower, upper, exponent, page_exponent
+
+
+@triton.jit
+def score_page(
+    query_ptr,  # of the row and its first query head in the group
+    lower,
+    upper,
+    exponent,
+    page_exponent,
+    page,
+    scale,
+    out_ptr,  # as for `store_scores`, like all below
+    lse_ptr,
+    lse_stride,
+    group,
+    num_pages,
+    query_stride_h,
+    query_stride_d,
+    HEAD_DIM: tl.constexpr,
+    REDUCE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the score of the one page whose bounds `append_token` returned."""
+    heads = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    in_group = heads < group
+    mask = (dims < HEAD_DIM)[:, None] & in_group[None, :]
+    at = query_ptr + dims[:, None] * query_stride_d + heads[None, :] * query_stride_h
+    q = tl.load(at, mask=mask, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
+    scores = tl.sum(tl.maximum(q * lower[:, None], q * upper[:, None]), axis=0) * (scale * power_of_two(page_exponent))
+    if REDUCE == "softmax":
+        tl.store(out_ptr + heads * num_pages + page, scores, mask=in_group)
+        tl.store(lse_ptr + heads * lse_stride, scores, mask=in_group)
+    elif REDUCE == "mean":
+        tl.store(out_ptr + page, tl.sum(tl.where(in_group, scores, 0.0)) / group)
+    else:
+        tl.store(out_ptr + page, tl.max(tl.where(in_group, scores, float("-inf"))))
 
 
 @triton.jit
@@ -198,74 +266,3 @@ def append_and_score_kernel(
             if QUANTIZED:
                 row_bytes += tl.where(row_pages > 0, row_pages + HEAD_DIM, 0)
             tl.atomic_add(counter_ptr + 2, row_bytes, sem="relaxed")
-
-
-def score_pages(
-    query: torch.Tensor,
-    token: tuple[torch.Tensor, torch.Tensor],
-    buffers: tuple[torch.Tensor, torch.Tensor],
-    bounds: tuple[torch.Tensor, torch.Tensor],
-    exponents: tuple[torch.Tensor, torch.Tensor] | None,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    *,
-    page_size: int,
-    num_pages: int,
-    scale: float,
-    group_reduce: str,
-    counter: torch.Tensor | None,
-) -> PageScores:
-    """Launch `append_and_score_kernel`."""
-    batch, q_heads, head_dim = query.shape
-    kv_heads, max_pages = bounds[0].shape[1:3]
-    pairs, group = batch * kv_heads, q_heads // kv_heads
-    block_d = max(16, next_power_of_2(head_dim))
-    config = choice("score", query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
-    # Two tiles of bounds at most 64 KiB together.
-    block_p = max(16, min(config["block_p"], 32768 // (block_d * bounds[0].element_size())))
-    # As few pages for each program as keep every multiprocessor busy, in whole tiles.
-    per_program = cdiv(num_pages * pairs, multiprocessors(query.device) * config["per_multiprocessor"])
-    pages_per_program = block_p * max(1, round(per_program / block_p))
-    programs = 1 + cdiv(num_pages, pages_per_program)
-
-    padded_pages = cdiv(num_pages, 16) * 16
-    scores = query.new_empty((pairs, padded_pages), dtype=torch.float32)
-    head_scores, program_lse = scores, scores
-    if group_reduce == "softmax":
-        head_scores = query.new_empty((pairs, group, padded_pages), dtype=torch.float32)
-        program_lse = query.new_empty((pairs, group, programs), dtype=torch.float32)
-    append_and_score_kernel[(programs, pairs)](
-        query,
-        *token,
-        *buffers,
-        *bounds,
-        *(bounds if exponents is None else exponents),
-        *rows,
-        scores,
-        head_scores,
-        program_lse,
-        scores if counter is None else counter,
-        kv_heads,
-        num_pages,
-        max_pages,
-        pages_per_program,
-        scale,
-        *query.stride(),
-        *(stride for tensor in token for stride in tensor.stride()[:2]),
-        *(stride for tensor in buffers for stride in tensor.stride()[:3]),
-        *(stride for tensor in bounds for stride in tensor.stride()[:3]),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        QUANTIZED=exponents is not None,
-        REDUCE=group_reduce,
-        PAGE_SIZE=page_size,
-        COUNT=counter is not None,
-        BLOCK_P=block_p,
-        BLOCK_G=max(16, next_power_of_2(group)),
-        BLOCK_D=block_d,
-        DOT_DTYPE=score_dtype(query, exponents is not None),
-        INTERPRETED=INTERPRET,
-        num_warps=config["warps"],
-        num_stages=3,
-        **launch_options(query.device),
-    )
-    return PageScores(scores, head_scores, program_lse, pages_per_program)

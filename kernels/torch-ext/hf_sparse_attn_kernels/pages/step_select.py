@@ -1,20 +1,13 @@
-"""Second launch of `append_and_select`: the reduction of the page scores over the group, and the top-k."""
+"""Second kernel of `append_and_select`: the reduction of the page scores over the group, and the top-k."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
 from .._topk import load_order_keys, order_keys, write_top_blocks
-from .._triton import cdiv, finished_last, launch_options, next_power_of_2, wait_for_previous_kernel
-from .._tuning import choice
-from .step_scores import PageScores
+from .._triton import finished_last, wait_for_previous_kernel
 from .tiles import group_softmax
-
-ONE_TILE_LIMIT = 16384  # keys that the selecting program keeps in registers
 
 
 @triton.jit
@@ -154,75 +147,3 @@ def select_pages_kernel(
                     ONE_TILE,
                     True,
                 )
-
-
-def select_pages(
-    scored: PageScores,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    *,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    page_size: int,
-    num_pages: int,
-    max_blocks: int,
-    sink_blocks: int,
-    recent_blocks: int,
-    group_reduce: str,
-    finished: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `select_pages_kernel`."""
-    device = scored.scores.device
-    pairs = scored.scores.shape[0]
-    programs_before = scored.program_lse.shape[-1]
-    config = choice("select", device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
-    # Two levels of about the same size: num_pages / span spans, then max_blocks * span pages.
-    span = next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
-    block_c = max(128, next_power_of_2(max_blocks) * span)
-    two_levels = num_pages >= config["two_levels_from"] and 2 * block_c <= num_pages
-    one_program = not two_levels and group_reduce != "softmax"
-    program_p = max(config["reduced"], span)
-    programs = 1 if one_program else cdiv(num_pages, program_p)
-    keys = cdiv(num_pages, span) if two_levels else num_pages
-    block_n = min(ONE_TILE_LIMIT, max(128, next_power_of_2(keys)))
-
-    indices = torch.empty((pairs // kv_heads, kv_heads, max_blocks), dtype=torch.int32, device=device)
-    counts = torch.empty((pairs // kv_heads, kv_heads), dtype=torch.int32, device=device)
-    maxima = spans = indices
-    if two_levels:
-        maxima = torch.empty((pairs, programs * program_p // span), dtype=torch.int32, device=device)
-        spans = torch.empty((pairs, max_blocks), dtype=torch.int32, device=device)
-    if finished is None and not one_program:
-        finished = torch.zeros((pairs,), dtype=torch.int32, device=device)
-    select_pages_kernel[(programs, pairs)](
-        scored.scores,
-        scored.head_scores,
-        scored.program_lse,
-        maxima,
-        spans,
-        *rows,
-        counts if finished is None else finished,
-        indices,
-        counts,
-        kv_heads,
-        num_pages,
-        max_blocks,
-        sink_blocks,
-        recent_blocks,
-        programs_before,
-        scored.pages_per_program,
-        GROUP=group,
-        REDUCE=group_reduce,
-        PAGE_SIZE=page_size,
-        PROGRAM_P=program_p,
-        ONE_PROGRAM=one_program,
-        TWO_LEVELS=two_levels,
-        SPAN=span,
-        BLOCK_T=next_power_of_2(programs_before),
-        BLOCK_N=block_n,
-        BLOCK_C=block_c,
-        ONE_TILE=keys <= ONE_TILE_LIMIT,
-        num_warps=config["warps"] if block_n <= 2048 else 16,
-        **launch_options(device),
-    )
-    return indices, counts
