@@ -79,7 +79,8 @@ def test_implementations_take_what_the_op_takes(op):
     assert [argument.name for argument in schema.arguments] == names
     assert not any(argument.has_default_value() for argument in schema.arguments)
     family = op.__module__.rpartition(".")[0]
-    modules = [import_module(f"{family}.{path.stem}") for path in Path(inspect.getfile(inspect.unwrap(op))).parent.glob("*.py")]
+    folder = Path(inspect.getfile(inspect.unwrap(op))).parent
+    modules = [import_module(f"{family}.{path.stem}") for path in folder.glob("*.py")]
     found = {module.__name__: vars(module)[op.__name__] for module in modules if op.__name__ in vars(module)}
     del found[op.__module__]
     assert f"{family}.reference" in found
