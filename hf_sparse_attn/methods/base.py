@@ -227,7 +227,7 @@ class SparseMethod:
         [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, selected tokens
         get contiguous positions.
         """
-        output = sparse_decode(
+        output, _ = sparse_decode(
             query,
             layer.keys,
             layer.values,
@@ -241,4 +241,4 @@ class SparseMethod:
             finished=layer.finished,
             **layer.rotations,
         )
-        return output if isinstance(output, torch.Tensor) else output[0]
+        return output

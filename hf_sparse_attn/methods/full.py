@@ -38,7 +38,7 @@ class Full(SparseMethod):
         """Append the token and attend to the whole row; see :meth:`SparseMethod.decode`."""
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         if layer.storage.reads_by_bounds():
-            output = dense_decode(
+            output, _ = dense_decode(
                 query,
                 layer.keys,
                 layer.values,
@@ -48,7 +48,7 @@ class Full(SparseMethod):
                 counter=layer.counter.totals,
                 finished=layer.finished,
             )
-            return output if isinstance(output, torch.Tensor) else output[0]
+            return output
         batch, kv_heads = layer.keys.shape[:2]
         has_padding = layer.lengths.has_padding
         tokens = layer.row_lengths().sum() if has_padding else batch * layer.length

@@ -26,27 +26,27 @@ RESULTS = ROOT / "kernels" / "benchmarks" / "results"
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description="Time every op, checked first, beside dense attention in the same run.")
-    made.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
-    made.add_argument("--shape", action="append", default=[], metavar="TEXT", help="only shapes with this in the name")
-    made.add_argument("--quick", action="store_true", help="a few shapes, shorter; writes nothing without --out")
-    made.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
-    made.add_argument("--update", action="store_true", help="keep what else the JSON file holds")
-    made.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a figure beside the JSON")
-    made.add_argument("--compare", type=Path, metavar="OLD", help="set old results beside these; exit 1 if slower")
-    made.add_argument("--margin", type=float, default=results.MARGIN, help="slower by this fraction is noise")
-    made.add_argument("--force", action="store_true", help="compare results of different devices")
-    made.add_argument("--end-to-end", action="store_true", help="time generate() instead; see --model-shape")
-    made.add_argument("--model-shape", default="llama-3.1-8b", help="architecture, with random weights")
-    made.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
-    made.add_argument("--method", default="quest", help="methods of generate(), comma-separated")
-    made.add_argument("--token-budget", help="tokens read per step, comma-separated (default: Quest 2048)")
-    made.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
-    made.add_argument(
+    cli = argparse.ArgumentParser(description="Time every op, checked first, beside dense attention in the same run.")
+    cli.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
+    cli.add_argument("--shape", action="append", default=[], metavar="TEXT", help="only shapes with this in the name")
+    cli.add_argument("--quick", action="store_true", help="a few shapes, shorter; writes nothing without --out")
+    cli.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
+    cli.add_argument("--update", action="store_true", help="keep what else the JSON file holds")
+    cli.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a figure beside the JSON")
+    cli.add_argument("--compare", type=Path, metavar="OLD", help="set old results beside these; exit 1 if slower")
+    cli.add_argument("--margin", type=float, default=results.MARGIN, help="slower by this fraction is noise")
+    cli.add_argument("--force", action="store_true", help="compare results of different devices")
+    cli.add_argument("--end-to-end", action="store_true", help="time generate() instead; see --model-shape")
+    cli.add_argument("--model-shape", default="llama-3.1-8b", help="architecture, with random weights")
+    cli.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
+    cli.add_argument("--method", default="quest", help="methods of generate(), comma-separated")
+    cli.add_argument("--token-budget", help="tokens read per step, comma-separated (default: Quest 2048)")
+    cli.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
+    cli.add_argument(
         "--tune", action="store_true", help="measure the launch choices of --op and --shape, keep them, and end"
     )
-    made.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
-    return made
+    cli.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and end")
+    return cli
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

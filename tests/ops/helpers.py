@@ -2,16 +2,25 @@
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hf_sparse_attn_kernels
+import pytest
 import torch
+from safetensors import safe_open
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ("triton", "reference")
 BOUNDS = ("page_min", "page_max")
 EXPONENTS = ("page_exponent", "channel_exponent")
+GOLDEN = Path(__file__).parent / "golden" / "selection.safetensors"
 POISON = 99  # of int8 tensors that an op has not written
+
+
+def grid(*values: Any) -> Any:
+    """A case that is left to `-m grid`: others cover each of its values."""
+    return pytest.param(*values, marks=pytest.mark.grid)
 
 
 @dataclass
@@ -147,6 +156,13 @@ def rotate(x: torch.Tensor, slots: torch.Tensor, rope_cos: torch.Tensor, rope_si
     first, second = x.to(wide).chunk(2, dim=-1)
     cos, sin = rope_cos[slots].to(wide), rope_sin[slots].to(wide)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def golden(name: str) -> dict[str, torch.Tensor]:
+    """Load the vectors of one case that released code computed; see golden/README.md."""
+    with safe_open(GOLDEN, "pt") as vectors:
+        names = [key for key in vectors.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 (no dictionary)
+        return {key.removeprefix(f"{name}."): vectors.get_tensor(key).to(device) for key in names}
 
 
 def check_schema(op: str, arguments: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import (
-    _runtime,
+    _op,
     append_and_select,
     dense_decode,
     page_bounds,
@@ -36,8 +36,8 @@ def _step(query, new_key, new_value, keys, values, seq_start, seq_end, counter, 
     chosen = append_and_select(
         query, new_key, new_value, keys, values, page_size=16, counter=counter, **rows, **bounds, **BUDGET
     )
-    sparse = sparse_decode(query, keys, values, *chosen, block_size=16, counter=counter, **rows)
-    dense, lse = dense_decode(query, keys, values, return_lse=True, **rows)
+    sparse, _ = sparse_decode(query, keys, values, *chosen, block_size=16, counter=counter, **rows)
+    dense, lse = dense_decode(query, keys, values, **rows)
     page_bounds(keys, page_size=16, num_new=2, **rows, **bounds)
     scores = page_scores(query, page_size=16, **rows, **bounds)
     return sparse, dense, lse, scores, *select_blocks(scores, block_size=16, **rows, **BUDGET)
@@ -74,13 +74,13 @@ def test_one_graph_with_the_results_of_eager_calls(backend, int8, dynamic_capaci
 @torch.no_grad()
 def test_what_is_compiled_follows_use_impl(monkeypatch):
     seen = []
-    resolve = _runtime.resolve_impl
+    resolve = _op.resolve_impl
 
     def record(impl, tensor):
         seen.append(resolve(impl, tensor))
         return seen[-1]
 
-    monkeypatch.setattr(_runtime, "resolve_impl", record)
+    monkeypatch.setattr(_op, "resolve_impl", record)
     torch._dynamo.reset()
     compiled = torch.compile(lambda *rows: dense_decode(*rows), fullgraph=True, backend="eager")
     rows = make_rows([20])
@@ -120,7 +120,7 @@ def test_schemas_declare_what_is_written_and_fakes_what_is_returned(int8):
         "append_and_select": {
             "new_key": new_key, "new_value": new_value, "page_size": 16, **counted, **bounds, **BUDGET
         },
-        "sparse_decode": {"block_size": 16, "return_lse": True, **blocks, **counted},
+        "sparse_decode": {"block_size": 16, **blocks, **counted},
         "dense_decode": counted,
     }  # fmt: skip
     for name, arguments in calls.items():

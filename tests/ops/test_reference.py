@@ -7,12 +7,12 @@ from hf_sparse_attn_kernels import (
     dense_decode,
     page_bounds,
     page_scores,
-    reference,
-    reference_attention,
-    reference_bounds,
     select_blocks,
     sparse_decode,
 )
+from hf_sparse_attn_kernels.attention import reference as attention
+from hf_sparse_attn_kernels.pages import reference as pages
+from hf_sparse_attn_kernels.pages import reference_bounds as bounds
 
 from tests.ops.helpers import device, empty_bounds, int32, make_rows
 
@@ -20,7 +20,7 @@ from tests.ops.helpers import device, empty_bounds, int32, make_rows
 @pytest.fixture
 def lengths_on_device(monkeypatch):
     """Take the path of tensors whose lengths the host does not know."""
-    for module in (reference, reference_attention, reference_bounds):
+    for module in (attention, bounds, pages):
         monkeypatch.setattr(module, "host_lengths", lambda start, end: None)
 
 
@@ -42,7 +42,7 @@ def _run(lengths, int8, dtype, kv_heads, group):
     new_key, new_value = (rows.query[:, : kv_heads * group : group].contiguous() + n for n in range(2))
     tokens = (rows.query, new_key, new_value, rows.keys, rows.values)
     chosen = append_and_select(*tokens, page_size=16, counter=counter, **bounds, **budget, **options)
-    decode = {"return_lse": True, "counter": counter, **options}
+    decode = {"counter": counter, **options}
     sparse = sparse_decode(rows.query, rows.keys, rows.values, *chosen, block_size=16, **decode)
     dense = dense_decode(rows.query, rows.keys, rows.values, **decode)
     return [rows.keys, rows.values, *bounds.values(), scores, *selected, *chosen, *sparse, *dense, counter]

@@ -7,10 +7,10 @@ import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import append_and_select, dense_decode, page_bounds, sparse_decode
 
-from tests.ops.helpers import device, empty_bounds, make_rows
+from tests.ops.helpers import device, empty_bounds, grid, make_rows
 
 CANDIDATES = [
-    (op, candidate)
+    (op, candidate) if candidate in (candidates[0], candidates[-1]) else grid(op, candidate)
     for op, candidates in tuning.CANDIDATES.items()
     for candidate in candidates
     if op != "rope_decode"  # has a test of its own beside the op's
@@ -41,8 +41,11 @@ def _step(lengths, impl, kv_heads=1, group=4, max_blocks=4, finished=None, **opt
         **bounds,
     )
     buffers = (rows.query, rows.keys, rows.values)
-    sparse = sparse_decode(*buffers, blocks, counts, rows.start, rows.end, block_size=4, finished=finished, impl=impl)
-    return blocks, counts, sparse, dense_decode(*buffers, rows.start, rows.end, finished=finished, impl=impl)
+    sparse, _ = sparse_decode(
+        *buffers, blocks, counts, rows.start, rows.end, block_size=4, finished=finished, impl=impl
+    )
+    dense, _ = dense_decode(*buffers, rows.start, rows.end, finished=finished, impl=impl)
+    return blocks, counts, sparse, dense
 
 
 @pytest.mark.parametrize(("op", "candidate"), CANDIDATES)
@@ -56,8 +59,17 @@ def test_no_choice_changes_a_result(op, candidate):
     torch.testing.assert_close(dense, expected[3], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(("lengths", "max_blocks"), [([1000, 3, 250], 4), ([777, 16], 9), ([260], 2)])
+@pytest.mark.parametrize(
+    ("lengths", "max_blocks", "group"),
+    [
+        ([1000, 3, 250], 4, 3),
+        ([777, 16], 9, 1),
+        ([260], 2, 3),
+        grid([1000, 3, 250], 4, 1),
+        grid([777, 16], 9, 3),
+        grid([260], 2, 1),
+    ],
+)
 def test_two_levels_choose_what_one_does(lengths, max_blocks, group):
     options = {"kv_heads": 2, "group": group, "max_blocks": max_blocks}
     expected = _step(lengths, "reference", **options)

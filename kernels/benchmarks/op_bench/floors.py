@@ -36,36 +36,36 @@ def _selection_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def prompt_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Of all keys, read once, and the bounds, written."""
+    """Bytes of all keys, read once, and the bounds, written."""
     return shape.length * _token_bytes(shape) + metadata_bytes(kind, shape, settings)
 
 
 def token_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Of one page of keys and its bounds."""
+    """Bytes of one page of keys and its bounds."""
     written = _bound_bytes(kind, shape, settings) // settings.pages(shape)
     return settings.page_size * _token_bytes(shape) + written
 
 
 def scores_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Of all metadata, the query and the scores."""
+    """Bytes of all metadata, the query and the scores."""
     written = 4 * _rows(shape) * settings.pages(shape)
     return metadata_bytes(kind, shape, settings) + _query_bytes(shape) + written
 
 
 def select_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the scores and the selection."""
+    """Bytes of the scores and the selection."""
     return 4 * _rows(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
 
 
 def append_and_select_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Of all metadata, the query, the new token and the selection; the scores stay on the chip."""
+    """Bytes of all metadata, the query, the new token and the selection; the scores stay on the chip."""
     appended = 4 * _token_bytes(shape)  # key and value, read and written
     read = metadata_bytes(kind, shape, settings) + _query_bytes(shape)
     return read + appended + _selection_bytes(shape, settings)
 
 
 def sparse_decode_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the selected keys and values, the query, the output and the selection."""
+    """Bytes of the selected keys and values, the query, the output and the selection."""
     read = 2 * settings.tokens_read(shape) * _token_bytes(shape)
     return read + 2 * _query_bytes(shape) + _selection_bytes(shape, settings)
 
@@ -76,7 +76,7 @@ def dense_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def step_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """What a whole step must move; the selection stays on the chip."""
+    """Bytes that a whole step must move; the selection stays on the chip."""
     return (
         append_and_select_bytes(kind, shape, settings)
         + sparse_decode_bytes(shape, settings)

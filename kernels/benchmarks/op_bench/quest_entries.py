@@ -72,7 +72,7 @@ def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs
 def _sparse_decode(layer: Layer, block_indices: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
     tensors = (layer.query, layer.keys, layer.values, block_indices, block_counts, layer.seq_start, layer.seq_end)
     options = {"block_size": layer.settings.page_size, "counter": layer.counter, "finished": layer.finished}
-    return (ops.sparse_decode(*tensors, **options, impl=impl),)
+    return ops.sparse_decode(*tensors, **options, impl=impl)[:1]
 
 
 def _run_sparse_decode(layer: Layer, impl: str | None) -> Outputs:
@@ -81,7 +81,7 @@ def _run_sparse_decode(layer: Layer, impl: str | None) -> Outputs:
 
 def _run_dense_decode(layer: Layer, impl: str | None) -> Outputs:
     tensors = (layer.query, layer.keys, layer.values, layer.seq_start, layer.seq_end)
-    return (ops.dense_decode(*tensors, counter=layer.counter, finished=layer.finished, impl=impl),)
+    return ops.dense_decode(*tensors, counter=layer.counter, finished=layer.finished, impl=impl)[:1]
 
 
 def _run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:

@@ -36,7 +36,7 @@ def _decode(layer: TokenLayer, block_indices: torch.Tensor, block_counts: torch.
     tensors = (layer.query, layer.keys, layer.values, block_indices, block_counts, layer.seq_start, layer.seq_end)
     options = {"block_size": 1, "rope_cos": layer.cos, "rope_sin": layer.sin}
     counters = {"counter": layer.counter, "finished": layer.finished}
-    return (ops.sparse_decode(*tensors, **options, **counters, impl=impl),)
+    return ops.sparse_decode(*tensors, **options, **counters, impl=impl)[:1]
 
 
 def _prefill(layer: TokenLayer, block_indices: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:

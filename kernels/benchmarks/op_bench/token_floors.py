@@ -28,37 +28,37 @@ def _table_bytes(slots: int, shape: Shape) -> int:
 
 
 def vote_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the keys that are voted for; what the ops count as read."""
+    """Bytes of the keys that are voted for; what the ops count as read."""
     return (choice_length(shape) - settings.sink_tokens - settings.recent_tokens) * _token_bytes(shape)
 
 
 def select_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the keys that are voted for, the query and the selection; the votes stay on the chip."""
+    """Bytes of the keys that are voted for, the query and the selection; the votes stay on the chip."""
     return vote_bytes(shape, settings) + _query_bytes(shape) + _selection_bytes(shape, settings)
 
 
 def decode_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the chosen keys and values, RoPE's tables, the query, the output and the selection."""
+    """Bytes of the chosen keys and values, RoPE's tables, the query, the output and the selection."""
     read = 2 * settings.max_tokens * _token_bytes(shape) + _table_bytes(settings.max_tokens, shape)
     return read + 2 * _query_bytes(shape) + _selection_bytes(shape, settings)
 
 
 def prefill_bytes(shape: Shape, settings: Settings) -> int:
-    """Of the chosen and the chunk's keys and values, RoPE's tables, the queries, the outputs and the selection."""
+    """Bytes of the chosen and the chunk's keys and values, RoPE's tables, queries, outputs and the selection."""
     tokens = settings.max_tokens + shape.queries
     read = 2 * tokens * _token_bytes(shape) + _table_bytes(tokens, shape)
     return read + 2 * shape.queries * _query_bytes(shape) + _selection_bytes(shape, settings)
 
 
 def step_bytes(shape: Shape, settings: Settings) -> int:
-    """Of a decode step that chooses: every key once, the chosen values, and the new token; the selection stays."""
+    """Bytes of a decode step that chooses: every key once, the chosen values, the new token; the selection stays."""
     values = settings.max_tokens * _token_bytes(shape)
     tables = _table_bytes(settings.max_tokens, shape)
     return shape.length * _token_bytes(shape) + values + tables + 2 * _query_bytes(shape) + _append_bytes(shape)
 
 
 def kept_step_bytes(shape: Shape, settings: Settings) -> int:
-    """Of a decode step that keeps the last choice: the query that made it, the new token, and what is attended to."""
+    """Bytes of a decode step that keeps the last choice: its query, the new token, and what is attended to."""
     return decode_bytes(shape, settings) + _query_bytes(shape) + _append_bytes(shape)
 
 
@@ -68,7 +68,7 @@ def _append_bytes(shape: Shape) -> int:
 
 
 def chunk_bytes(shape: Shape, settings: Settings) -> int:
-    """Of a chunk: every key once, the chosen and the chunk's values, tables, queries and outputs."""
+    """Bytes of a chunk: every key once, the chosen and the chunk's values, tables, queries and outputs."""
     tokens = settings.max_tokens + shape.queries
     read = (shape.length + tokens) * _token_bytes(shape) + _table_bytes(tokens, shape)
     return read + 2 * shape.queries * _query_bytes(shape)

@@ -106,8 +106,8 @@ def check_dense_chunk(found: torch.Tensor, layer: TokenLayer, *, is_causal: bool
     name = f"dense, {'causal' if is_causal else 'to the end'}"
     for dtype in (torch.float32, DTYPE):
         if f"{name}, {dtype}" not in layer.expected:
-            made = chunk_attention(layer.query, layer.keys, layer.values, dtype, is_causal=is_causal)
-            layer.expected[f"{name}, {dtype}"] = made
+            computed = chunk_attention(layer.query, layer.keys, layer.values, dtype, is_causal=is_causal)
+            layer.expected[f"{name}, {dtype}"] = computed
     check_output(found, *(layer.expected[f"{name}, {dtype}"] for dtype in (torch.float32, DTYPE)))
 
 

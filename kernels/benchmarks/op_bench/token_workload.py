@@ -136,7 +136,7 @@ def make_token_layer(
     one_query = rotated(query, cos[recent], sin[recent]) if shape.queries == 1 else chunk_vote(query, cos, sin, recent)
     start = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     end = torch.full_like(start, shape.length)
-    made = TokenLayer(
+    layer = TokenLayer(
         shape,
         settings,
         query,
@@ -157,10 +157,10 @@ def make_token_layer(
         reuse_counter=torch.zeros(2, dtype=torch.int64, device=device),
         finished=torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device),
     )
-    made.block_indices, made.block_counts = ops.select_tokens(
-        made.voting, keys, start, made.choice_end, **settings.token_choice, finished=made.finished, impl=impl
+    layer.block_indices, layer.block_counts = ops.select_tokens(
+        layer.voting, keys, start, layer.choice_end, **settings.token_choice, finished=layer.finished, impl=impl
     )
-    return made
+    return layer
 
 
 def _some_tokens(shape: Shape, settings: Settings, generator: torch.Generator) -> torch.Tensor:

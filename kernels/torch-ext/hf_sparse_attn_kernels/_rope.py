@@ -11,19 +11,19 @@ def load_rotated(
     at,  # [N, 1], addresses of rows of HEAD_DIM channels
     stride,  # of the channels
     slot,  # [N]
-    there,  # [N]
+    valid,  # [N]
     cos_ptr,  # [slots, HEAD_DIM // 2], like the next
     sin_ptr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Load rows as two halves [N, BLOCK_H], row i rotated to slot[i] in float32 and rounded once; 0 where not `there`.
+    """Load rows as two halves [N, BLOCK_H], row i rotated to slot[i] in float32 and rounded once; 0 where not `valid`.
 
     In halves every cosine and sine is loaded once, and no channel is read a second time for its partner's sake.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     dims = tl.arange(0, BLOCK_H)[None, :]
-    mask = there[:, None] & (dims < HALF)
+    mask = valid[:, None] & (dims < HALF)
     first = tl.load(at + dims * stride, mask=mask, other=0.0)
     second = tl.load(at + (dims + HALF) * stride, mask=mask, other=0.0)
     angle_at = slot.to(tl.int64)[:, None] * HALF + dims

@@ -28,7 +28,7 @@ def _place(reached, num_blocks):
 
 @triton.jit
 def order_keys(scores, blocks, num_blocks, sink_blocks, recent_blocks):
-    """Scores as int32 of the same order: forced blocks above every score, blocks that are not there below."""
+    """Scores as int32 of the same order: forced blocks above every score, absent blocks below."""
     scores = tl.where(scores == scores, scores, float("-inf"))  # NaN ranks with the lowest
     scores = tl.where(scores == 0.0, 0.0, scores)  # -0.0 ties with 0.0
     keys = _key_of(scores)
@@ -154,7 +154,7 @@ def _range_of_scores(keys):
 
 @triton.jit
 def _ranks(flags, BLOCK_N: tl.constexpr):
-    """How many flags of a tile are set before each one, [BLOCK_N].
+    """Count the flags of a tile that are set before each one, [BLOCK_N].
 
     In two levels, the longer of them within few threads: a scan of the whole tile would take several times as long.
     """

@@ -1,4 +1,4 @@
-"""What the Triton kernels and their launchers share."""
+"""Helpers that the Triton kernels and their launchers share."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -45,7 +45,7 @@ def score_dtype(query: torch.Tensor, quantized: bool) -> Any:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of the largest kind the device runs at once."""
+    """Count the programs of the largest kind that the device runs at once."""
     if device.type != "cuda":
         return INTERPRETER_MULTIPROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -16,7 +16,7 @@ import torch
 
 TUNED = Path(__file__).parent / "tuned.json"
 SHAPE = ("pairs", "group", "head_dim", "tokens")
-"""What a choice depends on: batch * KV heads, query heads per KV head, head_dim, tokens that there is room for."""
+"""A choice depends on batch * KV heads, query heads per KV head, head_dim, and the buffers' capacity in tokens."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     # Pages in a tile, programs for each multiprocessor, warps in a program.
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
 
 def _attention_candidates(*values: tuple[int, int, int, int, int]) -> list[dict[str, int]]:
     names = ("block_n", "per_multiprocessor", "warps", "stages", "merge_apart")
-    return [dict(zip(names, of_candidate, strict=True)) for of_candidate in values]
+    return [dict(zip(names, candidate, strict=True)) for candidate in values]
 
 
 CANDIDATES: dict[str, list[dict[str, int]]] = {
@@ -75,7 +75,7 @@ def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
 def forced(**choices: dict[str, int]) -> Iterator[None]:
     """Set the choice of ops, by name, inside the `with` block, whatever the shape: to measure it, or to test it."""
     before = dict(_forced)
-    _forced.update({op: DEFAULTS[op] | made for op, made in choices.items()})
+    _forced.update({op: DEFAULTS[op] | config for op, config in choices.items()})
     try:
         yield
     finally:
@@ -101,8 +101,8 @@ def _measured(device: torch.device) -> dict[str, list[dict[str, Any]]]:
     if device.type != "cuda" or not TUNED.exists():
         return {}
     major, minor = torch.cuda.get_device_capability(device)
-    of_device: dict[str, list[dict[str, Any]]] = json.loads(TUNED.read_text()).get(f"{major}.{minor}", {})
-    return of_device
+    entries: dict[str, list[dict[str, Any]]] = json.loads(TUNED.read_text()).get(f"{major}.{minor}", {})
+    return entries
 
 
 def forget() -> None:

@@ -1,0 +1,181 @@
+"""Argument checks that several ops share: on shapes, dtypes and devices alone, so that none waits for the device."""
+
+import torch
+
+MAX_HEAD_DIM = 256  # of the Triton kernels
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REFERENCE_DTYPES = (*TRITON_DTYPES, torch.float64)
+BUFFER_AXES = "batch, kv_heads, capacity, head_dim"
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Check the dtype that decides the precision of the op."""
+    if tensor.dtype not in REFERENCE_DTYPES:
+        allowed = ", ".join(map(str, REFERENCE_DTYPES))
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+
+
+def check_like(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that `tensor` has the dtype and the device of `other`."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {other.dtype}, the dtype of {other_name}")
+    check_device(name, tensor, other_name, other)
+
+
+def check_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that `tensor` lies on the device of `other`."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name} is on {tensor.device}; allowed: {other.device}, the device of {other_name}")
+
+
+def check_dims(name: str, tensor: torch.Tensor, axes: str) -> None:
+    """Check the number of dimensions against `axes`, as in "batch, kv_heads, n"; none may be empty."""
+    count = axes.count(",") + 1
+    if tensor.dim() != count or 0 in tensor.shape:
+        raise ValueError(f"{name} has shape {_shape(tensor)}; allowed: [{axes}], none of them 0")
+
+
+def check_shape(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
+    """Check the exact shape."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {_shape(tensor)}; allowed: [{axes}] = {list(shape)}")
+
+
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    """Check that the last dimension, which the kernels read as vectors, is contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that the kernels may count through the tensor without strides."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; allowed: contiguous")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that `tensor` has the one dtype that is allowed."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
+
+
+def check_sequence(
+    seq_start: torch.Tensor, seq_end: torch.Tensor, batch: int, other_name: str, other: torch.Tensor
+) -> None:
+    """Check the bounds of the rows: int32 [batch] on the device of `other`."""
+    for name, tensor in (("seq_start", seq_start), ("seq_end", seq_end)):
+        check_dtype(name, tensor, torch.int32)
+        check_shape(name, tensor, "batch", (batch,))
+        check_device(name, tensor, other_name, other)
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Check a whole number of the host."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r}; allowed: an int of at least {minimum}")
+
+
+def check_page_size(page_size: int) -> None:
+    """Check for a power of two."""
+    check_at_least("page_size", page_size, 1)
+    if page_size & (page_size - 1):
+        raise ValueError(f"page_size={page_size}; allowed: a power of two")
+
+
+def check_group(q_heads: int, kv_heads: int) -> None:
+    """Check that every KV head serves the same number of query heads."""
+    if q_heads % kv_heads:
+        raise ValueError(f"q_heads={q_heads} of query; allowed: a multiple of kv_heads={kv_heads}")
+
+
+def check_query(query: torch.Tensor, kv_heads: int) -> None:
+    """Check one query token per row against the KV heads."""
+    check_dims("query", query, "batch, q_heads, head_dim")
+    check_float("query", query)
+    check_group(query.shape[1], kv_heads)
+
+
+def check_buffers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Check one query token per row, and keys and values against it."""
+    check_dims("keys", keys, BUFFER_AXES)
+    check_query(query, keys.shape[1])
+    check_keys_and_values(query, keys, values)
+
+
+def check_keys_and_values(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Check keys and values, the number of whose dimensions is known, against the query."""
+    shape = (query.shape[0], *keys.shape[1:3], query.shape[-1])
+    for name, buffer in (("keys", keys), ("values", values)):
+        check_shape(name, buffer, BUFFER_AXES, shape)
+        check_like(name, buffer, "query", query)
+        check_last_stride(name, buffer)
+
+
+def check_selection(
+    query: torch.Tensor, keys: torch.Tensor, block_indices: torch.Tensor, block_counts: torch.Tensor
+) -> None:
+    """Check a selection for every KV head, or one that all of them share."""
+    batch, kv_heads = keys.shape[:2]
+    check_dims("block_indices", block_indices, "batch, kv_heads or 1, max_blocks")
+    heads = 1 if block_indices.shape[1] == 1 else kv_heads
+    shape = (batch, heads, block_indices.shape[2])
+    check_shape("block_indices", block_indices, "batch, kv_heads or 1, max_blocks", shape)
+    check_shape("block_counts", block_counts, "batch, heads of block_indices", (batch, heads))
+    for name, tensor in (("block_indices", block_indices), ("block_counts", block_counts)):
+        check_dtype(name, tensor, torch.int32)
+        check_device(name, tensor, "query", query)
+
+
+def check_rope(
+    rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, query: torch.Tensor, slots_name: str, slots: int
+) -> None:
+    """Check a table of rotations with a row for each of the `slots` that may be taken."""
+    if rope_cos is None or rope_sin is None:
+        if rope_cos is not None or rope_sin is not None:
+            name, other = ("rope_cos", "rope_sin") if rope_cos is None else ("rope_sin", "rope_cos")
+            raise ValueError(f"{name} is None; allowed: a tensor, because {other} is one")
+        return
+    head_dim = query.shape[-1]
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} of query; allowed with rope_cos: an even number")
+    check_dims("rope_cos", rope_cos, "slots, head_dim // 2")
+    if rope_cos.shape[0] < slots:
+        raise ValueError(f"slots={rope_cos.shape[0]} of rope_cos; allowed: at least {slots_name}={slots}")
+    for name, table in (("rope_cos", rope_cos), ("rope_sin", rope_sin)):
+        check_dtype(name, table, torch.float32)
+        check_shape(name, table, "slots, head_dim // 2", (rope_cos.shape[0], head_dim // 2))
+        check_device(name, table, "query", query)
+        check_contiguous(name, table)
+
+
+def check_counters(
+    counter: torch.Tensor | None, finished: torch.Tensor | None, query: torch.Tensor, kv_heads: int
+) -> None:
+    """Check the counter that an op adds to, and the scratch counters of its programs."""
+    if counter is not None:
+        check_dtype("counter", counter, torch.int64)
+        check_shape("counter", counter, "4", (4,))
+        check_device("counter", counter, "query", query)
+        check_contiguous("counter", counter)
+    if finished is not None:
+        check_dtype("finished", finished, torch.int32)
+        check_shape("finished", finished, "batch, kv_heads", (query.shape[0], kv_heads))
+        check_device("finished", finished, "query", query)
+        check_contiguous("finished", finished)
+
+
+def check_triton_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = TRITON_DTYPES) -> None:
+    """Check the dtype that decides the precision of an op against those that its kernels take."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed for impl='triton': {', '.join(map(str, dtypes))}")
+
+
+def check_triton(name: str, tensor: torch.Tensor) -> None:
+    """Check dtype and head_dim, which is the last dimension, against what the kernels take."""
+    check_triton_dtype(name, tensor)
+    if tensor.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={tensor.shape[-1]} of {name}; allowed for impl='triton': at most {MAX_HEAD_DIM}")

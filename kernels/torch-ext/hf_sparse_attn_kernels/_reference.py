@@ -1,0 +1,62 @@
+"""Helpers that the torch references share.
+
+References read only what the kernels read, copy no length of a CUDA tensor to the host, and compute in float32 (float64
+for float64). On the CPU a decode step costs mostly the number of torch calls: lengths are at hand there, and masks and
+gathers that they make needless are left out.
+"""
+
+import math
+
+import torch
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to compute in, and that of scores, for tensors of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_lengths(seq_start: torch.Tensor, seq_end: torch.Tensor) -> torch.Tensor:
+    """int32 [batch]: the valid tokens of each row."""
+    return (seq_end - seq_start).clamp_(min=0)
+
+
+def host_lengths(seq_start: torch.Tensor, seq_end: torch.Tensor) -> list[int] | None:
+    """Return the valid tokens of each row, or None where that would wait for a device."""
+    return row_lengths(seq_start, seq_end).tolist() if seq_start.device.type == "cpu" else None
+
+
+def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """2 ** exponent, exactly: the bits of a float32, for exponents between -126 and 127."""
+    return ((exponent.int() + 127) << 23).view(torch.float32).to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [.., head_dim] by angles [.., head_dim // 2], half-split as in Transformers, rounded once."""
+    first, second = x.to(compute_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> list[torch.Tensor]:
+    """Gather each buffer [batch, kv_heads, capacity, head_dim] at int64 `positions` [batch, 1 or kv_heads, n].
+
+    Whatever the strides, every token is a row of one flat view of the storage, and taking rows of a matrix is several
+    times faster than indexing three dimensions at once. Positions past the buffer read its first or last token.
+    """
+    batch, kv_heads, capacity, head_dim = buffers[0].shape
+    positions = positions.clamp(0, capacity - 1)
+    taken: list[torch.Tensor] = []
+    index_strides, index = None, positions
+    for buffer in buffers:
+        strides = buffer.stride()[:3]
+        unit = max(1, math.gcd(*strides))
+        batch_step, head_step, token_step = (stride // unit for stride in strides)
+        if strides != index_strides:
+            head_first = torch.arange(0, max(1, kv_heads * head_step), max(1, head_step), device=buffer.device)
+            index = positions * token_step + head_first[:, None]
+            if batch > 1:
+                index = index + torch.arange(batch, device=buffer.device)[:, None, None] * batch_step
+            index, index_strides = index.flatten(), strides
+        last = (batch - 1) * batch_step + (kv_heads - 1) * head_step + (capacity - 1) * token_step
+        tokens = buffer.as_strided((last + 1, head_dim), (unit, 1))
+        taken.append(tokens.index_select(0, index).view(batch, kv_heads, -1, head_dim))
+    return taken

@@ -1,0 +1,1 @@
+"""Block selection over fixed pages of the KV cache."""

@@ -1,0 +1,83 @@
+"""Argument checks that the ops on pages share."""
+
+import torch
+
+from .._check import (
+    check_at_least,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_shape,
+)
+
+BOUNDS_AXES = "batch, kv_heads, max_pages, head_dim"
+GROUP_REDUCE = ("softmax", "mean", "max")
+
+
+def check_bounds(
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+    shape: tuple[int, int, int, int],
+    other_name: str,
+    other: torch.Tensor,
+) -> None:
+    """Check page bounds: of the dtype of `other` without exponents, or int8 with both."""
+    batch, kv_heads, max_pages, head_dim = shape
+    for name, bound in (("page_min", page_min), ("page_max", page_max)):
+        check_shape(name, bound, BOUNDS_AXES, shape)
+        check_device(name, bound, other_name, other)
+        check_last_stride(name, bound)
+        if bound.dtype not in (other.dtype, torch.int8):
+            raise TypeError(
+                f"{name} has dtype {bound.dtype}; allowed: {other.dtype}, the dtype of {other_name}, or torch.int8"
+            )
+    if page_max.dtype != page_min.dtype:
+        raise TypeError(f"page_max has dtype {page_max.dtype}; allowed: {page_min.dtype}, the dtype of page_min")
+    exponents = (
+        ("page_exponent", page_exponent, "batch, kv_heads, max_pages", (batch, kv_heads, max_pages)),
+        ("channel_exponent", channel_exponent, "batch, kv_heads, head_dim", (batch, kv_heads, head_dim)),
+    )
+    for name, exponent, axes, exponent_shape in exponents:
+        if page_min.dtype != torch.int8:
+            if exponent is not None:
+                raise ValueError(f"{name} is given; allowed: None, because page_min has dtype {page_min.dtype}")
+        elif exponent is None:
+            raise ValueError(f"{name} is None; allowed: a tensor [{axes}], because page_min has dtype torch.int8")
+        else:
+            check_dtype(name, exponent, torch.int8)
+            check_shape(name, exponent, axes, exponent_shape)
+            check_device(name, exponent, other_name, other)
+            check_contiguous(name, exponent)
+
+
+def check_capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> None:
+    """Check that the bounds have a page for every buffer position."""
+    max_pages = page_min.shape[2]
+    if max_pages * page_size < capacity:
+        raise ValueError(
+            f"max_pages={max_pages} of page_min; allowed: at least {-(-capacity // page_size)}, "
+            f"to hold capacity={capacity} in pages of page_size={page_size}"
+        )
+
+
+def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
+    """Check the reduction over a group, and a bound on the pages to score."""
+    if group_reduce not in GROUP_REDUCE:
+        raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
+    if num_pages is not None and not 1 <= num_pages <= max_pages:
+        raise ValueError(f"num_pages={num_pages}; allowed: None, or 1 to max_pages={max_pages}")
+
+
+def check_budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent: int = 0) -> None:
+    """Check that the blocks that are always chosen fit."""
+    check_at_least("max_blocks", max_blocks, 1)
+    check_at_least("sink_blocks", sink_blocks, 0)
+    check_at_least("recent_blocks", recent_blocks, least_recent)
+    if sink_blocks + recent_blocks > max_blocks:
+        raise ValueError(
+            f"sink_blocks={sink_blocks} and recent_blocks={recent_blocks}; allowed: together at most "
+            f"max_blocks={max_blocks}"
+        )

@@ -1,0 +1,325 @@
+"""The ops that keep the bounds of pages, score pages and select blocks."""
+
+import torch
+
+from .._check import (
+    BUFFER_AXES,
+    check_at_least,
+    check_buffers,
+    check_counters,
+    check_dims,
+    check_float,
+    check_last_stride,
+    check_like,
+    check_page_size,
+    check_query,
+    check_sequence,
+    check_shape,
+)
+from .._op import op, output, selection_output
+from .._reference import compute_dtype
+from .checks import BOUNDS_AXES, check_bounds, check_budget, check_capacity, check_scoring
+
+
+@op(launcher="bounds", writes=("page_min", "page_max", "page_exponent", "channel_exponent"))
+def page_bounds(
+    keys: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    num_new: int,
+    page_exponent: torch.Tensor | None = None,
+    channel_exponent: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Update, in place, the elementwise minimum and maximum of the keys of every page with new tokens.
+
+    Quest, arXiv 2406.10774, section 3. Page p of row b holds the buffer positions seq_start[b] + p * page_size and
+    the page_size - 1 after it, cut at seq_end[b]. A page is recomputed, from all of its valid tokens, if it holds
+    one of the row's last `num_new` valid tokens; other pages, and rows without valid tokens, stay as they are.
+
+    Bounds in 8 bits are levels between -127 and 127, rounded outwards, so that they still bound every key of the page:
+    channel i of page p lies between its two levels times 2 ** (channel_exponent[i] + page_exponent[p]).
+
+    - A row whose valid tokens are all new sets its channel exponents: c_i is the least with a_i <= 90 * 2 ** c_i, where
+      a_i is the largest magnitude in the row of channel i and of its RoPE partner, (i + head_dim // 2) % head_dim.
+      Whatever the rotation does to a key of that range, it fits 127 * 2 ** c_i. Other rows keep theirs.
+    - The page exponent, 0 or more, makes room for keys beyond that range: the least that fits the page's bounds.
+
+    Parameters
+    ----------
+    keys : torch.Tensor
+        Key buffer [batch, kv_heads, capacity, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
+        Strides are free but for the last, which is 1. Positions outside a row's valid tokens are never used.
+    page_min, page_max : torch.Tensor
+        Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `keys` or int8;
+        max_pages * page_size >= capacity.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `keys`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
+    page_size : int
+        Tokens per page, a power of two.
+    num_new : int
+        How many tokens at the end of each row are new; more than the row holds means the whole row.
+    page_exponent : torch.Tensor, optional
+        With int8 bounds, and only then: int8 [batch, kv_heads, max_pages], updated with them; 0 to 60.
+    channel_exponent : torch.Tensor, optional
+        With int8 bounds, and only then: int8 [batch, kv_heads, head_dim], set for rows that are all new; -60 to 60.
+    impl : {"triton", "reference"}, optional
+        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device or number, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_dims("keys", keys, BUFFER_AXES)
+    batch, kv_heads, capacity, head_dim = keys.shape
+    check_float("keys", keys)
+    check_last_stride("keys", keys)
+    check_page_size(page_size)
+    check_at_least("num_new", num_new, 0)
+    check_dims("page_min", page_min, BOUNDS_AXES)
+    shape = (batch, kv_heads, page_min.shape[2], head_dim)
+    check_bounds(page_min, page_max, page_exponent, channel_exponent, shape, "keys", keys)
+    check_capacity(page_min, capacity, page_size)
+    check_sequence(seq_start, seq_end, batch, "keys", keys)
+
+
+@op(launcher="scores")
+def page_scores(
+    query: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    scale: float | None = None,
+    group_reduce: str = "softmax",
+    num_pages: int | None = None,
+    page_exponent: torch.Tensor | None = None,
+    channel_exponent: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Bound q.k over each page from above, and reduce the bound over the query heads that share a KV head.
+
+    Quest, arXiv 2406.10774, section 3: s_h(p) = scale * sum_i max(q_i m_i, q_i M_i), with m and M the bounds of page
+    p. Query head h reads KV head h // group, group = q_heads // kv_heads.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
+    page_min, page_max : torch.Tensor
+        Bounds [batch, kv_heads, max_pages, head_dim], of the dtype of `query` or int8; the last stride is 1.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
+    page_size : int
+        Tokens per page, a power of two.
+    scale : float, optional
+        Default: head_dim ** -0.5.
+    group_reduce : {"softmax", "mean", "max"}
+        "softmax": log sum_h exp(s_h(p) - log sum_p' exp s_h(p')), each head's scores normalised over the row's pages
+        and then added; the logarithm keeps the order and neither underflows nor ties.
+    num_pages : int, optional
+        How many leading pages to score, a bound on the rows' lengths that the host knows. Default: max_pages.
+    page_exponent, channel_exponent : torch.Tensor, optional
+        With int8 bounds, and only then: what `page_bounds` wrote, int8 [batch, kv_heads, max_pages] and
+        [batch, kv_heads, head_dim].
+    impl : {"triton", "reference"}, optional
+        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [batch, kv_heads, num_pages] (float64 for float64); -inf for pages without a valid token.
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device, number or name, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_dims("page_min", page_min, BOUNDS_AXES)
+    kv_heads, max_pages = page_min.shape[1:3]
+    check_query(query, kv_heads)
+    batch, _, head_dim = query.shape
+    shape = (batch, kv_heads, max_pages, head_dim)
+    check_bounds(page_min, page_max, page_exponent, channel_exponent, shape, "query", query)
+    check_sequence(seq_start, seq_end, batch, "query", query)
+    check_page_size(page_size)
+    check_scoring(group_reduce, num_pages, max_pages)
+    num_pages = max_pages if num_pages is None else num_pages
+    return output(query, (batch, kv_heads, num_pages), compute_dtype(query.dtype))
+
+
+@op(launcher="select")
+def select_blocks(
+    scores: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    block_size: int,
+    max_blocks: int,
+    sink_blocks: int = 0,
+    recent_blocks: int = 0,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the blocks to read: the first and last of the row, then those with the highest scores.
+
+    The top-K of Quest (arXiv 2406.10774, section 3), with always-read first and last blocks. Row b has
+    n = ceil((seq_end[b] - seq_start[b]) / block_size) blocks, num_blocks at most. Both implementations choose the
+    same blocks: of exactly equal scores the lower index wins, and NaN ranks with -inf.
+
+    Parameters
+    ----------
+    scores : torch.Tensor
+        float32 [batch, kv_heads, num_blocks] (also float64 in the reference).
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `scores`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
+    block_size : int
+        Tokens per block, at least 1.
+    max_blocks : int
+        The most blocks to choose per row and KV head, at least 1.
+    sink_blocks, recent_blocks : int
+        How many blocks at the beginning and at the end of the row are always chosen; together at most `max_blocks`.
+    impl : {"triton", "reference"}, optional
+        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Returns
+    -------
+    block_indices : torch.Tensor
+        int32 [batch, kv_heads, max_blocks], ascending, then -1. Index i is the block of the row's tokens
+        i * block_size and the block_size - 1 after it, counted from seq_start.
+    block_counts : torch.Tensor
+        int32 [batch, kv_heads], min(max_blocks, n).
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, device or number.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_dims("scores", scores, "batch, kv_heads, num_blocks")
+    if scores.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"scores has dtype {scores.dtype}; allowed: torch.float32, torch.float64")
+    check_sequence(seq_start, seq_end, scores.shape[0], "scores", scores)
+    check_at_least("block_size", block_size, 1)
+    check_budget(max_blocks, sink_blocks, recent_blocks)
+    return selection_output(scores, scores.shape[0], scores.shape[1], max_blocks)
+
+
+@op(
+    launcher="step",
+    writes=("keys", "values", "page_min", "page_max", "page_exponent", "channel_exponent", "counter", "finished"),
+)
+def append_and_select(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_blocks: int,
+    sink_blocks: int = 0,
+    recent_blocks: int = 0,
+    scale: float | None = None,
+    group_reduce: str = "softmax",
+    num_pages: int | None = None,
+    page_exponent: torch.Tensor | None = None,
+    channel_exponent: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append one token to every row, take it into its page's bounds, and choose the pages to read.
+
+    The selection step of Quest's decoding (arXiv 2406.10774, section 3) as one op: `new_key` and `new_value` go to
+    buffer position seq_end[b] - 1, then follow `page_bounds` with num_new=1, `page_scores` and `select_blocks`. A row
+    with seq_end <= seq_start appends and selects nothing.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
+    new_key, new_value : torch.Tensor
+        The token to append [batch, kv_heads, head_dim], of the dtype of `query`.
+    keys, values : torch.Tensor
+        Buffers to write to [batch, kv_heads, capacity, head_dim], of the dtype of `query`. Strides are free but for
+        the last, which is 1.
+    page_min, page_max : torch.Tensor
+        Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `query` or int8;
+        max_pages * page_size >= capacity.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `query`: row b's valid tokens, the new one included, are at
+        seq_start[b] .. seq_end[b] - 1.
+    page_size : int
+        Tokens per page and per selected block, a power of two.
+    max_blocks : int
+        The most pages to choose per row and KV head, at least 1.
+    sink_blocks, recent_blocks : int
+        How many pages at the beginning and at the end of the row are always chosen; together at most `max_blocks`.
+        `recent_blocks` is at least 1: the page being filled is always read.
+    scale, group_reduce, num_pages
+        As for `page_scores`.
+    page_exponent, channel_exponent : torch.Tensor, optional
+        With int8 bounds, and only then: int8 [batch, kv_heads, max_pages] and [batch, kv_heads, head_dim], updated as
+        `page_bounds` does.
+    counter : torch.Tensor, optional
+        int64 [4], added to in place: [2] += the bytes of bounds and exponents that were scored.
+    finished : torch.Tensor, optional
+        Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
+        them, which takes a launch.
+    impl : {"triton", "reference"}, optional
+        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Returns
+    -------
+    block_indices : torch.Tensor
+        int32 [batch, kv_heads, max_blocks], ascending, then -1.
+    block_counts : torch.Tensor
+        int32 [batch, kv_heads].
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device, number or name, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_buffers(query, keys, values)
+    batch, kv_heads, capacity, head_dim = keys.shape
+    for name, token in (("new_key", new_key), ("new_value", new_value)):
+        check_shape(name, token, "batch, kv_heads, head_dim", (batch, kv_heads, head_dim))
+        check_like(name, token, "query", query)
+        check_last_stride(name, token)
+    check_page_size(page_size)
+    check_dims("page_min", page_min, BOUNDS_AXES)
+    shape = (batch, kv_heads, page_min.shape[2], head_dim)
+    check_bounds(page_min, page_max, page_exponent, channel_exponent, shape, "query", query)
+    check_capacity(page_min, capacity, page_size)
+    check_sequence(seq_start, seq_end, batch, "query", query)
+    check_scoring(group_reduce, num_pages, page_min.shape[2])
+    check_budget(max_blocks, sink_blocks, recent_blocks, least_recent=1)
+    check_counters(counter, finished, query, keys.shape[1])
+    return selection_output(query, batch, kv_heads, max_blocks)

@@ -1,0 +1,128 @@
+"""Torch reference of `page_bounds`."""
+
+import torch
+
+from .._reference import compute_dtype, host_lengths, power_of_two, row_lengths, take_tokens
+
+MAX_LEVEL = 127  # of bounds in 8 bits; -128 stays unused, so that levels are symmetric
+MAX_EXPONENT = 60
+
+
+def page_bounds(
+    keys: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    num_new: int,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+) -> None:
+    """Reference of `hf_sparse_attn_kernels.page_bounds`."""
+    if num_new == 0:
+        return
+    lengths = host_lengths(seq_start, seq_end)
+    if lengths is None:
+        _on_device(keys, page_min, page_max, seq_start, seq_end, page_size, num_new, page_exponent, channel_exponent)
+        return
+    for row, (start, length) in enumerate(zip(seq_start.tolist(), lengths, strict=True)):
+        if length == 0:
+            continue
+        first_page = max(0, length - num_new) // page_size
+        tokens = keys[row, :, start + first_page * page_size : start + length]
+        lower, upper = _extremes(tokens, page_size)  # [kv_heads, pages, head_dim]
+        pages = slice(first_page, first_page + lower.shape[1])
+        if page_exponent is not None and channel_exponent is not None:
+            if length <= num_new:
+                channel_exponent[row] = _channel_exponents(lower, upper)
+            lower, upper, exponent = _quantize(lower, upper, channel_exponent[row])
+            page_exponent[row, :, pages] = exponent
+        page_min[row, :, pages] = lower
+        page_max[row, :, pages] = upper
+
+
+def _on_device(
+    keys: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    page_size: int,
+    num_new: int,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+) -> None:
+    """Update the bounds of all rows at once, without knowing their lengths."""
+    batch, kv_heads, capacity, head_dim = keys.shape
+    # The most pages that num_new consecutive tokens can touch.
+    touched = min((min(num_new, capacity) + page_size - 2) // page_size + 1, page_min.shape[2])
+    length = row_lengths(seq_start, seq_end).long()[:, None, None]  # [batch, 1, 1]
+    first_page = (length - num_new).clamp(min=0) // page_size
+    last_page = (length - 1).clamp(min=0) // page_size
+    # A row that touches fewer pages recomputes its last one: writing the same value again is harmless.
+    pages = torch.minimum(first_page + torch.arange(touched, device=keys.device)[:, None], last_page)
+    first_token = pages * page_size  # [batch, touched, 1]
+    tokens = first_token + torch.arange(page_size, device=keys.device)
+    # An absent token reads the page's first one instead: reading it twice changes no minimum and no maximum.
+    positions = torch.where(tokens < length, tokens, first_token) + seq_start[:, None, None]
+    (taken,) = take_tokens((keys,), positions.flatten(1)[:, None])
+    lower, upper = _extremes(taken.view(batch * kv_heads, touched * page_size, head_dim), page_size)
+    lower, upper = lower.view(batch, kv_heads, touched, head_dim), upper.view(batch, kv_heads, touched, head_dim)
+
+    updates = {page_min: lower, page_max: upper}
+    if page_exponent is not None and channel_exponent is not None:
+        is_new = (length > 0) & (length <= num_new)
+        channel_exponent.copy_(torch.where(is_new, _channel_exponents(lower, upper), channel_exponent))
+        lower, upper, exponent = _quantize(lower, upper, channel_exponent)
+        updates = {page_min: lower, page_max: upper, page_exponent[..., None]: exponent[..., None]}
+    for target, update in updates.items():
+        index = pages[:, None].expand_as(update)
+        target.scatter_(2, index, torch.where(length[..., None] > 0, update, target.gather(2, index)))
+
+
+def _extremes(tokens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minimum and maximum of `tokens` [n, tokens, head_dim] by page, [n, pages, head_dim]; the last may be shorter."""
+    length = tokens.shape[1]
+    if length <= page_size:
+        return tokens.amin(dim=1, keepdim=True), tokens.amax(dim=1, keepdim=True)
+    full = length // page_size * page_size
+    pages = tokens[:, :full].view(tokens.shape[0], -1, page_size, tokens.shape[2])
+    lower, upper = pages.amin(dim=2), pages.amax(dim=2)
+    if full < length:
+        rest = tokens[:, full:]
+        lower = torch.cat((lower, rest.amin(dim=1, keepdim=True)), dim=1)
+        upper = torch.cat((upper, rest.amax(dim=1, keepdim=True)), dim=1)
+    return lower, upper
+
+
+def _least_exponent(value: torch.Tensor, largest_mantissa: float) -> torch.Tensor:
+    """Return the least e with value <= largest_mantissa * 2 ** (e + 7), the mantissa between 0.5 and 1."""
+    mantissa, exponent = value.frexp()
+    return exponent - 6 - (mantissa <= largest_mantissa).int()
+
+
+def _channel_exponents(lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """int8 [.., head_dim] from the bounds [.., pages, head_dim] of all tokens of a row."""
+    largest = torch.maximum(-lower, upper).amax(dim=-2).to(compute_dtype(lower.dtype))
+    largest = torch.maximum(largest, largest.roll(-(largest.shape[-1] // 2), dims=-1))
+    exponent = _least_exponent(largest, 90 / 128).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    return exponent.masked_fill(largest == 0, -MAX_EXPONENT).to(torch.int8)
+
+
+def _quantize(
+    lower: torch.Tensor, upper: torch.Tensor, channel_exponent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round bounds [.., pages, head_dim] outwards to levels; also return the exponents [.., pages]."""
+    dtype = compute_dtype(lower.dtype)
+    # Both as magnitudes outwards, so that one sequence of operations serves both.
+    outward = torch.stack((-lower, upper)).to(dtype) * power_of_two(-channel_exponent, dtype).unsqueeze(-2)
+    largest = outward.amax(dim=(0, -1))  # [.., pages], 0 or more: a minimum is at most the maximum
+    if largest.device.type == "cpu" and largest.max() <= MAX_LEVEL:  # as in most decode steps
+        exponent = torch.zeros_like(largest, dtype=torch.int8)
+    else:
+        exponent = _least_exponent(largest, MAX_LEVEL / 128).clamp_(0, MAX_EXPONENT)
+        outward *= power_of_two(-exponent, dtype).unsqueeze(-1)
+    levels = outward.ceil_().clamp_(-MAX_LEVEL, MAX_LEVEL).to(torch.int8)
+    return -levels[0], levels[1], exponent.to(torch.int8)

@@ -1,0 +1,1 @@
+"""Selection of single tokens, one set for all heads."""

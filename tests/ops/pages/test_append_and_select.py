@@ -1,0 +1,205 @@
+import pytest
+import torch
+from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
+
+from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, grid, int32, make_rows
+
+BUDGET = {"max_blocks": 5, "sink_blocks": 1, "recent_blocks": 1}
+
+
+def _tokens(rows, seed):
+    """A query, key and value to append to every row, as views that are not contiguous."""
+    batch, kv_heads, _, head_dim = rows.keys.shape
+    generator = torch.Generator().manual_seed(seed)
+    heads = (rows.query.shape[1], kv_heads, kv_heads)
+    drawn = (torch.randn(batch, 2, n, head_dim, generator=generator).to(device, rows.keys.dtype)[:, 1] for n in heads)
+    return tuple(drawn)
+
+
+def _prefilled(lengths, int8, page_size=16, **options):
+    """Rows and the bounds of all their tokens; room for a few more is left in the buffers."""
+    rows = make_rows(lengths, **options)
+    bounds = empty_bounds(rows, page_size, int8=int8)
+    lengths_new = {"page_size": page_size, "num_new": 10_000}
+    page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, impl="reference", **lengths_new, **bounds)
+    return rows, bounds
+
+
+def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, num_pages=None, **options):
+    """The op as its parts."""
+    for row in range(len(start)):
+        if end[row] > start[row]:
+            keys[row, :, end[row] - 1] = new_key[row]
+            values[row, :, end[row] - 1] = new_value[row]
+    rows = {"seq_start": start, "seq_end": end, "page_size": page_size, "impl": impl}
+    page_bounds(keys, num_new=1, **rows, **bounds)
+    scores = page_scores(query, num_pages=num_pages, **rows, **bounds, **options)
+    return select_blocks(scores, start, end, block_size=page_size, impl=impl, **BUDGET)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("lengths", "int8", "page_size", "kv_heads", "group", "head_dim", "dtype", "group_reduce"),
+    [
+        ([0, 14, 15, 63], False, 16, 2, 1, 64, torch.float32, "softmax"),
+        ([200, 131], True, 16, 1, 3, 128, torch.bfloat16, "softmax"),
+        ([100, 0, 37], False, 8, 1, 7, 80, torch.float16, "mean"),
+        ([50, 30], True, 1, 2, 2, 16, torch.float32, "max"),
+        ([300], False, 32, 1, 9, 256, torch.bfloat16, "softmax"),
+        grid([0, 14, 15, 63], True, 16, 2, 1, 64, torch.float32, "softmax"),
+        grid([200, 131], False, 16, 1, 3, 128, torch.bfloat16, "softmax"),
+        grid([100, 0, 37], True, 8, 1, 7, 80, torch.float16, "mean"),
+        grid([50, 30], False, 1, 2, 2, 16, torch.float32, "max"),
+        grid([300], True, 32, 1, 9, 256, torch.bfloat16, "softmax"),
+    ],
+)
+def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_dim, dtype, group_reduce):
+    shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "dtype": dtype}
+    rows, bounds = _prefilled(lengths, int8, page_size, **shape)
+    keys, values = rows.keys.clone(), rows.values.clone()
+    expected_bounds = {name: tensor.clone() for name, tensor in bounds.items()}
+    options = {"page_size": page_size, "group_reduce": group_reduce, "scale": 0.3}
+    for step in range(2):  # 15 to 17 tokens, over the end of a page
+        end = rows.end + step + 1
+        query, new_key, new_value = _tokens(rows, step)
+        indices, counts = append_and_select(
+            query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=end, impl=impl,
+            **bounds, **options, **BUDGET,
+        )  # fmt: skip
+        expected = _composed(query, new_key, new_value, keys, values, expected_bounds, rows.start, end, impl, **options)
+        assert indices.dtype == counts.dtype == torch.int32
+        assert torch.equal(counts, expected[1])
+        assert torch.equal(indices, expected[0])
+        # Bit for bit, what was never written included.
+        pairs = ((rows.keys, keys), (rows.values, values), *((bounds[name], expected_bounds[name]) for name in bounds))
+        for written, exact in pairs:
+            torch.testing.assert_close(written, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("group_reduce", ["softmax", "mean", "max"])
+def test_implementations_choose_the_same(int8, group_reduce):
+    rows, bounds = _prefilled([333, 20, 0], int8, group=3)
+    chosen, states = [], []
+    for impl in IMPLS:
+        state = {name: tensor.clone() for name, tensor in bounds.items()}
+        buffers = {"keys": rows.keys.clone(), "values": rows.values.clone()}
+        counter = torch.zeros(4, dtype=torch.int64, device=device)
+        for step in range(2):
+            end = torch.where(rows.end > rows.start, rows.end + step + 1, rows.end)
+            chosen.append(
+                append_and_select(
+                    *_tokens(rows, step), seq_start=rows.start, seq_end=end, page_size=16, group_reduce=group_reduce,
+                    impl=impl, counter=counter, **buffers, **state, **BUDGET,
+                )
+            )  # fmt: skip
+        states.append(state | buffers | {"counter": counter})
+    for first, second in zip(chosen[:2], chosen[2:], strict=True):
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[1], second[1])
+    for name in states[0]:
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_from_its_first_token_on(impl, int8):
+    rows = make_rows([0, 0], head_dim=16)
+    rows.keys, rows.values = (torch.full((2, 2, 16, 16), float("nan"), device=device) for _ in range(2))
+    bounds = empty_bounds(rows, 4, int8=int8)
+    tokens = []
+    for length in range(1, 10):
+        query, new_key, new_value = _tokens(rows, length)
+        tokens.append(new_key)
+        indices, counts = append_and_select(
+            query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=rows.start + length,
+            page_size=4, impl=impl, **bounds, **BUDGET,
+        )  # fmt: skip
+        pages = -(-length // 4)
+        assert (counts == pages).all()
+        assert indices.tolist() == [[list(range(pages)) + [-1] * (5 - pages)] * 2] * 2
+        for row in range(2):
+            start = 3 * row
+            assert torch.equal(rows.keys[row, :, start : start + length], torch.stack(tokens, dim=2)[row])
+    expected = empty_bounds(rows, 4, int8=int8)
+    if int8:  # the channels' range is that of the first token
+        first = {"seq_start": rows.start, "seq_end": rows.start + 1}
+        page_bounds(rows.keys, page_size=4, num_new=1, impl="reference", **first, **expected)
+    page_bounds(
+        rows.keys, seq_start=rows.start, seq_end=rows.start + 9, page_size=4, num_new=8, impl="reference", **expected
+    )
+    for name, tensor in bounds.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("num_pages", [None, 3])
+def test_counter_adds_the_bytes_scored(impl, int8, num_pages):
+    rows, bounds = _prefilled([40, 15, 0, 16, 1], int8, kv_heads=3, dtype=torch.bfloat16)
+    end = torch.where(rows.end > rows.start, rows.end + 1, rows.end)
+    counter = torch.tensor([5, 6, 7, 8], device=device)
+    append_and_select(
+        *_tokens(rows, 0), rows.keys, rows.values, seq_start=rows.start, seq_end=end, page_size=16, counter=counter,
+        num_pages=num_pages, impl=impl, **bounds, **BUDGET,
+    )  # fmt: skip
+    expected = 7
+    for length in (41, 16, 0, 17, 2):
+        for _ in range(3):
+            for _ in range(-(-length // 16)):
+                expected += 2 * 64 + 1 if int8 else 2 * 64 * 2
+            expected += 64 if int8 and length > 0 else 0
+    assert counter.tolist() == [5, 6, expected, 8]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_without_tokens_write_nothing(impl, int8):
+    rows = make_rows([20, 9])
+    bounds = empty_bounds(rows, 16, int8=int8)
+    keys = rows.keys.clone()
+    indices, counts = append_and_select(
+        *_tokens(rows, 0), rows.keys, rows.values, seq_start=int32([7, 8]), seq_end=int32([7, 0]), page_size=16,
+        impl=impl, **bounds, **BUDGET,
+    )  # fmt: skip
+    assert (indices == -1).all()
+    assert (counts == 0).all()
+    torch.testing.assert_close(rows.keys, keys, rtol=0, atol=0, equal_nan=True)
+    assert all(((tensor == POISON) if int8 else tensor.isnan()).all() for tensor in bounds.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"recent_blocks": 0}, ValueError, r"recent_blocks=0; allowed: an int of at least 1"),
+        ({"sink_blocks": 5}, ValueError, r"sink_blocks=5 and recent_blocks=1; allowed: together at most max_blocks=5"),
+        ({"page_size": 12}, ValueError, r"page_size=12; allowed: a power of two"),
+        ({"page_size": 8}, ValueError, r"max_pages=2 of page_min; allowed: at least 4"),
+        ({"num_pages": 9}, ValueError, r"num_pages=9; allowed: None, or 1 to max_pages=2"),
+        ({"group_reduce": "sum"}, ValueError, r"group_reduce='sum'; allowed"),
+        ({"new_key": torch.zeros(1, 2, 32)}, ValueError, r"new_key has shape \[1, 2, 32\]; allowed"),
+        ({"new_value": torch.zeros(1, 2, 64).half()}, TypeError, r"new_value has dtype torch.float16; allowed"),
+        ({"values": torch.zeros(1, 2, 3, 64)}, ValueError, r"values has shape \[1, 2, 3, 64\]; allowed"),
+        ({"counter": torch.zeros(4)}, TypeError, r"counter has dtype torch.float32; allowed: torch.int64"),
+        ({"counter": torch.zeros(3).long()}, ValueError, r"counter has shape \[3\]; allowed: \[4\]"),
+        ({"page_exponent": torch.zeros(1, 2, 2).char()}, ValueError, r"page_exponent is given; allowed: None"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    rows, bounds = _prefilled([20], int8=False)
+    query, new_key, new_value = _tokens(rows, 0)
+    arguments = {
+        "query": query,
+        "new_key": new_key,
+        "new_value": new_value,
+        "keys": rows.keys,
+        "values": rows.values,
+        "seq_start": rows.start,
+        "seq_end": rows.end + 1,
+        "page_size": 16,
+        **bounds,
+        **BUDGET,
+    }
+    change = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
+    with pytest.raises(error, match=message):
+        append_and_select(**(arguments | change))
