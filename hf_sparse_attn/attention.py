@@ -47,10 +47,11 @@ def sparse_attention_forward(
     tuple
         [batch, query tokens, q_heads, head_dim], and None in place of the attention weights.
     """
-    layer = None if sparse_cache is None else sparse_cache.layers[module.layer_idx]
+    layer_idx: Any = module.layer_idx
+    layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
     if not isinstance(layer, SparseLayer):
         if sparse_cache is not None and query.shape[2] == 1:
-            _count_window(sparse_cache, module.layer_idx, key, value, attention_mask)
+            _count_window(sparse_cache, layer_idx, key, value, attention_mask)
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -40,6 +40,7 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     if layer.method.rotates_keys:
         query, keys, mask = _rotated_by_place(query, keys, layer)
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1], is_causal=True)
+    output: torch.Tensor
     output, _ = sdpa_attention_forward(module, query, keys, values, mask, dropout=0.0, scaling=scale)
     return output.transpose(1, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.padding import (
     LEFT_PADDING,
     Padding,
+    can_be_left_out,
     disagrees,
     left_padding,
     rows_with_holes,
@@ -77,6 +79,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._call: _Call | None = None
         self._prompt_is_open = False
         self._closed_from: int | None = None
+        self._left_out: list[int] = []  # positions of tokens that were fed under a mask that hides them in every row
         # Transformers itself says which layer is of which kind.
         layers = DynamicCache(config=config).layers
         for layer_idx, layer in enumerate(layers):
@@ -161,15 +164,18 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Whether a decode step over this cache is being compiled."""
         return self.is_compileable and any(lengths.is_traced for lengths in self.lengths)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Tokens cached per row in every layer, left padding included; in a compiled step a device scalar.
+    @property
+    def length(self) -> int:
+        """Tokens cached per row in every layer, left padding included.
 
-        What layers hold of a forward pass that failed does not count.
+        What a failed forward pass has left does not count. Waits for the device where compiled steps have run.
         """
-        if self.is_traced:
-            length: torch.Tensor = self.layers[layer_idx].get_seq_length()
-            return length
-        return min(layer.get_seq_length() for layer in self.layers)
+        return min(int(layer.get_seq_length()) for layer in self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Tokens fed per row, left padding included; in a compiled step a device scalar."""
+        length: int | torch.Tensor = self.layers[layer_idx].get_seq_length() if self.is_traced else self.length
+        return length + len(self._left_out)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The position of the next token, for masks; a device scalar where only the device knows."""
@@ -177,11 +183,26 @@ class SparseCache(Cache):  # type: ignore[misc]
         offset: int | torch.Tensor = (
             layer.get_query_offset() if isinstance(layer, SparseLayer) else layer.get_seq_length()
         )
-        return offset
+        return offset + self._left_out_of_masks
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The attention mask's key length and offset for the next ``query_length`` tokens."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length + self._left_out_of_masks, offset
+
+    @property
+    def _left_out_of_masks(self) -> int:
+        """Tokens that are not cached, but in the masks that ``generate()`` makes; those of a pass are without them."""
+        return len(self._left_out) if self._call is None else 0
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether tokens were fed that are not cached; see :meth:`leave_out`."""
+        return bool(self._left_out)
 
     @property
     def needs_decode_mask(self) -> bool:
-        """Whether a decode step needs a mask of the padding: sliding-window layers do, the others read by their rows."""
+        """Whether a decode step needs a mask: sliding-window layers do, for padding; the others read by their rows."""
         return self.has_padding and len(self.sparse_layers) < len(self.layers)
 
     def use_rope(self, tables: RopeTables) -> None:
@@ -189,7 +210,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         for layer in self.sparse_layers:
             layer.use_rope(tables)
 
-    def begin_call(self, attention_mask: torch.Tensor | None, query_length: int) -> bool:
+    def begin_call(self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()) -> bool:
         """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
 
         Changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
@@ -203,6 +224,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         query_length
             The number of new tokens. A single one is a decode step, which does not wait for a device: on CUDA a mask
             that hides cached tokens is reported by ``Shared.check_masks``, at the next point that waits.
+        left_out
+            Places, behind the tokens fed so far, of tokens that are fed now and not cached; see :meth:`leave_out`.
 
         Returns
         -------
@@ -216,8 +239,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             The tokens do not fit into ``max_cache_len``, or the mask is of another shape or hides what it may not.
         """
         self.recover()
-        cached = self.get_seq_length()
-        assert isinstance(cached, int)  # not a compiled step
+        cached = self.length
         if self._closed_from is not None:
             raise ValueError(
                 "the cache holds padding on the right, behind which nothing can be decoded: pad on the left "
@@ -227,7 +249,9 @@ class SparseCache(Cache):  # type: ignore[misc]
             layer.check_room(cached, query_length)
         is_decode_step = query_length == 1 and cached > 0
         sliding_windows = [layer for layer in self.layers if not isinstance(layer, SparseLayer)]
-        call = _Call(cached, is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows])
+        call = _Call(
+            cached, self._left_out, is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows]
+        )
         if attention_mask is None:
             if not is_decode_step or not self.is_compileable:  # generate() hands on no mask to those
                 if self.has_padding and cached > 0:
@@ -250,11 +274,43 @@ class SparseCache(Cache):  # type: ignore[misc]
                     return True
                 self._set_padding(left_padding(is_token), cached, call)
         self._call = call
+        fed = cached + len(self._left_out)
+        self._left_out = [*self._left_out, *(fed + place for place in left_out)]
         if is_decode_step and self._prompt_is_open:
             self._finish_prompt()
         if query_length == 1:
             self.expect_step()
         return False
+
+    @property
+    def fed(self) -> int:
+        """Tokens fed per row, left padding included, and those that :meth:`leave_out` found."""
+        return self.length + len(self._left_out)
+
+    def leave_out(self, is_token: torch.Tensor, query_length: int) -> tuple[torch.Tensor, list[int] | None]:
+        """Find tokens that the mask hides in every row, behind a token: nothing attends to them, so none is cached.
+
+        Parameters
+        ----------
+        is_token
+            bool [batch, tokens fed before + new tokens].
+        query_length
+            The number of new tokens.
+
+        Returns
+        -------
+        tuple
+            The mask of the tokens that are cached and are to be, for :meth:`begin_call`; and where some of the new
+            tokens are to be left out, the places of the others among them.
+        """
+        if self._left_out:
+            fed = torch.ones(is_token.shape[1], dtype=torch.bool)
+            fed[self._left_out] = False
+            is_token = is_token[:, fed.nonzero().flatten().to(is_token.device)]
+        if query_length == 1 or not rows_with_holes(is_token) or not can_be_left_out(is_token, query_length):
+            return is_token, None
+        kept = is_token[0, -query_length:].nonzero().flatten().tolist()
+        return is_token.new_ones(len(is_token), is_token.shape[1] - query_length + len(kept)), kept
 
     def end_call(self, failed: bool = False) -> None:
         """End a forward pass; one that failed leaves no trace."""
@@ -276,7 +332,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Drop what a forward pass that failed, or was interrupted, has left."""
         for layer in self.sparse_layers:
             layer.settle()
-        cached = self.get_seq_length()
+        cached = self.length
         call, self._call = self._call, None
         if call is None and all(lengths.known_length in (None, cached) for lengths in self.lengths):
             return
@@ -287,6 +343,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 layer.__dict__.clear()
                 layer.__dict__.update(state)
             cached = call.cached  # a prompt's first chunks may have passed
+            self._left_out = call.left_out
         for lengths in self.lengths:
             lengths.cut(cached)
         for layer in self.sparse_layers:
@@ -334,14 +391,16 @@ class SparseCache(Cache):  # type: ignore[misc]
             ``tokens_to_remove`` is positive, or asks for more than there is; nothing is removed then.
         """
         self.recover()
-        cached = self.get_seq_length()
-        assert isinstance(cached, int)
-        length = length_after_crop(cached, tokens_to_remove)
+        still_fed = length_after_crop(self.fed, tokens_to_remove)
+        left_out = [position for position in self._left_out if position < still_fed]
+        length = still_fed - len(left_out)
+        tokens_to_remove = length - self.length
         for layer in self.layers:
             if not isinstance(layer, SparseLayer):  # first, since a sliding window may refuse
-                layer.crop(int(tokens_to_remove))
+                layer.crop(tokens_to_remove)
         for layer in self.sparse_layers:
             layer.cut(length)
+        self._left_out = left_out
         if self._closed_from is not None and length <= self._closed_from:
             self._closed_from = None
 
@@ -349,7 +408,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Forget all tokens, keep the buffers."""
         self.recover()
         super().reset()
-        self._closed_from = None
+        self._closed_from, self._left_out = None, []
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
@@ -370,8 +429,15 @@ class SparseCache(Cache):  # type: ignore[misc]
 class _Call:
     """A forward pass in progress, and what to put back if it fails."""
 
-    def __init__(self, cached: int, is_decode_step: bool, sliding_windows: list[tuple[Any, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        cached: int,
+        left_out: list[int],
+        is_decode_step: bool,
+        sliding_windows: list[tuple[Any, dict[str, Any]]],
+    ) -> None:
         self.cached = cached
+        self.left_out = left_out
         self.is_decode_step = is_decode_step
         self.sliding_windows = sliding_windows
         self.former_padding: list[tuple[Lengths, Padding]] = []

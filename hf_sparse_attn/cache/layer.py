@@ -92,8 +92,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.storage.values
 
     @property
-    def metadata(self) -> dict[str, torch.Tensor]:
-        """The method's own tensors, batch dimension first."""
+    def metadata(self) -> dict[str, Any]:
+        """The method's own tensors, batch dimension first; any value, so that ops take them by name."""
         return self.storage.metadata
 
     @property
@@ -263,8 +263,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         before = self.lengths.length - (0 if self._leads else num_new)
         if self._held not in (None, before):
             raise ValueError(
-                f"the cache is incomplete: a forward pass failed, and left a layer with {self._held} of {before} tokens; "
-                "call crop(0) on the cache to go on from before that pass"
+                f"the cache is incomplete: a forward pass failed, and left a layer with {self._held} of {before} "
+                "tokens; call crop(0) on the cache to go on from before that pass"
             )
         if not self._leads:
             return

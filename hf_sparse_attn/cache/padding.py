@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-
 LEFT_PADDING = "only left padding is supported: set tokenizer.padding_side = 'left'"
 
 
@@ -65,6 +64,15 @@ def rows_with_holes(is_token: torch.Tensor) -> list[int]:
     """Return the rows of a token mask, [batch, tokens], with padding after a token. Waits for the device."""
     holes = (is_token[:, :-1] & ~is_token[:, 1:]).any(dim=1)
     return [int(row) for row in holes.nonzero().flatten()] if bool(holes.any()) else []
+
+
+def can_be_left_out(is_token: torch.Tensor, num_new: int) -> bool:
+    """Whether what a token mask, [batch, tokens], hides are new tokens alone, the same in every row, and not the last.
+
+    So it is where a prompt given without a mask has the padding token in its text, which Transformers then masks.
+    """
+    same = (is_token == is_token[:1]).all() & is_token[:, -1].all() & is_token[:, : is_token.shape[1] - num_new].all()
+    return bool(same)
 
 
 def left_padding(is_token: torch.Tensor) -> Padding:

@@ -233,7 +233,7 @@ class StaticStorage(Storage):
     def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
         """Return the tokens held and the new ones, or all that the buffers hold for a single new token."""
         if query_length == 1 or (lengths is not None and lengths.is_traced):
-            return self.max_tokens
+            return self.max_tokens if lengths is None else self.capacity  # a size, not a number, to a compiled step
         return (0 if lengths is None else lengths.length) + query_length
 
     def longest_row(self, lengths: Lengths) -> int:

@@ -175,9 +175,7 @@ class SparseMethod:
         layer.counter.count_metadata(self.metadata_bytes_read(layer))
         return self.attend(query, layer, selection, scale)
 
-    def prefill(
-        self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from tokens that the layer holds already: by default densely, under the mask.
 
         Parameters

@@ -219,9 +219,7 @@ class TokenSelect(SparseMethod):
         )
         return Selection(block_indices, block_counts, block_size=1)
 
-    def prefill(
-        self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a chunk to one selection of what came before it and, causally, to itself.
 
         See :meth:`SparseMethod.prefill` for the arguments. The chunk's mean query chooses (the paper's section 4.2),

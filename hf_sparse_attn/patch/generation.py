@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
-from hf_sparse_attn.cache.padding import LEFT_PADDING, rows_with_holes
+from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patched import is_patched, patched_method
@@ -43,9 +43,7 @@ class PrepareCache:
     ) -> None:
         """Write the cache to ``model_kwargs``, as the method that it stands in for does."""
         if not is_patched(self.model):  # somebody kept us behind a wrapper of their own
-            return self.stock(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs
-            )
+            return self.stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs)
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
         cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
@@ -93,8 +91,9 @@ class PrepareCache:
 def _check_padding(attention_mask: Any) -> None:
     """Raise where decode steps would have to read around padding; the prompt alone could be dense under its mask."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        rows = rows_with_holes(attention_mask != 0)
-        if rows:
+        is_token = attention_mask != 0
+        rows = rows_with_holes(is_token)
+        if rows and not can_be_left_out(is_token, is_token.shape[1]):
             raise ValueError(f"attention_mask has padding after a token in rows {rows}; {LEFT_PADDING}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_sparse_attn.cache.cache import SparseCache
-from hf_sparse_attn.cache.padding import causal_mask
+from hf_sparse_attn.cache.padding import causal_mask, token_mask
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
+from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, get_patch
@@ -19,7 +21,7 @@ from hf_sparse_attn.rope import max_positions, rotate_nothing
 
 
 class DecoderHooks:
-    """What runs before and after the decoder's forward pass.
+    """Runs before and after a decoder's forward pass.
 
     Parameters
     ----------
@@ -33,48 +35,48 @@ class DecoderHooks:
         self.model = model
         self.implementations = implementations
         self.parameters = list(inspect.signature(model.get_decoder().forward).parameters)
+        # Of the pass in progress: its cache, and what turns the decoder's output into the caller's.
         self.cache: SparseCache | None = None
-        self.prompt: ChunkedPrompt | None = None
+        self.finish: list[Callable[[Any], Any]] = []
 
     def before(
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the decoder's arguments with ``sparse_cache`` among them, where attention is not plainly dense."""
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        patch = get_patch(self.model)
-        cache = kwargs.get("past_key_values")
-        tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
+        patch, cache = get_patch(self.model), kwargs.get("past_key_values")
+        tokens = _tokens(kwargs)
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
             # The prompt was checked. What is looked at here, the compiled step would look at every time.
             patch.keeps_raw_keys = patch.rope_tables is not None
             self.cache = cache
             cache.expect_step()
             return (), {**kwargs, "sparse_cache": cache}
-        self.cache = self.prompt = None
+        self.cache, self.finish = None, []
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder itself says what is missing
         cache = self._cache_for(cache, kwargs, patch)
-        query_length = tokens.shape[1]
-        check_positions(self.model.config, patch.method, query_length, 0 if cache is None else cache.get_seq_length())
         if cache is None:  # nothing cached, nothing to read sparsely
-            return (), _densely(kwargs, query_length, patch)
+            check_positions(self.model.config, patch.method, tokens.shape[1], 0)
+            return (), _densely(kwargs, patch)
         kwargs["past_key_values"] = cache
-        return (), self._begin(decoder, cache, kwargs, query_length, patch)
+        return (), self._begin(decoder, cache, kwargs, patch)
 
     def after(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """End the forward pass, also where it failed (``output`` is None then), and join a prompt's chunks."""
-        cache, prompt = self.cache, self.prompt
-        self.cache = self.prompt = None
+        """End the pass, also where it failed (``output`` is None then), and return the output for the whole input."""
+        cache, finish = self.cache, self.finish
+        self.cache = None
         if cache is None:
             return None
         if cache.is_traced:
             cache.forget_step()
             return None
+        self.finish = []
         cache.end_call(failed=output is None)
-        return None if prompt is None or output is None else prompt.join(output)
+        for step in finish if output is not None else ():
+            output = step(output)
+        return output
 
     def rotary(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Take out the model's rotation where keys are cached before RoPE."""
@@ -85,7 +87,7 @@ class DecoderHooks:
         if config._attn_implementation not in self.implementations:
             raise ValueError(
                 f"the attention implementation of this patched {type(self.model).__name__} was set to "
-                f"{config._attn_implementation!r}, which does not read its cache; call unpatch_model(model) to leave it "
+                f"{config._attn_implementation!r}, which cannot read its cache; call unpatch_model(model) to leave it "
                 "so, or patch_model(model, ...) to patch the model anew"
             )
         if self.model.training:
@@ -95,7 +97,7 @@ class DecoderHooks:
             raise ValueError(NO_ATTENTIONS)
 
     def _cache_for(self, cache: Any, kwargs: dict[str, Any], patch: Patch) -> SparseCache | None:
-        """Return the cache of a forward pass: the one that was given, a new one, or None without caching."""
+        """Return the cache of a pass: the one that was given, a new one, or None without caching."""
         if cache is None:
             use_cache = kwargs.get("use_cache")
             use_cache = self.model.config.use_cache if use_cache is None else use_cache
@@ -107,46 +109,88 @@ class DecoderHooks:
         return checked
 
     def _begin(
-        self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], query_length: int, patch: Patch
+        self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], patch: Patch
     ) -> dict[str, Any]:
         """Begin a pass with a cache; return the decoder's arguments."""
-        mask = kwargs.get("attention_mask")
-        mask = mask.get("full_attention") if isinstance(mask, dict) else mask
-        cached = cache.get_seq_length()
+        cache.recover()
+        kwargs, gap = _close_gap(cache, kwargs)
+        if gap is not None:
+            self.finish = [gap.open]
+        mask = _mask(kwargs)
+        cached, query_length = cache.length, _tokens(kwargs).shape[1]
+        method, config = patch.method, self.model.config
+        check_positions(config, method, query_length, cached)
+        is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.check_masks = cache.counters, cache.shared.check_masks
-        is_dense = cache.begin_call(mask, query_length)
         try:
             if is_dense:
-                check_positions(self.model.config, patch.method, query_length, cached, is_dense)
-                kwargs = _densely(kwargs, query_length, patch)
+                check_positions(config, method, query_length, cached, is_dense)
+                kwargs = _densely(kwargs, patch)
             else:
-                kwargs["sparse_cache"] = cache
-                is_decode_step = query_length == 1 and cached > 0
-                if not patch.method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
-                    kwargs["attention_mask"] = None  # the layers read by the rows' bounds
-                patch.keeps_raw_keys = patch.rope_tables is not None
-                if patch.rope_tables is not None:
-                    if not is_decode_step:
-                        check_consecutive(kwargs.get("position_ids"), mask, patch.method)
-                    cache.use_rope(patch.rope_tables)
-                chunk_size = patch.method.prefill_chunk(max_positions(self.model.config))
-                if chunk_size is not None and query_length > chunk_size:
-                    prompt = ChunkedPrompt(query_length, kwargs.get("return_dict") is False)
-                    kwargs = prompt.feed_all_but_last(decoder.forward, kwargs, chunk_size)
-                    self.prompt = prompt
+                kwargs = self._sparsely(decoder, cache, kwargs, patch, is_decode_step=query_length == 1 and cached > 0)
         except BaseException:
             cache.end_call(failed=True)
             raise
         self.cache = cache
         return kwargs
 
+    def _sparsely(
+        self,
+        decoder: torch.nn.Module,
+        cache: SparseCache,
+        kwargs: dict[str, Any],
+        patch: Patch,
+        is_decode_step: bool,
+    ) -> dict[str, Any]:
+        """Return the arguments of a pass that the method attends in; of a long prompt, those of its last chunk."""
+        mask, method = _mask(kwargs), patch.method
+        kwargs = {**kwargs, "sparse_cache": cache}
+        if not method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
+            kwargs["attention_mask"] = None  # the layers read by the rows' bounds
+        patch.keeps_raw_keys = patch.rope_tables is not None
+        if patch.rope_tables is not None:
+            cache.use_rope(patch.rope_tables)
+            if not is_decode_step:
+                check_consecutive(kwargs.get("position_ids"), mask, method)
+        length = _tokens(kwargs).shape[1]
+        chunk_size = method.prefill_chunk(max_positions(self.model.config))
+        if chunk_size is None or length <= chunk_size:
+            return kwargs
+        prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
+        self.finish = [prompt.join, *self.finish]
+        return prompt.feed_all_but_last(decoder.forward, kwargs, chunk_size)
 
-def _densely(kwargs: dict[str, Any], query_length: int, patch: Patch) -> dict[str, Any]:
+
+def _tokens(kwargs: dict[str, Any]) -> Any:
+    """Return the tokens or embeddings, [batch, tokens, ...], among a decoder's arguments."""
+    tokens = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def _mask(kwargs: dict[str, Any]) -> Any:
+    mask = kwargs.get("attention_mask")
+    return mask.get("full_attention") if isinstance(mask, dict) else mask
+
+
+def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Gap | None]:
+    """Take out of a pass, and of its mask, the tokens that are not to be cached, now or before."""
+    mask, length = kwargs.get("attention_mask"), _tokens(kwargs).shape[1]
+    if not isinstance(mask, torch.Tensor) or (length == 1 and not cache.has_left_out):
+        return kwargs, None
+    is_token, kept = cache.leave_out(token_mask(mask, cache.fed, length), length)
+    if kept is None:
+        return ({**kwargs, "attention_mask": is_token} if cache.has_left_out else kwargs), None
+    gap = Gap(length, kept)
+    return {**gap.close(kwargs, cache.fed), "attention_mask": is_token}, gap
+
+
+def _densely(kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:
     """Return the arguments of a pass that is the stock model's, mask and rotation included."""
     patch.keeps_raw_keys = False
     mask = kwargs.get("attention_mask")
     if not patch.method.needs_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return {**kwargs, "attention_mask": causal_mask(mask, query_length)}  # Transformers would make none
+        # Transformers would make no mask of it for our attention function.
+        return {**kwargs, "attention_mask": causal_mask(mask, _tokens(kwargs).shape[1])}
     return kwargs
 
 

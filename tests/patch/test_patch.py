@@ -235,7 +235,11 @@ def test_training_is_refused(model):
     ("arguments", "error", "message"),
     [
         ({"output_attentions": True, "return_dict_in_generate": True}, ValueError, "output_attentions=True"),
-        ({"cache_implementation": "offloaded"}, ValueError, "cache_implementation='offloaded'.*None, 'dynamic', 'static'"),
+        (
+            {"cache_implementation": "offloaded"},
+            ValueError,
+            "='offloaded'.*None, 'dynamic', 'static'",
+        ),
         ({"past_key_values": DynamicCache()}, TypeError, r"must be a SparseCache .* got DynamicCache"),
     ],
 )

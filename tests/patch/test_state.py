@@ -165,9 +165,14 @@ def test_a_wrapper_of_the_cache_preparation_stays_and_finds_the_stock_one(model)
 
 def test_training_mode_inside_a_nested_block_hides_no_exception_and_keeps_no_method(model):
     patch_model(model, "quest", token_budget=64)
-    with pytest.raises(RuntimeError, match="the user's own"), sparse_attention(model, "quest", token_budget=128):
-        model.train()
-        raise RuntimeError("the user's own")
+
+    def fail_in_training_mode():
+        with sparse_attention(model, "quest", token_budget=128):
+            model.train()
+            raise RuntimeError("the user's own")
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        fail_in_training_mode()
     assert patched_method(model).token_budget == 64
     with sparse_attention(model.eval(), "tokenselect", token_budget=48):
         model.train()
@@ -238,3 +243,77 @@ def test_stats_follow_the_layers_of_the_model():
     assert [layer.tokens_read == 7 * 20 for layer in stats.layers] == [True, False, False, True]
     assert [layer.kv_bytes < layer.dense_bytes for layer in stats.layers] == [False, False, True, False]
     assert stats.dense_bytes == sum(layer.dense_bytes for layer in stats.layers)
+
+
+@every_method
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+@torch.inference_mode()
+def test_a_pad_id_in_the_text_of_a_prompt_without_a_mask(method_name, options):
+    """Transformers masks those tokens, in the middle of the text: nothing attends to them, so they are not cached."""
+    model, ids = make_model("llama", dtype=torch.float64), random_ids(1, 70)
+    ids[0, [0, 20, 21, 50]] = 0
+    stock = {key: value for key, value in options.items() if key != "cache_implementation"}
+    expected = model.generate(ids, **GREEDY, **stock)
+    parameters = {**SMALL[method_name], "token_budget": 256}
+    with sparse_attention(model, method_name, **parameters), use_impl("reference"):
+        output = model.generate(ids, **GREEDY, **options, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+        assert output.past_key_values.get_seq_length() == 77
+        assert output.past_key_values.length == 73
+        second = torch.cat([expected[:1], random_ids(1, 5, seed=8)], dim=1)
+        if not stock:  # a second turn, and back before the first one's gap
+            cache = output.past_key_values
+            again = model.generate(second, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+            cache.crop(-(cache.get_seq_length() - 30))
+            assert (cache.get_seq_length(), cache.length) == (30, 27)
+    if not stock:
+        assert torch.equal(again, model.generate(second, **{**GREEDY, "max_new_tokens": 3}))
+
+
+@every_method
+@torch.inference_mode()
+def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
+    model, ids = make_model("llama", dtype=torch.float64), random_ids(2, 70)
+    mask = torch.ones_like(ids)
+    mask[:, [20, 21, 50]] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
+    expected = model.model(ids, **inputs)
+    with sparse_attention(model, method_name, **{**SMALL[method_name], "token_budget": 256}), use_impl("reference"):
+        actual = model.model(ids, **inputs)
+        as_tuple = model.model(ids, return_dict=False, **inputs)
+    for states, stock in zip((*actual.hidden_states, as_tuple[0]), (*expected.hidden_states, expected[0]), strict=True):
+        torch.testing.assert_close(states[mask == 1], stock[mask == 1])
+        assert (states[mask == 0] == 0).all()
+
+
+def peft_model(peft_type):
+    import peft
+
+    model = make_model("llama", dtype=torch.float64)
+    if peft_type == "lora":
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    else:
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
+    return peft.get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize(
+    ("peft_type", "method_name"),
+    [("lora", "full"), ("lora", "quest"), ("lora", "tokenselect"), ("prefix", "full"), ("prefix", "quest")],
+)
+@torch.inference_mode()
+def test_a_peft_model_is_patched_through_its_base_model(peft_type, method_name):
+    torch.manual_seed(0)
+    model, ids = peft_model(peft_type), random_ids(1, 60)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, **GREEDY)
+    assert patch_model(model, method_name, **{**SMALL[method_name], "token_budget": 256}) is model
+    assert is_patched(model)
+    assert is_patched(model.get_base_model())
+    with use_impl("reference"):
+        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+    assert sparse_attention_stats(model).decode_steps == 7
+    assert SparseCache.for_model(model).method is patched_method(model)
+    unpatch_model(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), expected)
