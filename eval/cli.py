@@ -14,7 +14,7 @@ from rich.table import Table
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
 from eval.terminal import WIDTH, integers, on_row, progress, split, summary_table
-from hf_sparse_attn.terminal import parse_settings, print_table, user_errors
+from hf_sparse_attn.cli.terminal import parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -268,7 +268,7 @@ class _Models:
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         from transformers.utils import logging
 
-        from hf_sparse_attn.models import load_tokenizer
+        from hf_sparse_attn.cli.models import load_tokenizer
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -280,7 +280,7 @@ class _Models:
     def load(self, config: RunConfig) -> PreTrainedModel:
         import torch
 
-        from hf_sparse_attn.models import load_model
+        from hf_sparse_attn.cli.models import load_model
 
         key = (config.model, config.dtype, config.device)
         if self._model is None or key != self._key:
@@ -310,6 +310,6 @@ def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None)
 
 
 def _user_errors() -> AbstractContextManager[None]:
-    from hf_sparse_attn.models import ModelLoadError
+    from hf_sparse_attn.cli.models import ModelLoadError
 
     return user_errors(EvalError, ModelLoadError, ImportError)

@@ -27,7 +27,7 @@ class RunConfig:
     benchmark : str
         See ``python -m eval list``.
     model : str
-        What ``hf_sparse_attn.models.load_model`` takes.
+        What ``hf_sparse_attn.cli.models.load_model`` takes.
     tasks : tuple of str
         Empty for the benchmark's default.
     method : tuple of str

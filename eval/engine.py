@@ -15,8 +15,8 @@ from eval.config import DENSE, RunConfig
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
 from hf_sparse_attn import METHODS, SparseCache, SparseMethod, sparse_attention
-from hf_sparse_attn.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
-from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
+from hf_sparse_attn.cli.memory import PeakMemory
 from hf_sparse_attn.methods import make_method
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import yaml
 
 from eval.errors import EvalError
 from eval.sources import is_offline
-from hf_sparse_attn.models import cache_dir
+from hf_sparse_attn.cli.models import cache_dir
 
 FETCH_TIMEOUT = (4.0, 10.0)
 """Seconds to connect and to wait for data; there is no second try."""

@@ -14,7 +14,7 @@ from eval.config import DENSE
 from eval.errors import EvalError
 from eval.speed_runs import Side, Work, generate
 from hf_sparse_attn import SparseCache, SparseMethod
-from hf_sparse_attn.greedy import forward
+from hf_sparse_attn.cli.greedy import forward
 from hf_sparse_attn.rope import max_positions
 
 CHECKED_TOKENS = 4

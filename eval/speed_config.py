@@ -19,7 +19,7 @@ class SpeedConfig:
     Parameters
     ----------
     model : str or None
-        What ``hf_sparse_attn.models.load_model`` takes: real weights and a prompt that ``generate()`` prefills.
+        What ``hf_sparse_attn.cli.models.load_model`` takes: real weights and a prompt that ``generate()`` prefills.
     shape : str or None
         A name in ``SHAPES``, in place of ``model``: random weights, and a cache that is filled without a prefill.
     contexts : tuple of int

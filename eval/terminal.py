@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hf_sparse_attn.terminal import fail
+from hf_sparse_attn.cli.terminal import fail
 
 WIDTH = 140
 """Characters of a table where the output is a file."""

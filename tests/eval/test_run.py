@@ -22,7 +22,7 @@ from eval.engine import Engine, make_variants
 from eval.runner import Processes, run
 from eval.store import read_rows, row_key
 from hf_sparse_attn import METHODS
-from hf_sparse_attn.models import load_model
+from hf_sparse_attn.cli.models import load_model
 from tests.methods.toy import Window
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -334,7 +334,7 @@ def test_model_that_cannot_be_patched_is_refused_before_any_row(tmp_path):
 
 
 def test_missing_data_is_said_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
-    monkeypatch.setattr("hf_sparse_attn.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("hf_sparse_attn.cli.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
     result = invoke("run", "pg19", "--model", model_dir, "--lengths", "600", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "emozilla/pg19-test" in result.stderr

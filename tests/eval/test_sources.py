@@ -11,7 +11,7 @@ import pytest
 from eval import sources
 from eval.errors import EvalError
 from eval.sources import ESSAYS, HOTPOTQA, SQUAD, Source, books, essays, find, read_book
-from hf_sparse_attn.models import ModelLoadError
+from hf_sparse_attn.cli.models import ModelLoadError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 CONTENT = b"some text"

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.cli.memory import PeakMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_sparse_attn.cli.passkey import Passkey
     from hf_sparse_attn.methods import SparseMethod
-    from hf_sparse_attn.passkey import Passkey
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_passkey(
     from transformers import DynamicCache
 
     from hf_sparse_attn import SparseCache, sparse_attention_stats
-    from hf_sparse_attn.passkey import answer_passkey
+    from hf_sparse_attn.cli.passkey import answer_passkey
 
     cache = SparseCache.for_model(model) if sparse else DynamicCache(config=model.config)
     answer = answer_passkey(model, tokenizer, passkey, cache, max_new_tokens, on_step)

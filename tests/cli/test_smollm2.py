@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
-from hf_sparse_attn.models import load_model
-from hf_sparse_attn.passkey import answer_passkey, make_passkey
+from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.cli.passkey import answer_passkey, make_passkey
 from hf_sparse_attn.rope import max_positions
 from tests.methods.toy import Window
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_sparse_attn.cli import app
+from hf_sparse_attn.cli.app import app
 from tests.tiny import save_model
 
 
@@ -34,7 +34,7 @@ def test_methods_json() -> None:
 
 def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "hf_sparse_attn", "--help"]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {"PYTHONPATH": f"{root}:{root / 'kernels/torch-ext'}", "PATH": ""}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert "hf-sparse-attn" in result.stdout

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_sparse_attn.greedy import answer, end_of_sequence_ids, prefill
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, prefill
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
