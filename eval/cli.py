@@ -14,7 +14,7 @@ from rich.table import Table
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
 from eval.terminal import WIDTH, integers, on_row, progress, split, summary_table
-from hf_sparse_attn.cli.terminal import parse_settings, print_table, user_errors
+from hf_sparse_attn.cli.terminal import one_line, parse_settings, print_table, user_errors, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -130,9 +130,8 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
-                typer.echo(
-                    f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl", err=True
-                )
+                said = f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl"
+                typer.echo(one_line(said), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
     return folders
@@ -147,7 +146,7 @@ def report(
     from eval.report import write_report
 
     with _user_errors():
-        typer.echo(write_report(directory, out))
+        typer.echo(visible(str(write_report(directory, out))))
 
 
 @app.command()
@@ -205,7 +204,7 @@ def docs(
 
     with _user_errors():
         write_results(results, out)
-    typer.echo(out)
+    typer.echo(visible(str(out)))
 
 
 @app.command()

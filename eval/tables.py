@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from eval.config import RunConfig, read_sweep, read_yaml
 from eval.errors import EvalError
 from eval.summary import geometric_mean
 from hf_sparse_attn import METHODS
+from hf_sparse_attn.cli.terminal import literal
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -175,7 +175,11 @@ def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -
     title = f"{paper.title} (arXiv {paper.arxiv}), {paper.table}" if paper else None
     note = f"\n{paper.note}" if paper else ""
     caption = f"{_caption(comparisons)}{note}"
-    table = Table(title=title and escape(title), caption=escape(caption), caption_justify="left")
+    table = Table(
+        title=title and literal(title, "table.title"),
+        caption=literal(caption, "table.caption"),
+        caption_justify="left",
+    )
     for header in ("model in the paper", "benchmark", "task", "length", "method", "budget"):
         table.add_column(header, overflow="fold")
     for header in ("paper", "ours", "difference", "samples"):
@@ -188,11 +192,11 @@ def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -
         group = (figure.model, figure.length)
         difference, samples = comparison.difference, comparison.samples
         table.add_row(
-            escape(figure.model.rpartition("/")[2]),
-            escape(figure.benchmark),
-            escape(figure.task or "mean"),
+            literal(figure.model.rpartition("/")[2]),
+            literal(figure.benchmark),
+            literal(figure.task or "mean"),
             f"{figure.length:,}" if figure.length else _NOTHING,
-            escape(figure.method),
+            literal(figure.method),
             f"{figure.token_budget:,}" if figure.token_budget else _NOTHING,
             f"{figure.value:.2f}",
             comparison.status if comparison.ours is None else f"{comparison.ours:.2f}",

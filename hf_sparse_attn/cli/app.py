@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_sparse_attn.cli.compare import Run, comparison_table, make_report, run_both_sides, run_passkey, run_prompt
-from hf_sparse_attn.cli.terminal import fail, parse_settings, print_table, user_errors
+from hf_sparse_attn.cli.terminal import fail, literal, parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ def compare(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     err = Console(stderr=True)
-    with err.status(f"loading {model_name}"), _user_errors():
+    with err.status(literal(f"loading {model_name}")), _user_errors():
         model, tokenizer = load_model(model_name, dtypes[dtype] if dtype else None, device)
         unpatch_model(patch_model(model, method))  # what cannot be patched is refused before the dense side runs
 
