@@ -13,6 +13,7 @@ from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_whee
 
 # Some editions wrap the marker over two lines, so it ends at its closing asterisks where they are near.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
 
 
@@ -161,17 +162,23 @@ def read_book(path: Path) -> str:
 
 
 def read_json(path: Path) -> object:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises
     ------
     EvalError
-        The file cannot be read, or is not JSON in UTF-8.
+        The file cannot be read, is not JSON in UTF-8, or has text with a lone surrogate.
     """
     try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+        text = _read_text(path)
+        content = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise EvalError(f"{path} holds half a character, which no tokenizer takes: {error.reason}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise EvalError(f"{path} is not JSON: {error}") from error
+    return content
 
 
 def _read_text(path: Path) -> str:

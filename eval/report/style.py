@@ -133,6 +133,8 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
+    if not handles:  # matplotlib leaves out names that begin with an underscore
+        return
     width = figure.get_size_inches()[0]
     longest = max(len(name) for name in handles)
     columns = max(1, min(len(handles), int(width / (0.6 + 0.09 * longest))))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,9 @@ from eval.benchmarks.passkey import PasskeyRetrieval
 from eval.cli import app
 from eval.config import make_config
 from eval.engine import Engine, make_variants
+from eval.errors import EvalError
+from eval.prompts import encode_prompt
+from eval.report import write_report
 from eval.runner import Processes, run
 from eval.store import read_rows, row_key
 from hf_sparse_attn import METHODS
@@ -404,3 +410,142 @@ def test_table_sets_the_papers_figures_beside_ours(tmp_path, model_dir):
     assert "2406.10774" in result.stdout
     assert "not measured" in result.stdout
     assert "not here yet" in result.stdout
+
+
+class BadLogits:
+    """While entered, the model's logits are NaN."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        def spoil(_, __, output):
+            output.logits = output.logits * math.nan
+            return output
+
+        self.hook = self.model.register_forward_hook(spoil)
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+
+def test_defect_12_a_perplexity_of_nan_is_an_error_row(tmp_path, loaded, model_dir, data_dir):
+    settings = {"benchmark": "pg19", "data_dir": str(data_dir), "lengths": [300], "options": {"scored": 32}}
+    with BadLogits(loaded[0]):
+        summary = go(tmp_path, loaded, model_dir, **settings)
+    assert summary["errors"] == summary["rows"] == 2
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        assert row["error"].startswith("ValueError: perplexity=nan, nll_by_position=[[268, nan]] cannot be kept")
+        assert row["perplexity"] is row["nll_by_position"] is None
+        assert row["kv_bytes"] > 0
+    assert go(tmp_path, loaded, model_dir, **settings)["errors"] == 0  # failed rows are tried again
+
+
+def with_changed_sample(monkeypatch, **changes):
+    stock = PasskeyRetrieval.items
+
+    def items(self, setup):
+        found = stock(self, setup)
+        build = found[0].build
+        object.__setattr__(found[0], "build", lambda: replace(build(), **changes))
+        return found
+
+    monkeypatch.setattr(PasskeyRetrieval, "items", items)
+
+
+@pytest.mark.parametrize("references", ["\ud83d", float("nan"), object(), ["fine", float("inf")]], ids=range(4))
+def test_defect_12_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
+    with_changed_sample(monkeypatch, references=references)
+    summary = go(tmp_path, loaded, model_dir)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 4
+    if references == "\ud83d":  # can be kept, and read back
+        assert [row["references"] for row in rows[:2]] == ["\ud83d"] * 2
+        assert summary["errors"] == 0
+    else:
+        assert summary["errors"] == 2
+        assert all(row["error"] and row["references"] is None for row in rows[:2])
+    assert [row["error"] for row in rows[2:]] == [None, None]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_defect_12_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
+    _, tokenizer = loaded
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "an answer \ud83d")
+    assert go(tmp_path, loaded, model_dir)["errors"] == 0
+    assert {row["prediction"] for row in read_rows(tmp_path / "rows.jsonl")} == {"an answer \ud83d"}
+
+
+def test_defect_12_a_lone_surrogate_in_a_prompt_is_an_error_row_that_names_it(tmp_path, loaded, model_dir, monkeypatch):
+    stock = PasskeyRetrieval.items
+
+    def items(self, setup):
+        found = stock(self, setup)
+        object.__setattr__(found[0], "build", lambda: encode_prompt(setup.tokenizer, "a \ud83d b", 1))
+        object.__setattr__(found[0], "sample_id", "\udc80")
+        return found
+
+    monkeypatch.setattr(PasskeyRetrieval, "items", items)
+    assert go(tmp_path, loaded, model_dir)["errors"] == 2
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["sample_id"] for row in rows] == ["\udc80", "\udc80", "0-0.3", "0-0.3"]
+    assert r"'\ud83d' in position 2: surrogates not allowed" in rows[0]["error"]
+    write_report(tmp_path)
+
+
+DAMAGED_SUMMARIES = {
+    "{": "is not the summary of a run: ",
+    "[]": "is not the summary of a run: it holds list",
+    "{}": "is not the summary of a run: model_seconds=None",
+    '{"model_seconds": NaN, "harness_seconds": 1}': "is not the summary of a run: model_seconds=nan",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED_SUMMARIES)
+def test_defect_12_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
+    go(tmp_path, loaded, model_dir)
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(EvalError, match=rf"summary\.json {DAMAGED_SUMMARIES[content]}"):
+        go(tmp_path, loaded, model_dir)
+    assert (tmp_path / "rows.jsonl").read_bytes() == rows
+    (tmp_path / "summary.json").unlink()
+    assert go(tmp_path, loaded, model_dir)["finished"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "rows.jsonl"])
+def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
+    given = ("run", "passkey", "--model", model_dir, "--out", str(tmp_path / "out"), *SMALL)
+    assert invoke(*given).exit_code == 0
+    (tmp_path / "out" / name).write_text('{"task": \n' * 2)
+    for arguments in (given, ("report", str(tmp_path / "out"))):
+        result = invoke(*arguments)
+        if arguments[0] == "report" and name != "rows.jsonl":  # which shows the one as it is, and reads the other never
+            assert result.exit_code == 0, result.output
+            continue
+        assert result.exit_code == 2, result.output
+        (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert f"{tmp_path}/out/{name}" in error
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("at", ["rows.jsonl", "summary.json"])
+def test_defect_12_a_full_disk_is_one_line_and_the_rows_so_far_stay(tmp_path, loaded, model_dir, monkeypatch, at):
+    stock, calls = Path.open, []
+
+    def full(self, mode="r", *arguments, **options):
+        opened = stock(self, mode, *arguments, **options)
+        if at in self.name and mode in ("ab", "wb"):
+            calls.append(self)
+            if len(calls) > (2 if at == "rows.jsonl" else 0):
+                raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return opened
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "open", full)
+        with pytest.raises(EvalError, match=rf"{at} cannot be written: .*No space left on device.*kept"):
+            go(tmp_path, loaded, model_dir)
+    kept = read_rows(tmp_path / "rows.jsonl")
+    assert len(kept) == (2 if at == "rows.jsonl" else 4)
+    assert go(tmp_path, loaded, model_dir)["finished"]
+    assert read_rows(tmp_path / "rows.jsonl")[: len(kept)] == kept
