@@ -49,6 +49,8 @@ NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", 
 
 
 _MOST = 1e18
+_MOST_NLL = 700
+"""Of which the exponential is a number."""
 
 
 def read_rows(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
@@ -111,7 +113,7 @@ def check_row(row: Any, required: Collection[str] = tuple(FIELDS)) -> None:
     if row.get("perplexity") is not None and row["perplexity"] <= 0:
         raise ValueError(f"perplexity={row['perplexity']!r} is not allowed: above 0")
     for pair in row.get("nll_by_position") or []:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(_is_number(value) for value in pair)):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)) and pair[1] <= _MOST_NLL):
             raise ValueError(f"nll_by_position has {pair!r}: pairs of token position and mean nll are allowed")
 
 
