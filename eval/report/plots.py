@@ -97,7 +97,7 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     """The figure against the part of the KV cache that was read, a point per method and budget."""
     average = section.averages()
     reads = {column: _kv_percent(section, column) for column in section.columns}
-    points = {column: (read, average[column]) for column, read in reads.items() if read is not None and average}
+    points = {column: (read, average[column]) for column, read in reads.items() if read and average}
     if not any(method != DENSE for method, _ in points):
         return None
     figure, (axis,) = panels(1)
