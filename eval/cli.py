@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Run a benchmark, or all runs of a configuration file; dense attention runs beside every method.
 
-    What is done already is not run again. Values given here override the file's. `accelerate launch -m eval run ...`
+    Finished rows are not run again. Values given here override the file's. `accelerate launch -m eval run ...`
     spreads the samples over processes.
     """
     overrides = {

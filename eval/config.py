@@ -1,4 +1,4 @@
-"""What a run is: one benchmark, one model, some methods and budgets; read from the command line and from YAML."""
+"""The settings of a run: one benchmark, one model, methods and budgets; from the command line or from YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunConfig:
     benchmark : str
         See ``python -m eval list``.
     model : str
-        What ``hf_sparse_attn.cli.models.load_model`` takes.
+        A name or path for ``hf_sparse_attn.cli.models.load_model``.
     tasks : tuple of str
         Empty for the benchmark's default.
     method : tuple of str

@@ -49,7 +49,7 @@ MEASURED = (
 
 
 class ModelSource(Protocol):
-    """Where a run has its model from."""
+    """The source of a run's model."""
 
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         """Return the model's tokenizer and configuration, which samples are made with."""

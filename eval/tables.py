@@ -26,15 +26,15 @@ _NOTHING = "–"  # noqa: RUF001
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a table is printed."""
+    """The place where a table is printed."""
 
     title: str
     arxiv: str
     """Number on arXiv, such as ``2406.10774``."""
     table: str
-    """Which of its tables or figures."""
+    """One of its tables or figures."""
     note: str
-    """Where the figures here were read, or why there are none, and what differs from the paper's setting."""
+    """The source of the figures, or the reason for their absence, and differences from the paper's setting."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Figure:
     """In percent."""
     perplexity: float | None = None
     tasks: tuple[str, ...] = ()
-    """What a mean is over: the tasks of the file's run; empty for all that were measured."""
+    """The tasks that a mean is over, those of the file's run; empty for all that were measured."""
 
     @property
     def value(self) -> float:
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def status(self) -> str:
-        """What stands where ours is missing; empty where it is not."""
+        """The words in place of a missing figure of ours; empty where there is one."""
         if self.ours is not None:
             return ""
         return "not measured" if self.figure.method in METHODS else "not here yet"
@@ -157,10 +157,10 @@ def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, An
     ----------
     figures : iterable of Figure
     summary_entries : sequence of dict
-        What ``eval.summary.summarise`` returns for rows of ``model``.
+        The entries of ``eval.summary.summarise`` for rows of ``model``.
     model : str
-        What was run. Where the paper has figures of it, only those are compared; a model that the paper does not have
-        stands beside all of them, and ``paper_table`` says so.
+        The model that was run. Where the paper has figures of it, only those are compared; a model that the paper does
+        not have stands beside all of them, and ``paper_table`` says so.
     """
     figures = list(figures)
     in_paper = any(figure.model == model for figure in figures)
@@ -288,7 +288,7 @@ def _read_figure(entry: Any, place: str, runs: Sequence[RunConfig]) -> Figure:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with a figure's field; None for nothing."""
+    """Return the rule that a figure's field breaks; None where it breaks none."""
     if name in _TEXT_FIELDS:
         return None if isinstance(value, str) and value else "text"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -89,7 +89,7 @@ def _template() -> Any:
 
 
 def _head(rows: Sequence[Row], repeated: int) -> list[tuple[str, list[str]]]:
-    """What the rows have in common, and what they do not: names with all their values."""
+    """Return the settings of the rows by name, each with all its values."""
     versions = sorted(
         {f"{name} {version}" for row in rows for name, version in (row.get("versions") or {}).items()}, key=str.lower
     )

@@ -39,7 +39,7 @@ class Picture:
 
     @property
     def page_width(self) -> int:
-        """How wide the page shows it, in CSS pixels: letters are the same size in all pictures."""
+        """The width on the page, in CSS pixels: letters are the same size in all pictures."""
         return round(float(self.figure.get_size_inches()[0]) * _PAGE_PIXELS_PER_INCH)
 
     def png(self) -> bytes:

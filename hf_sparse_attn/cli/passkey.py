@@ -51,7 +51,7 @@ class Passkey:
 
 @dataclass(frozen=True)
 class PasskeyAnswer:
-    """What a model answered, and how long it took.
+    """A model's answer, with its times.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Where models come from; nothing here touches the network."""
+"""The sources of models; nothing here touches the network."""
 
 import hashlib
 import subprocess

@@ -14,7 +14,7 @@ from tests.eval.ruler_data import make_protocol
 
 GOLDEN = Path(__file__).parent / "golden"
 FIGURES: dict[str, Any] = json.loads((GOLDEN / "protocols.json").read_text(encoding="utf-8"))
-"""What the official protocols hold beside wording: tasks, tokens to generate, settings, and the templates' fields."""
+"""The official protocols without their wording: tasks, tokens to generate, settings, and the templates' fields."""
 
 
 def template_of(name: str, fields: list[str]) -> str:
@@ -25,7 +25,7 @@ def template_of(name: str, fields: list[str]) -> str:
 
 
 def own_values() -> dict[str, dict[str, Any]]:
-    """What ``load_protocol(name, ...).values`` holds, for each benchmark."""
+    """Return the ``values`` of each benchmark's protocol."""
     longbench, infinitebench = FIGURES["longbench"], FIGURES["infinitebench"]
     return {
         "longbench": {

@@ -1,4 +1,4 @@
-"""Where source files are looked for, and what is said when they are nowhere."""
+"""Source files: the places they are looked for, and the error where they are nowhere."""
 
 from __future__ import annotations
 
