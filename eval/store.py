@@ -61,9 +61,14 @@ class Store:
             config = json.loads(json.dumps(config, allow_nan=False))  # as it is read back: lists for tuples
         except (TypeError, ValueError) as error:
             raise EvalError(f"the run's settings cannot be kept as JSON: {error}") from error
-        if path.exists():
+        try:
+            is_claimed = path.exists()
+            others = self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir())
+        except OSError as error:
+            raise EvalError(f"out={str(self.folder)!r} cannot be read: {error}") from error
+        if is_claimed:
             self._check_same(path, config)
-        elif self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir()):
+        elif others:
             raise EvalError(
                 f"out={str(self.folder)!r} holds other files and no config.json; name a new or empty folder"
             )
