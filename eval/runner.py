@@ -18,6 +18,7 @@ from eval.config import RunConfig, with_dense
 from eval.engine import Engine, Variant, make_variants
 from eval.errors import EvalError
 from eval.protocols import load_protocol
+from eval.row_check import check_row
 from eval.store import RowKey, Store, encode_row, read_json, row_key, write_json
 from eval.summary import summarise
 from hf_sparse_attn import sparse_attention
@@ -354,6 +355,7 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
             )
         except Exception as raised:  # an answer that cannot be scored is that sample's error
             error = f"{type(raised).__name__}: {raised}"
+    parameters = asdict(variant.method)
     return _recordable(
         {
             "benchmark": config.benchmark,
@@ -363,7 +365,7 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
             "depth": item.depth,
             "method": variant.method.name,
             "token_budget": variant.token_budget,
-            "parameters": asdict(variant.method),
+            "parameters": {name: value if _fits("", value) else repr(value) for name, value in parameters.items()},
             "question": config.question,
             "score": score,
             "references": None if sample is None else sample.references,
@@ -375,20 +377,23 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
 
 
 def _recordable(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, or that of a failed sample where JSON cannot hold what was measured: a perplexity of NaN, say."""
-    try:
-        encode_row(row)
-    except (TypeError, ValueError) as raised:
-        unfit = {name: value for name, value in row.items() if not _fits(value)}
-        named = ", ".join(f"{name}={value!r:.60}" for name, value in unfit.items())
-        error = row["error"] or f"{type(raised).__name__}: {named} cannot be kept: {raised}"
-        return {**row, **dict.fromkeys(unfit), "score": None, "error": error}
-    return row
+    """The row, or that of a failed sample where it holds what cannot be kept or read back: a perplexity of NaN, say."""
+    unfit = {name: value for name, value in row.items() if not _fits(name, value)}
+    if not unfit:
+        return row
+    named = ", ".join(f"{name}={value!r:.60}" for name, value in unfit.items())
+    return {
+        **row,
+        **dict.fromkeys(unfit),
+        "score": None,
+        "error": row["error"] or f"ValueError: {named} cannot be kept",
+    }
 
 
-def _fits(value: Any) -> bool:
+def _fits(name: str, value: Any) -> bool:
     try:
-        encode_row({"": value})
+        encode_row({name: value})
+        check_row({name: value}, required=())
     except (TypeError, ValueError):
         return False
     return True

@@ -401,6 +401,7 @@ ODD_ROWS = {
         **dict.fromkeys(("score", "prompt_tokens", "ttft_seconds", "tpot_ms", "kv_fraction", "peak_memory_bytes"))
     ),
     "nothing read": odd(kv_fraction=0.0, token_budget=0, length=0, prompt_tokens=1),
+    "hopeless likelihoods": odd(perplexity=1e299, nll_by_position=[[1, 1e5], [2, 3.0]]),
     "errors alone": odd(error="ValueError: no"),
     "no optional fields": [
         {name: value for name, value in made.items() if name in {*FIELDS, "prediction"}} for made in odd()
@@ -428,7 +429,7 @@ def test_defect_12_odd_rows_are_reported(tmp_path: Path, kind: str) -> None:
         (f'"length": {10**30}', "length=1000.* is not allowed"),
         (f'"prompt_tokens": {10**400}', "prompt_tokens=1000.* is not allowed"),
         ('"ttft_seconds": -1', "ttft_seconds=-1 is not allowed"),
-        ('"nll_by_position": [[1, 1e5]]', "nll_by_position has"),
+        ('"nll_by_position": [[1, 1e301]]', "nll_by_position has"),
         ('"x": ' + "[" * 50_000, "recursion"),
     ],
 )

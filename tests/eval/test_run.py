@@ -547,3 +547,21 @@ def test_defect_12_a_full_disk_is_one_line_and_the_rows_so_far_stay(tmp_path, lo
     assert len(kept) == (2 if at == "rows.jsonl" else 4)
     assert go(tmp_path, loaded, model_dir)["finished"]
     assert read_rows(tmp_path / "rows.jsonl")[: len(kept)] == kept
+
+
+def test_defect_12_what_is_written_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
+    def measured(self, sample, variants):
+        for variant, tokens in zip(variants, (10**30, 5), strict=True):
+            yield variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}
+
+    monkeypatch.setattr(Engine, "run", measured)
+    go(tmp_path, loaded, model_dir, limit=1)
+    odd, fine = read_rows(tmp_path / "rows.jsonl")
+    assert odd["error"].startswith("ValueError: prompt_tokens=1000000")
+    assert odd["prompt_tokens"] is fine["error"] is None
+
+
+def test_parameters_that_json_lacks_are_kept_as_words(tmp_path, loaded, model_dir, monkeypatch):
+    monkeypatch.setattr("eval.runner.asdict", lambda method: {"cap": math.inf, "page_size": 16})
+    assert go(tmp_path, loaded, model_dir, limit=1)["errors"] == 0
+    assert {str(row["parameters"]) for row in read_rows(tmp_path / "rows.jsonl")} == {"{'cap': 'inf', 'page_size': 16}"}
