@@ -14,7 +14,7 @@ from rich.table import Table
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
 from eval.terminal import WIDTH, integers, on_row, progress, split, summary_table
-from hf_sparse_attn.terminal import parse_settings, print_table, user_errors
+from hf_sparse_attn.cli.terminal import one_line, parse_settings, print_table, user_errors, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Run a benchmark, or all runs of a configuration file; dense attention runs beside every method.
 
-    What is done already is not run again. Values given here override the file's. `accelerate launch -m eval run ...`
+    Finished rows are not run again. Values given here override the file's. `accelerate launch -m eval run ...`
     spreads the samples over processes.
     """
     overrides = {
@@ -130,9 +130,8 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
-                typer.echo(
-                    f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl", err=True
-                )
+                said = f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl"
+                typer.echo(one_line(said), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
     return folders
@@ -147,7 +146,7 @@ def report(
     from eval.report import write_report
 
     with _user_errors():
-        typer.echo(write_report(directory, out))
+        typer.echo(visible(str(write_report(directory, out))))
 
 
 @app.command()
@@ -205,7 +204,7 @@ def docs(
 
     with _user_errors():
         write_results(results, out)
-    typer.echo(out)
+    typer.echo(visible(str(out)))
 
 
 @app.command()
@@ -268,7 +267,7 @@ class _Models:
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         from transformers.utils import logging
 
-        from hf_sparse_attn.models import load_tokenizer
+        from hf_sparse_attn.cli.models import load_tokenizer
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -280,7 +279,7 @@ class _Models:
     def load(self, config: RunConfig) -> PreTrainedModel:
         import torch
 
-        from hf_sparse_attn.models import load_model
+        from hf_sparse_attn.cli.models import load_model
 
         key = (config.model, config.dtype, config.device)
         if self._model is None or key != self._key:
@@ -310,6 +309,6 @@ def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None)
 
 
 def _user_errors() -> AbstractContextManager[None]:
-    from hf_sparse_attn.models import ModelLoadError
+    from hf_sparse_attn.cli.models import ModelLoadError
 
     return user_errors(EvalError, ModelLoadError, ImportError)

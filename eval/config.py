@@ -1,4 +1,4 @@
-"""What a run is: one benchmark, one model, some methods and budgets; read from the command line and from YAML."""
+"""The settings of a run: one benchmark, one model, methods and budgets; from the command line or from YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunConfig:
     benchmark : str
         See ``python -m eval list``.
     model : str
-        What ``hf_sparse_attn.models.load_model`` takes.
+        A name or path for ``hf_sparse_attn.cli.models.load_model``.
     tasks : tuple of str
         Empty for the benchmark's default.
     method : tuple of str
@@ -112,7 +112,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         A name is unknown, a value is of the wrong type or not allowed, or benchmark or model is missing.
     """
     known = {field.name: field for field in fields(RunConfig)}
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -131,11 +131,11 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
             raise EvalError(f"{name}={value!r} is not allowed: text")
         elif kind.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
             raise EvalError(f"{name}={value!r} is not allowed: a whole number")
-        made[name] = value
+        settings[name] = value
     for name in ("benchmark", "model"):
-        if name not in made:
+        if name not in settings:
             raise EvalError(f"no {name} is given: on the command line, or in the configuration file")
-    return RunConfig(**made)
+    return RunConfig(**settings)
 
 
 def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:

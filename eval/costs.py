@@ -1,4 +1,4 @@
-"""What a row cost, and on what it was measured."""
+"""The cost of a row, and the machine that it was measured on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reads:
-    """What the single-token steps of one sample read; all None where there were none."""
+    """Reads of one sample's single-token steps; all None where there were none."""
 
     kv_bytes: int | None = None
     metadata_bytes: int | None = None
     dense_bytes: int | None = None
-    """What dense attention reads in the same steps."""
+    """Dense attention's reads in the same steps."""
     kv_fraction: float | None = None
     realised_budget: float | None = None
     """Tokens whose K and V a KV head read in a step, mean over the layers that the method makes sparse."""
@@ -32,7 +32,7 @@ class Reads:
 
 
 def dense_reads(cache: SparseCache, steps: int) -> Reads:
-    """What dense attention read in the last ``steps`` steps: everything that was cached at each."""
+    """Return dense attention's reads in the last ``steps`` steps: everything that was cached at each."""
     if steps == 0:
         return Reads()
     end = cache.get_seq_length()
@@ -46,7 +46,7 @@ def dense_reads(cache: SparseCache, steps: int) -> Reads:
 
 
 def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
-    """What a patched model's counters say of the cache that it used last."""
+    """Return a patched model's counters for the cache that it used last."""
     stats = sparse_attention_stats(model)
     if stats.decode_steps == 0:
         return Reads()

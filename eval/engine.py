@@ -15,8 +15,8 @@ from eval.config import DENSE, RunConfig
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
 from hf_sparse_attn import METHODS, SparseCache, SparseMethod, sparse_attention
-from hf_sparse_attn.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
-from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
+from hf_sparse_attn.cli.memory import PeakMemory
 from hf_sparse_attn.methods import make_method
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Prefix:
 
 @dataclass(frozen=True)
 class _Continuation:
-    """What came after the material."""
+    """The part of a run behind the material."""
 
     result: dict[str, Any]
     first_token_seconds: float
@@ -137,7 +137,7 @@ class Engine:
     def run(self, sample: Sample, variants: Sequence[Variant]) -> Iterator[tuple[Variant, dict[str, Any]]]:
         """Yield each variant's measured part of a row, as soon as it is there.
 
-        What a variant raises is yielded as ``{"error": ...}``, and the next one goes on.
+        An error in a variant is yielded as ``{"error": ...}``, and the next one goes on.
         """
         prefix: _Prefix | None = None
         for variant in variants:

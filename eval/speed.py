@@ -1,4 +1,4 @@
-"""How fast ``generate()`` is, dense and patched: time to first token and ms per token, in one run, round by round."""
+"""Time ``generate()``, dense and patched: time to first token and ms per token, in one run, round by round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
-from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.cli.memory import PeakMemory
 from hf_sparse_attn.rope import max_positions
 
 __all__ = ["Progress", "SpeedConfig", "measure", "measure_model", "save", "speed_table"]
@@ -50,7 +50,7 @@ def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[st
     EvalError
         There is no such model or device, or what :func:`measure_model` raises.
     """
-    from hf_sparse_attn.models import ModelLoadError, load_model, resolve_device  # needs what only fetching needs
+    from hf_sparse_attn.cli.models import ModelLoadError, load_model, resolve_device  # needs what only fetching needs
 
     special_ids: Collection[int] = ()
     try:
@@ -158,7 +158,7 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 @dataclass
 class _Probe:
-    """What the warm-up runs of a side tell."""
+    """The results of a side's warm-up runs."""
 
     first_seconds: float
     last: Run

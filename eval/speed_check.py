@@ -14,7 +14,7 @@ from eval.config import DENSE
 from eval.errors import EvalError
 from eval.speed_runs import Side, Work, generate
 from hf_sparse_attn import SparseCache, SparseMethod
-from hf_sparse_attn.greedy import forward
+from hf_sparse_attn.cli.greedy import forward
 from hf_sparse_attn.rope import max_positions
 
 CHECKED_TOKENS = 4
@@ -35,7 +35,7 @@ def check_covering(
     Returns
     -------
     dict
-        What was compared: ``method``, ``token_budget``, ``tokens``, and in words ``against``.
+        The comparison: ``method``, ``token_budget``, ``tokens``, and in words ``against``.
     """
     everything = covering(method, work, len(dense_ids))
     side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))

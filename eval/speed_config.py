@@ -1,4 +1,4 @@
-"""What a speed measurement is: a model or a shape, contexts, methods, and how often."""
+"""The settings of a speed measurement: a model or a shape, contexts, methods, repeats."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_sparse_attn import SparseMethod
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """What is timed, and how.
+    """The settings of one speed measurement.
 
     Parameters
     ----------
     model : str or None
-        What ``hf_sparse_attn.models.load_model`` takes: real weights and a prompt that ``generate()`` prefills.
+        A model for ``hf_sparse_attn.cli.models.load_model``: real weights, and a prompt that ``generate()`` prefills.
     shape : str or None
         A name in ``SHAPES``, in place of ``model``: random weights, and a cache that is filled without a prefill.
     contexts : tuple of int

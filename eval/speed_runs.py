@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """What every side of one context starts from."""
+    """The common start of every side of one context."""
 
     model: PreTrainedModel
     context: int
@@ -96,7 +96,7 @@ class Work:
 
     @property
     def weights_and_kv_bytes(self) -> int:
-        """What dense attention cannot do without."""
+        """Bytes of the weights and of the cached context, the least that dense attention needs."""
         weights: dict[int, int] = {
             each.data_ptr(): each.numel() * each.element_size() for each in self.model.parameters()
         }
@@ -127,15 +127,15 @@ class Work:
     def new_cache(self, method: SparseMethod | str) -> SparseCache:
         """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such.
 
-        What they hold is random: it stands for keys after RoPE, and for a method that caches them before it for those.
+        Their content is random: it stands for keys after RoPE, and for a method that caches them before it for those.
         """
-        made = make_method(method)
+        instance = make_method(method)
         if self.filled is None:
-            return _empty_cache(self.model, made, self.capacity)
+            return _empty_cache(self.model, instance, self.capacity)
         filled = copy.copy(self.filled)
-        if filled.method.rotates_keys != made.rotates_keys:
-            filled.method = made
-        return filled.fork(made)
+        if filled.method.rotates_keys != instance.rotates_keys:
+            filled.method = instance
+        return filled.fork(instance)
 
     def new_rotated_cache(self) -> SparseCache:
         """A dense cache of what the filled buffers hold where their keys are those before RoPE."""
@@ -194,7 +194,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """What one call of ``generate()`` made, and how long it took."""
+    """The tokens of one call of ``generate()``, with its times."""
 
     token_ids: list[int]
     ttft_ms: float
@@ -229,12 +229,12 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     token_ids = output[0, prompt_tokens:].tolist()
     times = clock.marks[1:]  # without the prompt's
     steps = int(cache.get_seq_length()) - work.context  # decode steps: each cached the token that it was fed
-    made = (len(token_ids), len(times), work.context + steps)
+    found = (len(token_ids), len(times), work.context + steps)
     expected = (new_tokens, new_tokens, prompt_tokens + new_tokens - 1)
-    if made != expected:
+    if found != expected:
         raise EvalError(
-            f"{side.name}, context={work.context}: generate() made {made[0]} tokens in {made[1]} parts and left "
-            f"{made[2]} in the cache, expected {expected}"
+            f"{side.name}, context={work.context}: generate() made {found[0]} tokens in {found[1]} parts and left "
+            f"{found[2]} in the cache, expected {expected}"
         )
     if reads is None or side.method is None:
         costs: dict[str, float | None] = {"kv_fraction": 1.0, "realised_budget": work.context + (steps + 1) / 2}

@@ -10,12 +10,15 @@ if TYPE_CHECKING:
 
 def speed_table(report: dict[str, Any]) -> Table:
     """Show a report of :func:`measure` as a table, with quartiles in parentheses."""
-    from rich.markup import escape
     from rich.table import Table
+
+    from hf_sparse_attn.cli.terminal import literal
 
     settings, machine = report["settings"], report["machine"]
     table = Table(
-        title=f"{escape(settings['model'] or settings['shape'])} ({settings['dtype']}, {machine['device']})",
+        title=literal(
+            f"{settings['model'] or settings['shape']} ({settings['dtype']}, {machine['device']})", "table.title"
+        ),
         caption=f"Median (quartiles) of {settings['repeats']} runs of {settings['new_tokens']} tokens. TTFT covers "
         f"{report['ttft_covers']}. Speed-up: against the fastest dense side. Memory: {report['memory_measures']}.",
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from eval.errors import EvalError
+from eval.row_check import is_whole, read_rows
 
 RowKey = tuple[str, int | None, str, str, int | None]
 """Task, length, sample id, method, token budget."""
@@ -18,28 +20,12 @@ RowKey = tuple[str, int | None, str, str, int | None]
 _UNRELATED = ("device", "protocol_dir")  # where a run ran, and where its protocol lay: the protocol's hash is compared
 
 
+__all__ = ["RowKey", "Store", "encode_row", "read_json", "read_rows", "row_key", "write_json", "write_lines"]
+
+
 def row_key(row: Mapping[str, Any]) -> RowKey:
-    """What names a row within its folder."""
+    """The key that names a row within its folder."""
     return row["task"], row["length"], row["sample_id"], row["method"], row["token_budget"]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a file of rows; a last line that a killed run left unfinished is left out.
-
-    Raises
-    ------
-    EvalError
-        Another line is not a row.
-    """
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-            row_key(row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise EvalError(f"{path}:{number} is not a row of results: {error!r}") from error
-        rows.append(row)
-    return rows
 
 
 class Store:
@@ -71,9 +57,18 @@ class Store:
             The folder belongs to another configuration, or holds other files.
         """
         path = self.folder / "config.json"
-        if path.exists():
+        try:
+            config = json.loads(json.dumps(config, allow_nan=False))  # as it is read back: lists for tuples
+        except (TypeError, ValueError) as error:
+            raise EvalError(f"the run's settings cannot be kept as JSON: {error}") from error
+        try:
+            is_claimed = path.exists()
+            others = self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir())
+        except OSError as error:
+            raise EvalError(f"out={str(self.folder)!r} cannot be read: {error}") from error
+        if is_claimed:
             self._check_same(path, config)
-        elif self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir()):
+        elif others:
             raise EvalError(
                 f"out={str(self.folder)!r} holds other files and no config.json; name a new or empty folder"
             )
@@ -95,6 +90,7 @@ class Store:
         except Timeout as error:
             raise EvalError(f"out={str(self.folder)!r} is in use by another run") from error
         except OSError as error:
+            self.release()
             raise EvalError(f"out={str(self.folder)!r} cannot be written: {error}") from error
 
     def release(self) -> None:
@@ -102,10 +98,7 @@ class Store:
         self._lock.release()
 
     def _check_same(self, path: Path, config: Mapping[str, Any]) -> None:
-        try:
-            former = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise EvalError(f"{path} is not the configuration of a run: {error}") from error
+        former = read_json(path, "the configuration of a run")
         differing = [
             f"{name} was {former.get(name)!r} and is {config.get(name)!r}"
             for name in dict.fromkeys((*former, *config))
@@ -126,43 +119,118 @@ class Store:
         return list(newest.values())
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row, whole, before the next one begins."""
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-        with self.own_rows.open("ab") as file:
-            if file.tell() and not _ends_with_newline(self.own_rows):
-                _cut_unfinished_line(self.own_rows)
-            file.write(line.encode())
-            file.flush()
+        """Write a row, whole, before the next one begins.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The row cannot be JSON.
+        EvalError
+            It cannot be written: the disk is full, say. The rows so far stay.
+        """
+        line = encode_row(row) + b"\n"
+        try:
+            whole = _mend_end(self.own_rows)
+            try:
+                with self.own_rows.open("ab") as file:
+                    file.write(line)
+                    file.flush()
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(self.own_rows, whole)
+                raise
+        except OSError as error:
+            raise EvalError(f"{self.own_rows} cannot be written: {error}; the rows so far are kept") from error
 
     def merge(self, order: Sequence[RowKey]) -> list[dict[str, Any]]:
         """Put all rows into ``rows.jsonl``, in ``order`` (others after them), and remove the processes' own files."""
         rank = {key: number for number, key in enumerate(order)}
         rows = sorted(self.rows(), key=lambda row: rank.get(row_key(row), len(rank)))
-        write_lines(self.folder / "rows.jsonl", (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows))
-        for path in self.folder.glob("rows-*-of-*.jsonl"):
-            path.unlink()
+        path = self.folder / "rows.jsonl"
+        try:
+            write_lines(path, map(encode_row, rows))
+        except OSError as error:
+            raise EvalError(f"{path} cannot be written: {error}; the rows so far are kept") from error
+        for part in self.folder.glob("rows-*-of-*.jsonl"):
+            part.unlink()
         return rows
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of JSON, without its newline.
+
+    A lone surrogate, which UTF-8 lacks, becomes its JSON escape, so that it is read back as it was.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It holds what JSON lacks, such as NaN.
+    """
+    return _encode(json.dumps(row, ensure_ascii=False, allow_nan=False))
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Parameters
+    ----------
+    path : Path
+        The file, in UTF-8.
+    what : str
+        Named in the error: what the file should be.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise EvalError(f"{path} is not {what}: {error}") from error
+    if not isinstance(content, dict):
+        raise EvalError(f"{path} is not {what}: it holds {type(content).__name__}, not an object")
+    return content
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON for people to read; the file is there whole or not at all."""
-    write_lines(path, [json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)])
+    write_lines(path, [_encode(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))])
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines to a file that is there whole or not at all."""
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write lines to a file that is there whole or not at all; a former one stays where that fails."""
     scratch = path.with_name(f".{path.name}.new")
-    with scratch.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line in lines)
-    os.replace(scratch, path)
+    try:
+        with scratch.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
-def _ends_with_newline(path: Path) -> bool:
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")  # of JSON: surrogates stand in strings alone
+
+
+def _mend_end(path: Path) -> int:
+    """End a file of rows with a whole line, and return its size: what a killed run left unfinished is cut off."""
+    if not path.exists():
+        return 0
     with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _cut_unfinished_line(path: Path) -> None:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read(1) in (b"", b"\n"):
+            return size
     content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
+    end = content.rfind(b"\n") + 1
+    if not is_whole(content[end:]):
+        os.truncate(path, end)
+        return end
+    with path.open("ab") as file:
+        file.write(b"\n")
+    return len(content) + 1

@@ -26,7 +26,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What rows of one method and budget have in common.
+    """Aggregate the rows of one method and budget.
 
     Returns
     -------

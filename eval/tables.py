@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from eval.config import RunConfig, read_sweep, read_yaml
 from eval.errors import EvalError
 from eval.summary import geometric_mean
 from hf_sparse_attn import METHODS
+from hf_sparse_attn.cli.terminal import literal
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -26,15 +26,15 @@ _NOTHING = "–"  # noqa: RUF001
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a table is printed."""
+    """The place where a table is printed."""
 
     title: str
     arxiv: str
     """Number on arXiv, such as ``2406.10774``."""
     table: str
-    """Which of its tables or figures."""
+    """One of its tables or figures."""
     note: str
-    """Where the figures here were read, or why there are none, and what differs from the paper's setting."""
+    """The source of the figures, or the reason for their absence, and differences from the paper's setting."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Figure:
     """In percent."""
     perplexity: float | None = None
     tasks: tuple[str, ...] = ()
-    """What a mean is over: the tasks of the file's run; empty for all that were measured."""
+    """The tasks that a mean is over, those of the file's run; empty for all that were measured."""
 
     @property
     def value(self) -> float:
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def status(self) -> str:
-        """What stands where ours is missing; empty where it is not."""
+        """The words in place of a missing figure of ours; empty where there is one."""
         if self.ours is not None:
             return ""
         return "not measured" if self.figure.method in METHODS else "not here yet"
@@ -157,10 +157,10 @@ def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, An
     ----------
     figures : iterable of Figure
     summary_entries : sequence of dict
-        What ``eval.summary.summarise`` returns for rows of ``model``.
+        The entries of ``eval.summary.summarise`` for rows of ``model``.
     model : str
-        What was run. Where the paper has figures of it, only those are compared; a model that the paper does not have
-        stands beside all of them, and ``paper_table`` says so.
+        The model that was run. Where the paper has figures of it, only those are compared; a model that the paper does
+        not have stands beside all of them, and ``paper_table`` says so.
     """
     figures = list(figures)
     in_paper = any(figure.model == model for figure in figures)
@@ -175,7 +175,11 @@ def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -
     title = f"{paper.title} (arXiv {paper.arxiv}), {paper.table}" if paper else None
     note = f"\n{paper.note}" if paper else ""
     caption = f"{_caption(comparisons)}{note}"
-    table = Table(title=title and escape(title), caption=escape(caption), caption_justify="left")
+    table = Table(
+        title=title and literal(title, "table.title"),
+        caption=literal(caption, "table.caption"),
+        caption_justify="left",
+    )
     for header in ("model in the paper", "benchmark", "task", "length", "method", "budget"):
         table.add_column(header, overflow="fold")
     for header in ("paper", "ours", "difference", "samples"):
@@ -188,11 +192,11 @@ def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -
         group = (figure.model, figure.length)
         difference, samples = comparison.difference, comparison.samples
         table.add_row(
-            escape(figure.model.rpartition("/")[2]),
-            escape(figure.benchmark),
-            escape(figure.task or "mean"),
+            literal(figure.model.rpartition("/")[2]),
+            literal(figure.benchmark),
+            literal(figure.task or "mean"),
             f"{figure.length:,}" if figure.length else _NOTHING,
-            escape(figure.method),
+            literal(figure.method),
             f"{figure.token_budget:,}" if figure.token_budget else _NOTHING,
             f"{figure.value:.2f}",
             comparison.status if comparison.ours is None else f"{comparison.ours:.2f}",
@@ -284,7 +288,7 @@ def _read_figure(entry: Any, place: str, runs: Sequence[RunConfig]) -> Figure:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with a figure's field; None for nothing."""
+    """Return the rule that a figure's field breaks; None where it breaks none."""
     if name in _TEXT_FIELDS:
         return None if isinstance(value, str) and value else "text"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

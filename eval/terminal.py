@@ -1,4 +1,4 @@
-"""What the harness shows on the terminal, and reads from its command line."""
+"""The harness's terminal output, and the lists that its command line takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hf_sparse_attn.terminal import fail
+from hf_sparse_attn.cli.terminal import fail, literal, one_line, visible
 
 WIDTH = 140
 """Characters of a table where the output is a file."""
@@ -20,32 +20,32 @@ WIDTH = 140
 
 @contextmanager
 def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | None], None]]:
-    """A progress bar on stderr; what it yields is called with how many are done, of how many, and a label."""
+    """Show a progress bar on stderr; the yielded function takes how many are done, of how many, and a label."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as bar:
-        task = bar.add_task(label, total=None)
+        task = bar.add_task(visible(label), total=None)
 
         def update(done: int, total: int, what: str | None = None) -> None:
-            bar.update(task, completed=done, total=total, description=what or label)
+            bar.update(task, completed=done, total=total, description=visible(what or label))
 
         yield update
 
 
 def on_row(update: Callable[[int, int, str | None], None]) -> Callable[[int, int, dict[str, Any] | None], None]:
-    """What a run calls after each row: it moves the progress bar, and prints the error of a row that failed."""
+    """Return the function that a run calls after each row: it moves the bar and prints the error of a failed row."""
 
     def show(done: int, total: int, row: dict[str, Any] | None) -> None:
         update(done, total, None)
         if row is not None and row["error"] is not None:
-            typer.echo(f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}", err=True)
+            typer.echo(one_line(f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}"), err=True)
 
     return show
 
 
 def summary_table(summary: dict[str, Any], folder: Path) -> Table:
-    """What a run found, a line for each task, length, method and budget."""
-    table = Table(title=str(folder))
+    """Show a run's summary, a line for each task, length, method and budget."""
+    table = Table(title=literal(str(folder), "table.title"))
     for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")
     for entry in summary["table"]:
@@ -62,7 +62,8 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
             number(entry["tpot_ms"], "{:.1f}"),
         )
     overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
-    table.caption = f"{summary['device']}, {summary['dtype']}; the harness added {number(overhead, '{:.1%}')}"
+    caption = f"{summary['device']}, {summary['dtype']}; the harness added {number(overhead, '{:.1%}')}"
+    table.caption = literal(caption, "table.caption")
     return table
 
 

@@ -1,5 +1,5 @@
 """``python -m hf_sparse_attn``."""
 
-from hf_sparse_attn.cli import app
+from hf_sparse_attn.cli.app import app
 
 app(prog_name="hf-sparse-attn")

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 IN_CI = os.environ.get("HF_SPARSE_ATTN_CI") == "1"
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def may_skip(reason: str) -> bool:
-    """Whether a test may be skipped in CI: for want of CUDA, or of the data folder beside the repository."""
-    if "needs CUDA" in reason:
-        return not torch.cuda.is_available()
-    return "shared/ data absent" in reason and not SHARED.exists()
+    """Whether a test may be skipped in CI: for want of CUDA alone."""
+    return "needs CUDA" in reason and not torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

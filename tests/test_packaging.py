@@ -101,5 +101,8 @@ def test_no_folder_shadows_another_package() -> None:
 
 def test_import_needs_no_optional_package(tmp_path: Path) -> None:
     optional = ("gguf", "psutil", "datasets", "evaluate", "matplotlib")
-    code = f"import sys; sys.modules |= dict.fromkeys({optional!r}); import hf_sparse_attn, hf_sparse_attn.cli"
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({optional!r}); import hf_sparse_attn; "
+        "assert not {'typer', 'rich'} & sys.modules.keys(), 'too much'; import hf_sparse_attn.cli.app"
+    )
     run_python(code, tmp_path, ROOT, ROOT / "kernels/torch-ext")

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_sparse_attn.passkey import FILLER
+from hf_sparse_attn.cli.passkey import FILLER
 
 
 def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:

@@ -28,7 +28,7 @@ class Sample:
     question_ids: Sequence[int]
     """Never empty: the forward pass over its last token gives the answer's first."""
     references: Any
-    """What ``eval.metrics.score`` takes as references; None where nothing is generated (``forced_ids``)."""
+    """References for ``eval.metrics.score``; None where nothing is generated (``forced_ids``)."""
     max_new_tokens: int
     all_classes: Sequence[str] | None = None
     stop_at_newline: bool = False
@@ -55,12 +55,12 @@ class Item:
     length: int | None = None
     """The requested prompt length in tokens; None where the row has its own."""
     depth: float | None = None
-    """Where in the material the answer stands, 0 to 1; None where that is not one place."""
+    """Place of the answer in the material, 0 to 1; None where that is not one place."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a benchmark makes its items from."""
+    """The settings that a benchmark makes its items from."""
 
     tokenizer: PreTrainedTokenizerBase
     max_positions: int
@@ -105,7 +105,7 @@ class Benchmark(ABC):
     """One line for ``python -m eval list``."""
     tasks: ClassVar[tuple[str, ...]]
     default_tasks: ClassVar[tuple[str, ...]] = ()
-    """What runs where no task is named; empty for all of them."""
+    """The tasks that run where none is named; empty for all of them."""
     default_lengths: ClassVar[tuple[int, ...]] = ()
     protocol: ClassVar[str | None] = None
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""

@@ -30,7 +30,7 @@ _ASKED_NUMBER = re.compile(r"The (?:\w+ )+number")
 
 @dataclass(frozen=True)
 class _Task:
-    """What a task's samples share."""
+    """The settings that a task's samples share."""
 
     name: str
     template: str
@@ -161,7 +161,7 @@ def _generated_items(task: _Task) -> list[Item]:
 
 
 def prompt_fields(task: str, row: dict[str, Any]) -> dict[str, str]:
-    """What the task's template takes beside the context.
+    """Return the fields of the task's template beside the context.
 
     Raises
     ------

@@ -36,12 +36,12 @@ _PROBE_UNITS = 16
 
 
 def needle_depth(task: str, index: int) -> float | None:
-    """Where a sample's answer stands, 0 to 1: spread evenly, however many samples there are; None for Math.Find."""
+    """Return the depth of a sample's answer, 0 to 1, spread evenly over any number of samples; None for Math.Find."""
     return None if task == "math_find" else (index + 0.5) * _GOLDEN_RATIO % 1.0
 
 
 def row_maker(task: str, seed: int, length: int, index: int) -> RowMaker:
-    """How to make a sample's row; the same for the same arguments, on every machine.
+    """Return a function that makes a sample's row, the same for the same arguments on every machine.
 
     Parameters
     ----------

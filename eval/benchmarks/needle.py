@@ -12,7 +12,7 @@ from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.haystack import check_depths, rotated, text_haystack
 from eval.errors import EvalError
 from eval.prompts import encode_prompt
-from hf_sparse_attn.passkey import encode_endlessly
+from hf_sparse_attn.cli.passkey import encode_endlessly
 
 MAX_NEW_TOKENS = 24
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tallinn", "Valencia", "Hobart", "Bergen", "Cusco", "Galway")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.haystack import check_depths, rotated, text_haystack
 from eval.errors import EvalError
-from hf_sparse_attn.passkey import FILLER, Passkey, make_passkey
+from hf_sparse_attn.cli.passkey import FILLER, Passkey, make_passkey
 
 MAX_NEW_TOKENS = 8
 

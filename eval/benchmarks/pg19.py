@@ -21,7 +21,7 @@ HUB_ID = "emozilla/pg19-test"
 class PG19(Benchmark):
     """Perplexity of the last ``scored`` tokens of a book's first ``length`` ones.
 
-    What comes before them is prefilled; they are fed ``chunk`` at a time, so that with 1 a method that makes decoding
+    The tokens before them are prefilled; they are fed ``chunk`` at a time, so that with 1 a method that makes decoding
     sparse chooses anew for each. Several lengths give perplexity by position.
     """
 

@@ -1,4 +1,4 @@
-"""What the metrics have in common: everything but their benchmark and their words."""
+"""The common part of the metrics: everything but their benchmark and their words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Returns:
 
 
 class Scores(TypedDict):
-    """What ``compute`` returns."""
+    """The result of ``compute``."""
 
     score: float
     scores: list[float]
@@ -46,7 +46,7 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
         Parameters
         ----------
         predictions : sequence of str, optional
-            What the model wrote.
+            The model's answer.
         references : sequence, optional
             For each prediction a str, an int, a float, or a list of these.
         **kwargs

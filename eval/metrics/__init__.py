@@ -21,7 +21,7 @@ _SCORERS = {
 def score(
     benchmark: str, task: str, prediction: str, references: Any, all_classes: Sequence[str] | None = None
 ) -> float:
-    """How good a prediction is, by the benchmark's official scorer.
+    """Score a prediction with the benchmark's official scorer.
 
     LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b;
     ``eval/metrics/retrieval.py`` says how passkey and needle are.
@@ -33,7 +33,7 @@ def score(
     task : str
         One of ``tasks(benchmark)``.
     prediction : str
-        What the model wrote, as it wrote it: cutting to the first line and the like is done here.
+        The model's answer, unchanged: cutting to the first line and the like is done here.
     references : str, int, float, or a list of these
         The right answers, as the benchmark's data has them.
     all_classes : sequence of str, optional

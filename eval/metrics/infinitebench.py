@@ -115,7 +115,7 @@ def math_find(prediction: str, references: list[str], _: Sequence[str]) -> float
 
 
 def math_calc(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Which share of the intermediate results is right before the first wrong or missing one."""
+    """Return the share of intermediate results before the first wrong or missing one."""
     wanted = [as_number(reference) for reference in references]
     found = [as_number(digits) for digits in re.findall(r"[0-9]+", prediction)]
     right = 0
@@ -135,7 +135,7 @@ def _squeeze(prediction: str) -> str:
 
 
 def _announced(prediction: str, announcements: Sequence[str]) -> str | None:
-    """What follows the first announcement that is found and the character after it; None where none is found."""
+    """Return the text behind the first announcement and the character after it; None where there is none."""
     for announcement in announcements:
         _, found, rest = prediction.partition(announcement)
         if found:

@@ -59,7 +59,7 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str]) 
 
 
 def count(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """Which share of the numbers in the prediction is the right one."""
+    """Return the share of right ones among the numbers in the prediction."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 

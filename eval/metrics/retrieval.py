@@ -14,7 +14,7 @@ def contains(prediction: str, references: list[str], _: Sequence[str]) -> float:
 
 
 def words_found(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Which share of the reference's different words the prediction has; of several references the best counts.
+    """Return the share of the reference's distinct words in the prediction; the best of several references counts.
 
     Words are those of ``eval.metrics.text.words``: lower case, no punctuation, no articles. Their order and number do
     not matter, nor what else the prediction says.

@@ -11,7 +11,7 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f]")
 
 
 def match_all(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Which share of the references stands in the prediction."""
+    """Return the share of the references that the prediction contains."""
     found = _found(prediction, references)
     return sum(found) / len(found)
 

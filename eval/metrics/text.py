@@ -1,4 +1,4 @@
-"""What several benchmarks measure texts with: normalised words, F1 and ROUGE-L."""
+"""Text measures that several benchmarks share: normalised words, F1 and ROUGE-L."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import rc_context
 
+from eval.errors import EvalError
 from eval.report.plots import Picture, draw
 from eval.report.rows import Row, Run, counted_once, load_runs
 from eval.report.sections import Section, make_sections
@@ -37,7 +39,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     Raises
     ------
     EvalError
-        There is no row, or one is malformed; the message has file and line.
+        There is no row, or one is malformed (the message has file and line), or ``out`` cannot be written.
     """
     runs = load_runs(directory)
     found = [row for run in runs for row in run.rows]
@@ -45,8 +47,23 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     sections = make_sections(rows)
     styles = Styles([column for section in sections for column in section.columns])
     out = directory / "report" if out is None else out
-    out.mkdir(parents=True, exist_ok=True)
     failures = [failure for section in sections for failure in failed_samples(section)]
+    try:
+        return _write_page(out, found, rows, sections, styles, failures, runs)
+    except OSError as error:
+        raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
+
+
+def _write_page(
+    out: Path,
+    found: Sequence[Row],
+    rows: Sequence[Row],
+    sections: Sequence[Section],
+    styles: Styles,
+    failures: Sequence[list[str]],
+    runs: Sequence[Run],
+) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
     page = _template().render(
         head=_head(rows, repeated=len(found) - len(rows)),
         sections=[_section(section, styles, out) for section in sections],
@@ -55,7 +72,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
         runs=[_run(run) for run in runs],
     )
     path = out / "index.html"
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of folders may be of any bytes
     return path
 
 
@@ -72,7 +89,7 @@ def _template() -> Any:
 
 
 def _head(rows: Sequence[Row], repeated: int) -> list[tuple[str, list[str]]]:
-    """What the rows have in common, and what they do not: names with all their values."""
+    """Return the settings of the rows by name, each with all its values."""
     versions = sorted(
         {f"{name} {version}" for row in rows for name, version in (row.get("versions") or {}).items()}, key=str.lower
     )
@@ -106,8 +123,13 @@ def _section(section: Section, styles: Styles, out: Path) -> dict[str, Any]:
         "agreement": agreement_table(section),
         "lost": lost_samples(section),
         "memory_measures": ", ".join(measures),
-        "pictures": [_embed(picture, out) for picture in draw(section, styles)],
+        "pictures": _pictures(section, styles, out),
     }
+
+
+def _pictures(section: Section, styles: Styles, out: Path) -> list[dict[str, Any]]:
+    with rc_context({"text.parse_math": False}):  # names are text, also where they hold dollar signs
+        return [_embed(picture, out) for picture in draw(section, styles)]
 
 
 def _embed(picture: Picture, out: Path) -> dict[str, Any]:

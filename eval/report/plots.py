@@ -26,6 +26,8 @@ _PAGE_PIXELS_PER_INCH = 100
 _MOST_DEPTHS = 12
 _MOST_NOTES = 9
 _MOST_WRITTEN_CELLS = 80
+_MOST_LOSS = 600.0
+"""In nats; the perplexity of more cannot be drawn."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Picture:
 
     @property
     def page_width(self) -> int:
-        """How wide the page shows it, in CSS pixels: letters are the same size in all pictures."""
+        """The width on the page, in CSS pixels: letters are the same size in all pictures."""
         return round(float(self.figure.get_size_inches()[0]) * _PAGE_PIXELS_PER_INCH)
 
     def png(self) -> bytes:
@@ -97,7 +99,7 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     """The figure against the part of the KV cache that was read, a point per method and budget."""
     average = section.averages()
     reads = {column: _kv_percent(section, column) for column in section.columns}
-    points = {column: (read, average[column]) for column, read in reads.items() if read is not None and average}
+    points = {column: (read, average[column]) for column, read in reads.items() if read and average}
     if not any(method != DENSE for method, _ in points):
         return None
     figure, (axis,) = panels(1)
@@ -129,15 +131,19 @@ def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     for column in section.columns:
         if column in nll:
             positions = sorted(nll[column])
-            axis.plot(positions, [math.exp(fmean(nll[column][p])) for p in positions], **styles.line(column))
+            axis.plot(positions, [_perplexity(nll[column][p]) for p in positions], **styles.line(column))
             axis.lines[-1].set_markevery(0.15)
     axis.set_xlabel("position (tokens)")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_ylabel("perplexity")
     legend_below(figure, [axis])
     caption = "Perplexity by position (lower is better)"
-    overall = {column: math.exp(fmean(v for values in nll[column].values() for v in values)) for column in nll}
+    overall = {column: _perplexity([v for values in nll[column].values() for v in values]) for column in nll}
     return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
+
+
+def _perplexity(losses: Sequence[float]) -> float:
+    return math.exp(min(fmean(losses), _MOST_LOSS))
 
 
 def score_by_depth(section: Section, styles: Styles) -> Picture | None:

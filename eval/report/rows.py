@@ -6,46 +6,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from eval.errors import EvalError
+from eval.row_check import FIELDS, read_rows
 
 Row = Mapping[str, Any]
 
-_TEXT = (str,)
-_WHOLE = (int,)
-_NUMBER = (int, float)
-_NONE = (type(None),)
-
-_REQUIRED: dict[str, tuple[type, ...]] = {
-    "benchmark": _TEXT,
-    "task": _TEXT,
-    "sample_id": _TEXT,
-    "length": _WHOLE + _NONE,
-    "depth": _NUMBER + _NONE,
-    "method": _TEXT,
-    "token_budget": _WHOLE + _NONE,
-    "parameters": (dict,),
-    "question": _TEXT,
-    "score": _NUMBER + _NONE,
-    "error": _TEXT + _NONE,
-    "model": _TEXT,
-    "dtype": _TEXT,
-    "device": _TEXT,
-    "seed": _WHOLE,
-}
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    "prediction": _TEXT + _NONE,
-    "versions": (dict, type(None)),
-    "protocol": _TEXT + _NONE,
-    "protocol_sha256": _TEXT + _NONE,
-    "nll_by_position": (list, type(None)),
-    "peak_memory_measures": _TEXT + _NONE,
-    **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
-    **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
-    **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
-    **dict.fromkeys(("prefill_seconds", "ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
-}
 _SAME_MEASUREMENT = (
     *("benchmark", "task", "length", "sample_id", "seed", "method", "token_budget", "question"),
     *("model", "dtype", "device", "protocol_sha256"),
@@ -70,7 +37,7 @@ def load_runs(directory: Path) -> list[Run]:
     Raises
     ------
     EvalError
-        There is no row, or one is malformed; the message has file and line.
+        There is no row, or one is malformed, or a file cannot be read; the message names the file.
     """
     folders: dict[Path, list[Path]] = {}
     for path in sorted([*directory.rglob("rows.jsonl"), *directory.rglob("rows-*.jsonl")]):
@@ -82,8 +49,8 @@ def load_runs(directory: Path) -> list[Run]:
             Run(
                 name=str(folder.relative_to(directory)),
                 files=[path.name for path in paths],
-                rows=[row for path in paths for row in read_rows(path)],
-                config=config.read_text(encoding="utf-8") if config.is_file() else None,
+                rows=[_encodable(row) for path in paths for row in read_rows(path, FIELDS)],
+                config=_shown(config) if config.is_file() else None,
             )
         )
     if not any(run.rows for run in runs):
@@ -93,53 +60,21 @@ def load_runs(directory: Path) -> list[Run]:
     return runs
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of one file, checked.
-
-    Raises
-    ------
-    EvalError
-        A row is malformed; the message has file and line.
-    """
-    rows = []
-    # Not splitlines: a prediction may hold characters, such as U+2028, that it takes for the end of a line. What comes
-    # after the last newline is a row that a killed run did not finish.
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, parse_constant=_refuse_constant)
-            check_row(row)
-        except ValueError as error:
-            raise EvalError(f"{path}:{number}: {error}") from error
-        rows.append(row)
-    return rows
+def _shown(path: Path) -> str:
+    """The text of a file that is shown as it is, whatever it holds."""
+    try:
+        return path.read_text(encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
 
 
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number that a row may have")
-
-
-def check_row(row: Any) -> None:
-    """Raise ``ValueError`` where a row lacks a field or has one that cannot be."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
-    if missing := _REQUIRED.keys() - row.keys():
-        raise ValueError(f"the row has no {', '.join(sorted(missing))}")
-    for name, kinds in (_REQUIRED | _OPTIONAL).items():
-        value = row.get(name)
-        if name in row and (not isinstance(value, kinds) or isinstance(value, bool)):
-            allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
-    for name in ("score", "depth"):
-        if row[name] is not None and not 0 <= row[name] <= 1:
-            raise ValueError(f"{name}={row[name]!r} is not allowed: 0 to 1")
-    if row.get("perplexity") is not None and row["perplexity"] <= 0:
-        raise ValueError(f"perplexity={row['perplexity']!r} is not allowed: above 0")
-    for pair in row.get("nll_by_position") or []:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(value, _NUMBER) for value in pair)):
-            raise ValueError(f"nll_by_position has {pair!r}: pairs of token position and mean nll are allowed")
+def _encodable(value: Any) -> Any:
+    """The same value with lone surrogates, which no page can hold, as Python writes them."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(entry) for key, entry in value.items()}
+    return [_encodable(entry) for entry in value] if isinstance(value, list) else value
 
 
 def counted_once(rows: Iterable[Row]) -> list[Row]:

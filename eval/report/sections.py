@@ -24,7 +24,7 @@ _SETTING = ("model", "dtype", "device", "question", "protocol_sha256")
 
 
 def label(column: Column) -> str:
-    """What a column is called in the page and the plots."""
+    """Return a column's name in the page and the plots."""
     method, budget = column
     if method == DENSE:
         return "dense"
@@ -41,7 +41,7 @@ class Section:
 
     @cached_property
     def entries(self) -> dict[tuple[Place, Column], dict[str, Any]]:
-        """What the rows of a task, length, method and budget have in common, in ``summarise``'s order."""
+        """The aggregate of each task, length, method and budget, in ``summarise``'s order."""
         return {
             ((entry["task"], entry["length"]), (entry["method"], entry["token_budget"])): entry
             for entry in summarise(self.rows)
@@ -69,7 +69,7 @@ class Section:
 
     @property
     def figure_name(self) -> str:
-        """What the figure is, with its unit."""
+        """The name of the figure, with its unit."""
         return "perplexity" if self.is_perplexity else "score (%)"
 
     def figure(self, place: Place, column: Column) -> float | None:

@@ -1,4 +1,4 @@
-"""How methods look: one colour and marker each, in every plot of a report."""
+"""The look of methods: one colour and marker each, in every plot of a report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Styles:
         return _DENSE_MARKER if method == DENSE else _MARKERS[self._methods.index(method) % len(_MARKERS)]
 
     def note(self, method: str) -> dict[str, Any]:
-        """What ``Axes.annotate`` takes for a note at a method's point; methods take turns left and right."""
+        """Options of ``Axes.annotate`` for a note at a method's point; methods take turns left and right."""
         right = method != DENSE and self._methods.index(method) % 2 == 1
         return {
             "xytext": (7 if right else -7, 0),
@@ -54,13 +54,13 @@ class Styles:
         }
 
     def line(self, column: Column) -> dict[str, Any]:
-        """What ``Axes.plot`` takes for one method and budget."""
+        """Options of ``Axes.plot`` for one method and budget."""
         method, budget = column
         dash = "-" if method == DENSE else _DASHES[self._budgets.index(budget or 0) % len(_DASHES)]
         return {**self.points(method), "linestyle": dash, "label": label(column)}
 
     def points(self, method: str) -> dict[str, Any]:
-        """What ``Axes.plot`` takes for one method over its budgets."""
+        """Options of ``Axes.plot`` for one method over its budgets."""
         return {
             "color": self.colour(method),
             "marker": self.marker(method),
@@ -133,6 +133,8 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
+    if not handles:  # matplotlib leaves out names that begin with an underscore
+        return
     width = figure.get_size_inches()[0]
     longest = max(len(name) for name in handles)
     columns = max(1, min(len(handles), int(width / (0.6 + 0.09 * longest))))

@@ -73,7 +73,7 @@ def _averages(section: Section, by_length: bool) -> list[list[str]]:
 
 
 def cost_table(section: Section) -> Table:
-    """What each method and budget cost at each length, against dense."""
+    """Compare the cost of each method and budget with dense attention's, by length."""
     header = ["method", "length", "samples", "prompt tokens", "realised budget", "KV read (% of dense)"]
     header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
     costs = list(section.costs())
@@ -102,7 +102,7 @@ def cost_table(section: Section) -> Table:
 
 
 def agreement_table(section: Section) -> Table | None:
-    """How often a method answers as dense does on the same samples; None where nothing is answered."""
+    """Count the samples that a method answers as dense does; None where nothing is answered."""
     pairs: dict[Column, list[tuple[Row, Row]]] = defaultdict(list)
     for sparse, dense in section.twins():
         if sparse["score"] is not None and dense["score"] is not None:

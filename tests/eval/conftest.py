@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.eval.own_protocols import pin_own_protocols, write_own_protocols
 from tests.tiny import save_model
 
 
@@ -23,3 +24,16 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "book.txt").write_text(" ".join(sentences), encoding="utf-8")
     (folder / "PaulGrahamEssays.json").write_text('{"text": "' + " ".join(sentences[::-1]) + '"}', encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def own_protocols(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Protocol files of the official ones' structure, in words of our own."""
+    return write_own_protocols(tmp_path_factory.mktemp("protocols"))
+
+
+@pytest.fixture
+def protocols(own_protocols: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, which the loader takes for the official ones."""
+    pin_own_protocols(monkeypatch)
+    return own_protocols

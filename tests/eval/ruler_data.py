@@ -62,7 +62,7 @@ def needle_args(haystack: str, keys: str, values: str, counts: tuple[int, int, i
 
 
 def make_protocol() -> dict[str, Any]:
-    """What ``load_protocol("ruler", ...).values`` holds, with other wordings and the usual settings."""
+    """Return a protocol's values with wordings of our own and the usual settings."""
     needle_tasks = {
         "niah_single_1": needle_args("noise", "words", "numbers"),
         "niah_single_2": needle_args("essay", "words", "numbers"),

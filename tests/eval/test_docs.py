@@ -24,7 +24,7 @@ from eval.speed_shapes import SHAPES
 from eval.store import read_rows
 from eval.tables import read_table, table_names
 from hf_sparse_attn import METHODS
-from hf_sparse_attn.terminal import parse_settings
+from hf_sparse_attn.cli.terminal import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "eval/README.md"

@@ -18,27 +18,29 @@ from eval.metrics import tasks
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 LOAD_AND_SCORE = """
+import sys
+
 import evaluate
 
-longbench = evaluate.load({folder!r} + "/longbench.py")
-result = longbench.compute(predictions=["a b", "c d"], references=["b", ["x", "c"]], task="qasper")
-assert set(result) == {{"score", "scores"}}, result
-assert result["scores"] == [1.0, 2 / 3], result
-infinitebench = evaluate.load({folder!r} + "/infinitebench.py")
-result = infinitebench.compute(predictions=["2.5", "4"], references=[[2.5], 3], task="math_find")
-assert result == {{"score": 0.5, "scores": [1.0, 0.0]}}, result
-ruler = evaluate.load({folder!r} + "/ruler.py")
-assert ruler.compute(predictions=["1 2"], references=[["1", "2", "3", "4"]], task="vt")["score"] == 0.5
-print(type(longbench).__name__, type(infinitebench).__name__, type(ruler).__name__)
+for folder in sys.argv[1:]:
+    longbench = evaluate.load(folder + "/longbench.py")
+    result = longbench.compute(predictions=["a b", "c d"], references=["b", ["x", "c"]], task="qasper")
+    assert set(result) == {"score", "scores"}, result
+    assert result["scores"] == [1.0, 2 / 3], result
+    infinitebench = evaluate.load(folder + "/infinitebench.py")
+    result = infinitebench.compute(predictions=["2.5", "4"], references=[[2.5], 3], task="math_find")
+    assert result == {"score": 0.5, "scores": [1.0, 0.0]}, result
+    ruler = evaluate.load(folder + "/ruler.py")
+    assert ruler.compute(predictions=["1 2"], references=[["1", "2", "3", "4"]], task="vt")["score"] == 0.5
+    print(type(longbench).__name__, type(infinitebench).__name__, type(ruler).__name__)
 """
 
 
-@pytest.mark.parametrize("folder", ["eval/hf_metrics", str(REPOSITORY / "eval" / "hf_metrics")])
-def test_evaluate_loads_them_by_path_without_a_network(tmp_path, folder):
+def test_evaluate_loads_them_by_path_without_a_network(tmp_path):
     without_caches = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = {**without_caches, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_SCORE.format(folder=folder)],
+        [sys.executable, "-c", LOAD_AND_SCORE, "eval/hf_metrics", str(REPOSITORY / "eval" / "hf_metrics")],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -47,7 +49,7 @@ def test_evaluate_loads_them_by_path_without_a_network(tmp_path, folder):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["LongBench", "InfiniteBench", "RULER"]
+    assert done.stdout.split() == ["LongBench", "InfiniteBench", "RULER"] * 2
 
 
 def test_rows_may_mix_all_types_of_references(tmp_path):

@@ -21,7 +21,6 @@ from eval.protocols import load_protocol
 from tests.eval.tokenizers import tiny_tokenizer
 from tests.tiny import make_tokenizer
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 GENERATED = ("passkey", "number_string", "kv_retrieval", "math_find")
 OPTIONS = ["alpha", "beta", "gamma", "delta"]
 SECOND_LARGEST = "Answer with only one number, no other words. The second largest number of the list is: "
@@ -53,13 +52,6 @@ EXPECTED: dict[str, Any] = {
     "code_run": [-7],
     "code_debug": ["delta", "D"],
 }
-
-
-@pytest.fixture
-def protocols() -> Path:
-    if not (SHARED / "protocols").is_dir():
-        pytest.skip("shared/ data absent: protocols")
-    return SHARED / "protocols"
 
 
 @pytest.fixture(autouse=True)

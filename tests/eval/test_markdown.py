@@ -107,3 +107,44 @@ def test_no_results_is_an_error_that_names_the_folder(tmp_path):
     with pytest.raises(EvalError, match=str(tmp_path)):
         write_results(tmp_path, tmp_path / "page.md")
     assert not (tmp_path / "page.md").exists()
+
+
+DAMAGED = {
+    "{": "is not the summary of a run: Expecting",
+    "[]": "is not the summary of a run: it holds list",
+    "{}": "is not the summary of a run: KeyError: 'versions'",
+    json.dumps(SUMMARY): "is not the summary of a run: KeyError: 'table'",
+    json.dumps(SUMMARY | {"table": [{"task": "a"}]}): "is not the summary of a run: KeyError: 'method'",
+    json.dumps(SUMMARY | {"table": [ENTRY | {"score": "good"}]}): "is not the summary of a run: ValueError",
+    json.dumps(SUMMARY | {"table": [], "rows": None}): "is not the summary of a run: TypeError",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_defect_12_a_damaged_summary_is_named(tmp_path, content):
+    path = tmp_path / "sweep" / "01-passkey" / "summary.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(EvalError, match=rf"01-passkey/summary\.json {DAMAGED[content]}"):
+        results_page(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": 3, "machine": {}}'])
+def test_defect_12_a_damaged_speed_report_is_named(tmp_path, content):
+    (tmp_path / "speed").mkdir()
+    (tmp_path / "speed" / "it.json").write_text(content)
+    with pytest.raises(EvalError, match=r"speed/it\.json is not a report of `python -m eval speed`"):
+        results_page(tmp_path)
+
+
+def test_defect_12_odd_summaries_and_notes(tmp_path):
+    sparse = ENTRY | {"method": "quest", "score": None}
+    text = page_of(tmp_path, {"table": [sparse], "model": "m\ud83d", "model_seconds": 0.0})
+    assert "| filler | 400 | quest |" in text
+    assert r"m\ud83d" in text
+    (tmp_path / "sweep" / "note.txt").write_bytes(b"\xff")
+    with pytest.raises(EvalError, match=r"note\.txt cannot be read"):
+        results_page(tmp_path)
+    (tmp_path / "sweep" / "note.txt").unlink()
+    with pytest.raises(EvalError, match="cannot be written"):
+        write_results(tmp_path, tmp_path / "sweep")

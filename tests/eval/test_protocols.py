@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from pprint import pformat
@@ -16,16 +17,9 @@ import yaml
 
 from eval.errors import EvalError
 from eval.protocols import _SOURCES, load_protocol, render_prompt, values_sha256
+from tests.eval.own_protocols import FIGURES
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 NAMES = ("longbench", "infinitebench", "ruler")
-
-
-@pytest.fixture
-def packed() -> Path:
-    if not (SHARED / "protocols").is_dir():
-        pytest.skip("shared/ data absent: protocols")
-    return SHARED / "protocols"
 
 
 def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path]:
@@ -66,8 +60,8 @@ def joined_dict(strings: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_formats_have_the_same_values_and_the_pinned_hash(name: str, packed: Path, tmp_path: Path) -> None:
-    from_json = load_protocol(name, packed)
+def test_both_formats_have_the_same_values_and_the_pinned_hash(name: str, protocols: Path, tmp_path: Path) -> None:
+    from_json = load_protocol(name, protocols)
     files = write_upstream(tmp_path / "official", name, from_json.values)
     from_official = load_protocol(name, tmp_path / "official")
     assert from_official.values == from_json.values
@@ -75,8 +69,8 @@ def test_both_formats_have_the_same_values_and_the_pinned_hash(name: str, packed
     assert all(str(file) in from_official.origin for file in files)
 
 
-def test_values_have_the_agreed_shape(packed: Path) -> None:
-    longbench, infinitebench, ruler = (load_protocol(name, packed).values for name in NAMES)
+def test_values_have_the_agreed_shape(protocols: Path) -> None:
+    longbench, infinitebench, ruler = (load_protocol(name, protocols).values for name in NAMES)
     assert set(longbench["dataset2prompt"]) == set(longbench["dataset2maxlen"])
     assert infinitebench["prompts"]["truncation"] == "middle"
     assert set(infinitebench["prompts"]["templates"]["kimi_templates"]) == set(
@@ -84,15 +78,20 @@ def test_values_have_the_agreed_shape(packed: Path) -> None:
     )
     assert {task["task"] for task in ruler["tasks"]["tasks"].values()} == set(ruler["tasks"]["templates"])
     assert ruler["chat_templates"]["base"] == "{task_template}"
+    assert ruler["tasks"]["tasks"] == FIGURES["ruler"]["tasks"]
+    for task, parts in FIGURES["ruler"]["fields"].items():
+        for part, fields in parts.items():
+            named = re.findall(r"\{\w+\}", ruler["tasks"]["templates"][task][part])
+            assert set(named) == set(fields), (task, part)
 
 
-def test_folder_may_be_the_protocols_own(packed: Path) -> None:
-    assert load_protocol("ruler", packed / "ruler").sha256 == load_protocol("ruler", packed).sha256
+def test_folder_may_be_the_protocols_own(protocols: Path) -> None:
+    assert load_protocol("ruler", protocols / "ruler").sha256 == load_protocol("ruler", protocols).sha256
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_value_is_refused_with_both_hashes(name: str, packed: Path, tmp_path: Path) -> None:
-    values = copy.deepcopy(load_protocol(name, packed).values)
+def test_a_changed_value_is_refused_with_both_hashes(name: str, protocols: Path, tmp_path: Path) -> None:
+    values = copy.deepcopy(load_protocol(name, protocols).values)
     if name == "longbench":
         values["dataset2maxlen"]["trec"] += 1
     elif name == "infinitebench":
@@ -108,8 +107,8 @@ def test_a_changed_value_is_refused_with_both_hashes(name: str, packed: Path, tm
     assert all(str(file) in message for file in files)
 
 
-def test_code_in_official_files_is_not_run(packed: Path, tmp_path: Path) -> None:
-    write_upstream(tmp_path, "infinitebench", load_protocol("infinitebench", packed).values)
+def test_code_in_official_files_is_not_run(protocols: Path, tmp_path: Path) -> None:
+    write_upstream(tmp_path, "infinitebench", load_protocol("infinitebench", protocols).values)
     prompts = tmp_path / "src/prompt.py"
     prompts.write_text(prompts.read_text(encoding="utf-8") + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n", "utf-8")
     load_protocol("infinitebench", tmp_path)
@@ -128,7 +127,7 @@ def test_missing_files_are_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"narrativeqa": "\\ud8'])
-def test_damaged_files_are_named(damage: str, packed: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_named(damage: str, protocols: Path, tmp_path: Path) -> None:
     (tmp_path / "dataset2prompt.json").write_text(damage, encoding="utf-8")
     (tmp_path / "dataset2maxlen.json").write_text("{}", encoding="utf-8")
     with pytest.raises(EvalError, match=r"dataset2prompt\.json"):
@@ -163,14 +162,14 @@ def test_unreachable_is_said_within_seconds(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def official_host(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def official_host(protocols: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """Stands for the host of the official files: gives the addresses that were asked for."""
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE")
 
     def serve(name: str) -> list[str]:
         source, asked = _SOURCES[name], []
-        write_upstream(tmp_path / "host", name, load_protocol(name, packed).values)
+        write_upstream(tmp_path / "host", name, load_protocol(name, protocols).values)
 
         def get(url: str, **options: Any) -> requests.Response:
             asked.append(url)

@@ -16,6 +16,7 @@ from eval.report import write_report
 from eval.report.plots import draw
 from eval.report.sections import make_sections
 from eval.report.style import Styles
+from eval.row_check import FIELDS
 from eval.summary import summarise
 from tests.eval.report_rows import HOSTILE, longbench_rows, needle_rows, pg19_rows, row, write_rows, write_runs
 
@@ -384,3 +385,68 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, sa
     path.write_text(f"{json.dumps(GOOD)}\n{line}\n", encoding="utf-8")
     with pytest.raises(EvalError, match=rf"run/rows\.jsonl:2: .*{said}"):
         write_report(tmp_path)
+
+
+def odd(**fields: Any) -> list[dict[str, Any]]:
+    return [made | fields for made in [*longbench_rows()[:12], *needle_rows((1024, 2048))[:8], *pg19_rows()[:4]]]
+
+
+ODD_ROWS = {
+    "a lone surrogate": odd(task="a \ud83d", prediction="\udcff", references=["\ud83d", None, {"b": 1.5}]),
+    "dollar signs": odd(method="$a_$", task="$x^$"),
+    "names that begin with an underscore": odd(method="_hidden"),
+    "controls": odd(task="\x00\x1b[31m\u202e", device="\x07", sample_id="\r\n"),
+    "an unknown benchmark": odd(benchmark="基准 / mine!"),
+    "nothing measured": odd(
+        **dict.fromkeys(("score", "prompt_tokens", "ttft_seconds", "tpot_ms", "kv_fraction", "peak_memory_bytes"))
+    ),
+    "nothing read": odd(kv_fraction=0.0, token_budget=0, length=0, prompt_tokens=1),
+    "hopeless likelihoods": odd(perplexity=1e299, nll_by_position=[[1, 1e5], [2, 3.0]]),
+    "errors alone": odd(error="ValueError: no"),
+    "no optional fields": [
+        {name: value for name, value in made.items() if name in {*FIELDS, "prediction"}} for made in odd()
+    ],
+    "odd settings": odd(versions={"torch": None, "\ud83d": [1]}, parameters={"a": {"b": [None]}}, seed=-1),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_ROWS)
+def test_defect_12_odd_rows_are_reported(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(made) + "\n" for made in ODD_ROWS[kind]) + "\n  \n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "rows.jsonl").write_text("")
+    page = Page(write_report(tmp_path))
+    assert page.images or kind in ("errors alone", "nothing measured")
+    assert {"scores", "costs"} <= {name for _, name in page.tables}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('"tpot_ms": 1e999', "tpot_ms=inf is not allowed: a number from 0 to 1e"),
+        (f'"length": {10**30}', "length=1000.* is not allowed"),
+        (f'"prompt_tokens": {10**400}', "prompt_tokens=1000.* is not allowed"),
+        ('"ttft_seconds": -1', "ttft_seconds=-1 is not allowed"),
+        ('"nll_by_position": [[1, 1e301]]', "nll_by_position has"),
+        ('"x": ' + "[" * 50_000, "recursion"),
+    ],
+)
+def test_defect_12_numbers_beyond_all_measure_are_named(tmp_path: Path, fields: str, said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD)[:-1] + f", {fields}}}\n")
+    with pytest.raises(EvalError, match=rf"rows\.jsonl:1: .*{said}"):
+        write_report(tmp_path)
+
+
+def test_defect_12_a_configuration_that_is_no_text_is_shown_as_it_is(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [GOOD])
+    (tmp_path / "config.json").write_bytes(b'{"model": "\xff"')
+    assert "\\xff" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_defect_12_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [GOOD])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvalError, match="cannot be written"):
+        write_report(tmp_path, tmp_path / "file" / "page")

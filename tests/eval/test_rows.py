@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -108,31 +111,43 @@ def test_unique_ids(rows: list[dict[str, object]], names: list[str]) -> None:
 
 FETCH = """
 import json, sys
-from pathlib import Path
+from eval.errors import EvalError
 from eval.rows import load_rows
-rows, origin = load_rows(
-    "trec.jsonl", hub_id="owner/bench", hub_filename=sys.argv[1], data_dir=None, benchmark="bench",
-    required=("context", "input", "answers"),
-)
-print(json.dumps([rows, origin]))
+for line in sys.stdin:
+    hub_id, filename = json.loads(line)
+    try:
+        told = load_rows(
+            "trec.jsonl", hub_id=hub_id, hub_filename=filename, data_dir=None, benchmark="bench",
+            required=("context", "input", "answers"),
+        )
+    except EvalError as error:
+        told = type(error).__name__, str(error)
+    print(json.dumps(told), flush=True)
 """
 
 
-def fetch(endpoint: str, filename: str, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Load rows in a process of its own, as the hub's client reads its settings when it is imported."""
+@contextlib.contextmanager
+def fetcher(endpoint: str, home: Path, **variables: str) -> Iterator[Callable[[str, str], Any]]:
+    """Load rows in a process of its own, as the hub's client reads its settings when it is imported.
+
+    What it gives loads a repository's file: to rows and their origin, or to the error's name and message.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment = {key: value for key, value in environment.items() if "proxy" not in key.lower()}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONIOENCODING": "utf-8", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", FETCH, filename],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with subprocess.Popen([sys.executable, "-c", FETCH], cwd=REPOSITORY, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        source, answers = process.stdin, process.stdout
+
+        def fetch(hub_id: str, filename: str) -> Any:
+            source.write(json.dumps([hub_id, filename]) + "\n")
+            source.flush()
+            return json.loads(answers.readline())
+
+        yield fetch
+        source.close()
 
 
 def jsonl(*rows: object) -> bytes:
@@ -146,46 +161,38 @@ def zipped(member: str, content: bytes) -> bytes:
     return buffer.getvalue()
 
 
+BAD_FILES = {
+    "owner/lacking": ("trec.jsonl", b'{"context": "c"}\n', "trec.jsonl:1 lacks input, answers"),
+    "owner/cut": ("trec.jsonl", b'{"context": \n', "trec.jsonl cannot be read"),
+    "owner/another": ("data.zip", zipped("data/lcc.jsonl", b"{}"), "does not give data/trec.jsonl"),
+    "owner/no-zip": ("data.zip", b"no zip", "does not give data/trec.jsonl"),
+    "owner/nothing": ("data.zip", None, "no rows of trec.jsonl"),
+}
+
+
 def test_rows_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
     other = {**ROW, "answers": [1, 2.5], "all_classes": ["a"]}
     files = {
         f"{HUB_ID}/data.zip": zipped("data/trec.jsonl", jsonl(ROW, other)),
         f"{HUB_ID}/trec.jsonl": jsonl(other),
+        **{f"{hub_id}/{name}": content for hub_id, (name, content, _) in BAD_FILES.items() if content is not None},
     }
     requests: list[str] = []
-    with hub_stand_in(files, requests) as endpoint:
-        for filename, expected in (("data.zip", [ROW, other]), ("trec.jsonl", [other])):
-            result = fetch(endpoint, filename, tmp_path)
-            assert result.returncode == 0, result.stderr
-            rows, origin = json.loads(result.stdout)
-            assert rows == expected
-            assert origin == f"hub dataset {HUB_ID} at {COMMIT}, {filename}"
-            assert f"GET /datasets/{HUB_ID}/resolve/main/{filename}" in requests
-    again = fetch(endpoint, "data.zip", tmp_path, HF_HUB_OFFLINE="1")  # the server is gone
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)[0] == [ROW, other]
-
-
-@pytest.mark.parametrize(
-    ("filename", "content", "problem"),
-    [
-        ("trec.jsonl", b'{"context": "c"}\n', "trec.jsonl:1 lacks input, answers"),
-        ("trec.jsonl", b'{"context": \n', "trec.jsonl cannot be read"),
-        ("data.zip", zipped("data/lcc.jsonl", b"{}"), "does not give data/trec.jsonl"),
-        ("data.zip", b"no zip", "does not give data/trec.jsonl"),
-        ("data.zip", None, "no rows of trec.jsonl"),
-    ],
-)
-def test_bad_files_of_the_hub_are_named(filename: str, content: bytes | None, problem: str, tmp_path: Path) -> None:
-    with hub_stand_in({} if content is None else {f"{HUB_ID}/{filename}": content}) as endpoint:
-        result = fetch(endpoint, filename, tmp_path)
-    assert result.returncode == 1
-    last = [line for line in result.stderr.splitlines() if line.startswith("eval.")][-1]
-    assert "Error: " in last
-    assert problem in last
-
-
-def test_unreachable_hub_is_said_with_what_to_do(tmp_path: Path) -> None:
-    result = fetch("http://127.0.0.1:9", "data.zip", tmp_path)
-    assert "eval.rows.RowsNotFoundError" in result.stderr
-    assert "--data-dir" in result.stderr
+    with contextlib.ExitStack() as stack:
+        with hub_stand_in(files, requests) as endpoint:
+            fetch = stack.enter_context(fetcher(endpoint, tmp_path))
+            for filename, expected in (("data.zip", [ROW, other]), ("trec.jsonl", [other])):
+                rows, origin = fetch(HUB_ID, filename)
+                assert rows == expected
+                assert origin == f"hub dataset {HUB_ID} at {COMMIT}, {filename}"
+                assert f"GET /datasets/{HUB_ID}/resolve/main/{filename}" in requests
+            for hub_id, (filename, _, problem) in BAD_FILES.items():
+                name, message = fetch(hub_id, filename)
+                assert name in ("EvalError", "RowsNotFoundError")
+                assert problem in message
+        # The server is gone.
+        name, message = fetch("owner/never-fetched", "data.zip")
+        assert name == "RowsNotFoundError"
+        assert "--data-dir" in message
+    with fetcher(endpoint, tmp_path, HF_HUB_OFFLINE="1") as fetch:
+        assert fetch(HUB_ID, "data.zip")[0] == [ROW, other]

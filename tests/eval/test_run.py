@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +22,13 @@ from eval.benchmarks.passkey import PasskeyRetrieval
 from eval.cli import app
 from eval.config import make_config
 from eval.engine import Engine, make_variants
+from eval.errors import EvalError
+from eval.prompts import encode_prompt
+from eval.report import write_report
 from eval.runner import Processes, run
 from eval.store import read_rows, row_key
 from hf_sparse_attn import METHODS
-from hf_sparse_attn.models import load_model
+from hf_sparse_attn.cli.models import load_model
 from tests.methods.toy import Window
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +211,7 @@ def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
     assert 3 <= survived.count(b"\n") < 40
     assert not (out / "summary.json").exists()
 
-    subprocess.run(arguments, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    assert invoke(*arguments[3:]).exit_code == 0
     rows = read_rows(out / "rows.jsonl")
     assert len({row_key(row) for row in rows}) == len(rows) == 40
     done = {row_key(row): row for row in rows}
@@ -232,9 +238,7 @@ def test_two_processes_split_the_rows_and_merge_them(tmp_path, model_dir):
     subprocess.run(
         [*launch, *arguments, "--out", str(together)], cwd=ROOT, env=environment(), check=True, capture_output=True
     )
-    subprocess.run(
-        command(*arguments, "--out", str(alone)), cwd=ROOT, env=environment(), check=True, capture_output=True
-    )
+    assert invoke(*arguments, "--out", str(alone)).exit_code == 0
     assert sorted(path.name for path in together.glob("*.json*")) == ["config.json", "rows.jsonl", "summary.json"]
     names = ("sample_id", "method", "prediction", "score", "kv_bytes", "metadata_bytes")
     split, whole = (
@@ -334,7 +338,7 @@ def test_model_that_cannot_be_patched_is_refused_before_any_row(tmp_path):
 
 
 def test_missing_data_is_said_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
-    monkeypatch.setattr("hf_sparse_attn.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("hf_sparse_attn.cli.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
     result = invoke("run", "pg19", "--model", model_dir, "--lengths", "600", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "emozilla/pg19-test" in result.stderr
@@ -404,3 +408,160 @@ def test_table_sets_the_papers_figures_beside_ours(tmp_path, model_dir):
     assert "2406.10774" in result.stdout
     assert "not measured" in result.stdout
     assert "not here yet" in result.stdout
+
+
+class BadLogits:
+    """While entered, the model's logits are NaN."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        def spoil(_, __, output):
+            output.logits = output.logits * math.nan
+            return output
+
+        self.hook = self.model.register_forward_hook(spoil)
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+
+def test_defect_12_a_perplexity_of_nan_is_an_error_row(tmp_path, loaded, model_dir, data_dir):
+    settings = {"benchmark": "pg19", "data_dir": str(data_dir), "lengths": [300], "options": {"scored": 32}}
+    with BadLogits(loaded[0]):
+        summary = go(tmp_path, loaded, model_dir, **settings)
+    assert summary["errors"] == summary["rows"] == 2
+    for row in read_rows(tmp_path / "rows.jsonl"):
+        assert row["error"].startswith("ValueError: perplexity=nan, nll_by_position=[[268, nan]] cannot be kept")
+        assert row["perplexity"] is row["nll_by_position"] is None
+        assert row["kv_bytes"] > 0
+    assert go(tmp_path, loaded, model_dir, **settings)["errors"] == 0  # failed rows are tried again
+
+
+def with_changed_sample(monkeypatch, **changes):
+    stock = PasskeyRetrieval.items
+
+    def items(self, setup):
+        found = stock(self, setup)
+        build = found[0].build
+        object.__setattr__(found[0], "build", lambda: replace(build(), **changes))
+        return found
+
+    monkeypatch.setattr(PasskeyRetrieval, "items", items)
+
+
+@pytest.mark.parametrize("references", ["\ud83d", float("nan"), object(), ["fine", float("inf")]], ids=range(4))
+def test_defect_12_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
+    with_changed_sample(monkeypatch, references=references)
+    summary = go(tmp_path, loaded, model_dir)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 4
+    if references == "\ud83d":  # can be kept, and read back
+        assert [row["references"] for row in rows[:2]] == ["\ud83d"] * 2
+        assert summary["errors"] == 0
+    else:
+        assert summary["errors"] == 2
+        assert all(row["error"] and row["references"] is None for row in rows[:2])
+    assert [row["error"] for row in rows[2:]] == [None, None]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_defect_12_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
+    _, tokenizer = loaded
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "an answer \ud83d")
+    assert go(tmp_path, loaded, model_dir)["errors"] == 0
+    assert {row["prediction"] for row in read_rows(tmp_path / "rows.jsonl")} == {"an answer \ud83d"}
+
+
+def test_defect_12_a_lone_surrogate_in_a_prompt_is_an_error_row_that_names_it(tmp_path, loaded, model_dir, monkeypatch):
+    stock = PasskeyRetrieval.items
+
+    def items(self, setup):
+        found = stock(self, setup)
+        object.__setattr__(found[0], "build", lambda: encode_prompt(setup.tokenizer, "a \ud83d b", 1))
+        object.__setattr__(found[0], "sample_id", "\udc80")
+        return found
+
+    monkeypatch.setattr(PasskeyRetrieval, "items", items)
+    assert go(tmp_path, loaded, model_dir)["errors"] == 2
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["sample_id"] for row in rows] == ["\udc80", "\udc80", "0-0.3", "0-0.3"]
+    assert r"'\ud83d' in position 2: surrogates not allowed" in rows[0]["error"]
+    write_report(tmp_path)
+
+
+DAMAGED_SUMMARIES = {
+    "{": "is not the summary of a run: ",
+    "[]": "is not the summary of a run: it holds list",
+    "{}": "is not the summary of a run: model_seconds=None",
+    '{"model_seconds": NaN, "harness_seconds": 1}': "is not the summary of a run: model_seconds=nan",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED_SUMMARIES)
+def test_defect_12_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
+    go(tmp_path, loaded, model_dir)
+    rows = (tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(EvalError, match=rf"summary\.json {DAMAGED_SUMMARIES[content]}"):
+        go(tmp_path, loaded, model_dir)
+    assert (tmp_path / "rows.jsonl").read_bytes() == rows
+    (tmp_path / "summary.json").unlink()
+    assert go(tmp_path, loaded, model_dir)["finished"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "rows.jsonl"])
+def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
+    given = ("run", "passkey", "--model", model_dir, "--out", str(tmp_path / "out"), *SMALL)
+    assert invoke(*given).exit_code == 0
+    (tmp_path / "out" / name).write_text('{"task": \n' * 2)
+    for arguments in (given, ("report", str(tmp_path / "out"))):
+        result = invoke(*arguments)
+        if arguments[0] == "report" and name != "rows.jsonl":  # which shows the one as it is, and reads the other never
+            assert result.exit_code == 0, result.output
+            continue
+        assert result.exit_code == 2, result.output
+        (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert f"{tmp_path}/out/{name}" in error
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("at", ["rows.jsonl", "summary.json"])
+def test_defect_12_a_full_disk_is_one_line_and_the_rows_so_far_stay(tmp_path, loaded, model_dir, monkeypatch, at):
+    stock, calls = Path.open, []
+
+    def full(self, mode="r", *arguments, **options):
+        opened = stock(self, mode, *arguments, **options)
+        if at in self.name and mode in ("ab", "wb"):
+            calls.append(self)
+            if len(calls) > (2 if at == "rows.jsonl" else 0):
+                raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return opened
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "open", full)
+        with pytest.raises(EvalError, match=rf"{at} cannot be written: .*No space left on device.*kept"):
+            go(tmp_path, loaded, model_dir)
+    kept = read_rows(tmp_path / "rows.jsonl")
+    assert len(kept) == (2 if at == "rows.jsonl" else 4)
+    assert go(tmp_path, loaded, model_dir)["finished"]
+    assert read_rows(tmp_path / "rows.jsonl")[: len(kept)] == kept
+
+
+def test_defect_12_what_is_written_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
+    def measured(self, sample, variants):
+        for variant, tokens in zip(variants, (10**30, 5), strict=True):
+            yield variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}
+
+    monkeypatch.setattr(Engine, "run", measured)
+    go(tmp_path, loaded, model_dir, limit=1)
+    odd, fine = read_rows(tmp_path / "rows.jsonl")
+    assert odd["error"].startswith("ValueError: prompt_tokens=1000000")
+    assert odd["prompt_tokens"] is fine["error"] is None
+
+
+def test_parameters_that_json_lacks_are_kept_as_words(tmp_path, loaded, model_dir, monkeypatch):
+    monkeypatch.setattr("eval.runner.asdict", lambda method: {"cap": math.inf, "page_size": 16})
+    assert go(tmp_path, loaded, model_dir, limit=1)["errors"] == 0
+    assert {str(row["parameters"]) for row in read_rows(tmp_path / "rows.jsonl")} == {"{'cap': 'inf', 'page_size': 16}"}

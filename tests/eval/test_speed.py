@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
 from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
-from hf_sparse_attn.models import load_model
+from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patch import is_patched
 from tests.tiny import save_model
 
@@ -41,6 +43,14 @@ def config(**changes: Any) -> SpeedConfig:
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
     return build_model(SHAPES["tiny"], torch.float32, torch.device("cpu"), seed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Garbage is collected before each timed run; all that was imported before need not be looked through again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +168,7 @@ def test_a_model_prefills_the_context(tiny_folder: Path, monkeypatch: pytest.Mon
         feeds.append(Feeds(model))
         return model, tokenizer
 
-    monkeypatch.setattr("hf_sparse_attn.models.load_model", spied)
+    monkeypatch.setattr("hf_sparse_attn.cli.models.load_model", spied)
     report = measure(config(shape=None, model=str(tiny_folder), parameters={"dense_layers": 1}))
     assert report["ttft_covers"] == "the prefill of the context and one token"
     fed = [(fed, cached) for fed, cached, _, _ in feeds[0].seen]

@@ -1,17 +1,21 @@
 """A results folder survives kills, refuses other configurations, and merges what several processes wrote."""
 
+import errno
 import json
+import math
+import sys
 
 import pytest
 
 from eval.errors import EvalError
-from eval.store import Store, read_rows, row_key
+from eval.store import Store, read_rows, row_key, write_json
 
 CONFIG = {"benchmark": "passkey", "seed": 0, "device": None}
 
 
 def row(sample_id: str, method: str = "full", error: str | None = None, **more) -> dict:
     return {
+        "benchmark": "passkey",
         "task": "filler",
         "length": 100,
         "sample_id": sample_id,
@@ -114,3 +118,101 @@ def test_infinity_is_no_row(tmp_path):
         store.append(row("a", score=float("inf")))
     assert store.rows() == []
     store.release()
+
+
+def test_defect_12_a_row_with_a_lone_surrogate_is_read_back_as_it_was(tmp_path):
+    store = Store(tmp_path)
+    store.append(row("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"]))
+    assert store.rows() == [row("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"])]
+    assert "café".encode() in store.own_rows.read_bytes()
+    assert Store(tmp_path).merge([]) == store.rows()
+
+
+def test_defect_12_a_whole_last_row_without_its_newline_is_kept(tmp_path):
+    store = Store(tmp_path)
+    store.append(row("a"))
+    store.own_rows.write_bytes(store.own_rows.read_bytes().rstrip(b"\n"))
+    assert store.rows() == [row("a")]
+    store.append(row("b"))
+    assert store.rows() == [row("a"), row("b")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX's")
+def test_defect_12_a_disk_that_fills_up_within_a_row_keeps_the_rows_so_far(tmp_path):
+    import resource
+
+    store = Store(tmp_path)
+    store.append(row("a"))
+    before = store.own_rows.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
+    try:
+        with pytest.raises(EvalError, match=r"rows\.jsonl cannot be written: .*; the rows so far are kept"):
+            store.append(row("b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.own_rows.read_bytes() == before
+    store.append(row("b"))
+    assert store.rows() == [row("a"), row("b")]
+
+
+DAMAGED_ROWS = {
+    "[1]": "a row is a JSON object, not list",
+    '"text"': "a row is a JSON object, not str",
+    "{}": "the row has no benchmark",
+    "\udc80\udcff": "codec can't decode",
+    "[" * 50_000: "recursion",
+    json.dumps(row(["a", "list"])): r"sample_id=\['a', 'list'\] is not allowed: str",
+    json.dumps(row("a", error=3)): "error=3 is not allowed",
+    json.dumps(row("a", score="good")): "score='good' is not allowed",
+    json.dumps(row("a", score=math.nan)): "NaN is not a number",
+    json.dumps(row("a")).replace('"error": null', '"tpot_ms": 1e999, "error": null'): "tpot_ms=inf is not allowed",
+    json.dumps(row("a", tpot_ms=10**400)): "tpot_ms=1000.* is not allowed: a number from 0",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED_ROWS, ids=range(len(DAMAGED_ROWS)))
+def test_defect_12_a_damaged_row_is_named_by_file_and_line(tmp_path, line):
+    content = f"{json.dumps(row('a'))}\n{line}\n".encode("utf-8", "surrogateescape")
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(EvalError, match=rf"rows\.jsonl:2: .*{DAMAGED_ROWS[line]}"):
+        Store(tmp_path).rows()
+    assert (tmp_path / "rows.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"x"', "\udc80", "[" * 50_000], ids=range(7))
+def test_defect_12_a_damaged_configuration_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(EvalError, match=r"config\.json is not the configuration of a run: "):
+        Store(tmp_path).check(CONFIG)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(EvalError, match=r"config\.json cannot be read: "):
+        Store(tmp_path).check(CONFIG)
+
+
+@pytest.mark.parametrize("value", [math.nan, {1, 2}])
+def test_defect_12_settings_that_json_lacks_are_refused_before_any_work(tmp_path, value):
+    with pytest.raises(EvalError, match="the run's settings cannot be kept as JSON"):
+        Store(tmp_path / "out").check({**CONFIG, "options": {"depths": value}})
+
+
+def test_a_tuple_in_the_settings_makes_no_other_configuration(tmp_path):
+    store = Store(tmp_path)
+    store.claim({**CONFIG, "options": {"depths": (0, 1)}})
+    store.release()
+    Store(tmp_path).check({**CONFIG, "options": {"depths": (0, 1)}})
+
+
+def test_defect_12_a_file_that_cannot_be_written_whole_leaves_the_former_one(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("eval.store.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]

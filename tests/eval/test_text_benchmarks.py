@@ -14,7 +14,7 @@ from eval.benchmarks.pg19 import PG19
 from eval.config import make_config
 from eval.engine import Engine, make_variants
 from eval.errors import EvalError
-from hf_sparse_attn.models import load_model
+from hf_sparse_attn.cli.models import load_model
 from tests.eval.tokenizers import tiny_tokenizer
 
 

@@ -62,7 +62,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Order:
-    """What one sample is made from."""
+    """The settings and random numbers that one sample is made from."""
 
     template: Template
     args: dict[str, Any]

@@ -19,7 +19,6 @@ from eval.protocols import load_protocol
 from tests.eval.ruler_data import PARAGRAPHS, items_of, texts_of
 from tests.eval.tokenizers import tiny_tokenizer
 
-SHARED = Path(__file__).resolve().parents[4] / "shared"
 ESSAY_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 # Tokens of the unit that a prompt grows by, at most; a thousandth of the length may be unused beside.
 UNIT = {"niah_multikey_2": 70, "niah_multikey_3": 140, "niah_single_1": 50, "vt": 50, "cwe": 60, "qa_1": 130}
@@ -151,29 +150,29 @@ def test_missing_and_malformed_files_are_named_before_any_work(
         items_of(setup, "qa_1", data_dir=tmp_path)
 
 
-# The official wording
+# Settings and wording from files
 
 
 @pytest.mark.parametrize("task", Ruler.tasks)
-def test_official_wording_at_4096_tokens(setup: Setup, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
-    if not (SHARED / "protocols" / "ruler").is_dir():
-        pytest.skip("shared/ data absent: protocols/ruler")
+def test_wording_of_a_protocols_files_at_4096_tokens(
+    setup: Setup, protocols: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
     monkeypatch.setattr(ruler, "load_protocol", load_protocol)
-    values = load_protocol("ruler", SHARED / "protocols").values["tasks"]
+    values = load_protocol("ruler", protocols).values["tasks"]
     length = 3000 if task == "qa_2" else 8192 if task == "cwe" else 4096
-    (item,) = items_of(setup, task, length, limit=1, protocol_dir=SHARED / "protocols")
+    (item,) = items_of(setup, task, length, limit=1, protocol_dir=protocols)
     sample = item.build()
     total = len(sample.material_ids) + len(sample.question_ids) + sample.max_new_tokens
     assert length - UNIT[task] - 5 <= total <= length
     assert sample.max_new_tokens == values["templates"][values["tasks"][task]["task"]]["tokens_to_generate"]
     material, question, references = texts_of(setup, item)
     assert "{" not in material.replace(NOISE, "") + question
-    if task == "niah_single_1":
-        assert material.startswith("<s>A special magic number is hidden")
-        assert question.endswith("is")
+    if task == "niah_single_1":  # the grammar that the official code bends templates to, for one value
+        assert material.startswith("<s>A number is below")
+        assert question.endswith(" is")
     if task == "niah_multiquery":
-        assert material.startswith("<s>Some special magic numbers are hidden")
-        assert question.endswith("are")
+        assert material.startswith("<s>Some numbers are below")
+        assert question.endswith(" are")
     if task.startswith("niah"):
         assert all(material.count(f"is: {reference}.") == 1 for reference in references)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GreedyAnswer:
-    """What a model answered after a question, and how long it took.
+    """A model's answer to a question, with its times.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def answer(
     stop_ids : collection of int
         Tokens that end the answer.
     min_new_tokens : int
-        Before that many tokens, none of ``stop_ids`` is chosen.
+        Suppress ``stop_ids`` for the first ``min_new_tokens`` tokens.
     on_step : callable, optional
         Called after each forward pass.
 

@@ -1,12 +1,15 @@
 """Real weights: SmolLM2-135M finds the passkey with a quarter of the KV cache read, and a window does not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
-from hf_sparse_attn.models import load_model
-from hf_sparse_attn.passkey import answer_passkey, make_passkey
+from hf_sparse_attn.cli.greedy import prefill
+from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.cli.passkey import answer_passkey, make_passkey
 from hf_sparse_attn.rope import max_positions
 from tests.methods.toy import Window
 
@@ -38,11 +41,14 @@ def test_passkey_with_a_quarter_of_the_cache(loaded, device):
     found = {"dense": 0, "quest": 0, "window": 0}
     for seed, depth in enumerate(DEPTHS):
         passkey = make_passkey(tokenizer, 2000, depth, seed)
-        answer = answer_passkey(model, tokenizer, passkey, DynamicCache(config=model.config))
+        prefix = SparseCache(model.config, "full")
+        prefill(model, prefix, passkey.material_ids)
+        question = replace(passkey, material_ids=())  # the material is in the cache: one prefill serves all
+        answer = answer_passkey(model, tokenizer, question, prefix.fork("full"))
         found["dense"] += passkey.found_in(answer.text)
         for name, method in (("quest", quest), ("window", window)):
             with sparse_attention(model, method):
-                answer = answer_passkey(model, tokenizer, passkey, SparseCache.for_model(model))
+                answer = answer_passkey(model, tokenizer, question, prefix.fork(method))
                 stats = sparse_attention_stats(model)
             found[name] += passkey.found_in(answer.text)
             assert stats.decode_steps == answer.decode_steps

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_sparse_attn.greedy import answer, end_of_sequence_ids, prefill
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, prefill
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class Passkey:
 
 @dataclass(frozen=True)
 class PasskeyAnswer:
-    """What a model answered, and how long it took.
+    """A model's answer, with its times.
 
     Parameters
     ----------

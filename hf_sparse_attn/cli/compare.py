@@ -1,4 +1,4 @@
-"""Dense and patched side by side on the same prompts: what ``hf-sparse-attn compare`` measures and shows."""
+"""Measure dense and patched side by side on the same prompts, and show both (``hf-sparse-attn compare``)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from hf_sparse_attn.memory import PeakMemory
+from hf_sparse_attn.cli.memory import PeakMemory
+from hf_sparse_attn.cli.terminal import literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_sparse_attn.cli.passkey import Passkey
     from hf_sparse_attn.methods import SparseMethod
-    from hf_sparse_attn.passkey import Passkey
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Run:
 
 @dataclass
 class Side:
-    """All that one side, dense or patched, did."""
+    """The runs of one side, dense or patched."""
 
     runs: list[Run] = field(default_factory=list)
     peak_memory_bytes: int = 0
@@ -63,7 +65,7 @@ def run_both_sides(
     from hf_sparse_attn import patch_model, unpatch_model
 
     dense, patched = Side(), Side()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[steps]} forward passes"), console=err) as progress:
         for label, side in (("dense", dense), (method.name, patched)):
             task = progress.add_task(label, total=prompts, steps=0)
@@ -100,7 +102,7 @@ def run_passkey(
     from transformers import DynamicCache
 
     from hf_sparse_attn import SparseCache, sparse_attention_stats
-    from hf_sparse_attn.passkey import answer_passkey
+    from hf_sparse_attn.cli.passkey import answer_passkey
 
     cache = SparseCache.for_model(model) if sparse else DynamicCache(config=model.config)
     answer = answer_passkey(model, tokenizer, passkey, cache, max_new_tokens, on_step)
@@ -183,18 +185,15 @@ def comparison_table(report: dict[str, Any]) -> Table:
         "",
         "dense",
         report["method"],
-        title=f"{report['model']} ({report['dtype']}, {report['device']})",
-        caption=f"{report['method']}: {parameters}",
+        title=literal(f"{report['model']} ({report['dtype']}, {report['device']})", "table.title"),
+        caption=literal(f"{report['method']}: {parameters}", "table.caption"),
     )
     sides = (report["dense"], report["sparse"])
     for entry in report["runs"]:
         if "depth" not in entry:
-            table.add_row("answer", _literal(entry["dense"]["answer"]), _literal(entry["sparse"]["answer"]))
+            table.add_row("answer", literal(entry["dense"]["answer"]), literal(entry["sparse"]["answer"]))
             continue
-        answers = [
-            _literal(entry[side]["answer"]) + (" [green]found[/]" if entry[side]["found"] else " [red]missed[/]")
-            for side in ("dense", "sparse")
-        ]
+        answers = [_judged(entry[side]["answer"], entry[side]["found"]) for side in ("dense", "sparse")]
         table.add_row(f"passkey {entry['expected']} at depth {entry['depth']:g}", *answers)
     table.add_section()
     total = len(report["runs"])
@@ -210,8 +209,8 @@ def comparison_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _literal(text: str) -> str:
-    return text.replace("[", "\\[")
+def _judged(answer: str, found: bool) -> Text:
+    return literal(f"{answer} ").append(*(("found", "green") if found else ("missed", "red")))
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
-from hf_sparse_attn.passkey import answer_passkey, make_passkey
+from hf_sparse_attn.cli.passkey import answer_passkey, make_passkey
 from tests.tiny import make_tokenizer, save_model
 
 TOKENIZER = make_tokenizer()

@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -6,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_sparse_attn.cli import app
+from hf_sparse_attn.cli.app import app
+from hf_sparse_attn.cli.compare import Run
+from hf_sparse_attn.cli.terminal import literal, one_line, visible
 from tests.tiny import save_model
 
 
@@ -34,7 +37,7 @@ def test_methods_json() -> None:
 
 def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "hf_sparse_attn", "--help"]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {"PYTHONPATH": f"{root}:{root / 'kernels/torch-ext'}", "PATH": ""}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert "hf-sparse-attn" in result.stdout
@@ -119,3 +122,60 @@ def test_empty_prompt_file_is_an_error(model: str, tmp_path: Path) -> None:
     result = invoke("compare", "--model", model, "--prompt-file", str(tmp_path / "empty.txt"))
     assert result.exit_code == 2
     assert "empty" in result.stderr
+
+
+HOSTILE = {
+    r"\[x^2 + 1\]": r"\[x^2 + 1\]",
+    r"\[/x] [/] [bold]no[/bold] :smile:": r"\[/x] [/] [bold]no[/bold] :smile:",
+    "\x1b[31mred\x1b[0m\x07 \x9b2J \r\u202eback": r"\x1b[31mred\x1b[0m\x07 \x9b2J \r\u202eback",
+    "lone \ud83d surrogate": r"lone \ud83d surrogate",
+    "two\nlines": "two",
+}
+
+
+@pytest.mark.parametrize(("answer", "shown"), HOSTILE.items())
+@pytest.mark.parametrize("kind", ["prompt", "passkey"])
+def test_defect_7_an_answer_is_shown_as_it_is_and_steers_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, answer: str, shown: str
+) -> None:
+    run = Run(answer, (1, 2), 0.1, 0.1, 1)
+    monkeypatch.setattr(f"hf_sparse_attn.cli.app.run_{kind}", lambda *_: run)
+    (tmp_path / "prompt.txt").write_text("A prompt.")
+    prompts = {
+        "prompt": ("--prompt-file", str(tmp_path / "prompt.txt")),
+        "passkey": ("--passkey-tokens", "400", "--depths", "0.5"),
+    }
+    arguments = ("compare", "--model", model, *prompts[kind])
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(shown) == 2  # dense and sparse
+    assert not [char for char in result.stdout if char != "\n" and not char.isprintable()]
+    as_json = json.loads(invoke(*arguments, "--json").stdout)
+    assert as_json["runs"][0]["dense"]["answer"] == answer
+
+
+@pytest.mark.parametrize("name", ["./no[/x]", "./no\x1b[31m"])
+def test_defect_7_a_models_name_is_shown_as_it_is(name: str) -> None:
+    result = invoke("compare", "--model", name)
+    assert result.exit_code == 2, result.output
+    assert repr(name) in result.stderr
+    assert "\x1b[31m" not in result.stderr
+
+
+def test_defect_7_text_that_steers_a_terminal_becomes_escapes() -> None:
+    assert visible("a\tb\nc é 漢 👩\u200d🚀") == "a\tb\nc é 漢 👩\u200d🚀"
+    assert visible("\x00\x7f\x85\u2028\u2066") == r"\x00\x7f\x85\u2028\u2066"
+    assert one_line("first\n  second\x1b") == r"first second\x1b"
+    assert literal("[red]x").plain == "[red]x"
+
+
+def test_defect_7_an_answer_beyond_the_outputs_encoding_is_printed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_sparse_attn.cli.app.run_prompt", lambda *_: Run("漢字", (1, 2), 0.1, 0.1, 1))
+    (tmp_path / "prompt.txt").write_text("A prompt.")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", output)
+    app(("compare", "--model", model, "--prompt-file", str(tmp_path / "prompt.txt")), standalone_mode=False)
+    output.flush()
+    assert rb"\u6f22\u5b57" in output.buffer.getvalue()

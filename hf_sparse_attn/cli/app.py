@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_attn.compare import Run, comparison_table, make_report, run_both_sides, run_passkey, run_prompt
-from hf_sparse_attn.terminal import fail, parse_settings, print_table, user_errors
+from hf_sparse_attn.cli.compare import Run, comparison_table, make_report, run_both_sides, run_passkey, run_prompt
+from hf_sparse_attn.cli.terminal import fail, literal, parse_settings, print_table, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,9 +102,9 @@ def compare(
     from transformers.utils import logging
 
     from hf_sparse_attn import patch_model, unpatch_model
+    from hf_sparse_attn.cli.models import load_model
+    from hf_sparse_attn.cli.passkey import make_passkey
     from hf_sparse_attn.methods import make_method
-    from hf_sparse_attn.models import load_model
-    from hf_sparse_attn.passkey import make_passkey
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in dtypes:
@@ -114,7 +114,7 @@ def compare(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     err = Console(stderr=True)
-    with err.status(f"loading {model_name}"), _user_errors():
+    with err.status(literal(f"loading {model_name}")), _user_errors():
         model, tokenizer = load_model(model_name, dtypes[dtype] if dtype else None, device)
         unpatch_model(patch_model(model, method))  # what cannot be patched is refused before the dense side runs
 

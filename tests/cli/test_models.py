@@ -1,4 +1,4 @@
-"""Where models come from; nothing here touches the network."""
+"""The sources of models; nothing here touches the network."""
 
 import hashlib
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_sparse_attn import models
-from hf_sparse_attn.models import ModelLoadError, PackagedWeights, WheelMember, fetch_weights, load_model
+from hf_sparse_attn.cli import models
+from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, WheelMember, fetch_weights, load_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 

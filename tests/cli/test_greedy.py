@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_sparse_attn.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
 from tests.models import random_ids, shared_model
 from tests.tiny import make_tokenizer
 

@@ -1,0 +1,133 @@
+"""Rows of results as they are read back: parsed, and checked field by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from eval.errors import EvalError
+
+_TEXT = (str,)
+_WHOLE = (int,)
+_NUMBER = (int, float)
+_NONE = (type(None),)
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "benchmark": _TEXT,
+    "task": _TEXT,
+    "sample_id": _TEXT,
+    "length": _WHOLE + _NONE,
+    "depth": _NUMBER + _NONE,
+    "method": _TEXT,
+    "token_budget": _WHOLE + _NONE,
+    "parameters": (dict,),
+    "question": _TEXT,
+    "score": _NUMBER + _NONE,
+    "error": _TEXT + _NONE,
+    "model": _TEXT,
+    "dtype": _TEXT,
+    "device": _TEXT,
+    "seed": _WHOLE,
+}
+"""The fields that every row of a run has, and the JSON types of each."""
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "prediction": _TEXT + _NONE,
+    "versions": (dict, type(None)),
+    "protocol": _TEXT + _NONE,
+    "protocol_sha256": _TEXT + _NONE,
+    "nll_by_position": (list, type(None)),
+    "peak_memory_measures": _TEXT + _NONE,
+    **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
+    **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
+    **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
+    **dict.fromkeys(("prefill_seconds", "ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
+}
+NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", "error")
+"""The fields without which a run cannot tell what a row is and whether it is done."""
+
+
+_MOST = {int: 10**18, float: 1e300}
+"""Sums of such numbers, and plots of them, can be made."""
+
+
+def read_rows(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
+    """Read a file of rows, one JSON object a line; empty lines are skipped.
+
+    The last line may be one that a killed run left unfinished; it is left out then.
+
+    Parameters
+    ----------
+    path : Path
+        The file, in UTF-8.
+    required : collection of str
+        Fields that each row must have.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be read, or a row is malformed; the message has file and line.
+    """
+    try:
+        # Not splitlines: a prediction may hold characters, such as U+2028, that it takes for the end of a line.
+        *lines, tail = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+    if is_whole(tail):
+        lines.append(tail)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_refuse_constant)
+            check_row(row, required)
+        except (ValueError, RecursionError) as error:
+            raise EvalError(f"{path}:{number}: {error}") from error
+        rows.append(row)
+    return rows
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a line without its newline is a JSON object from beginning to end, and not a part of one."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def check_row(row: Any, required: Collection[str] = tuple(FIELDS)) -> None:
+    """Raise ``ValueError`` where a row lacks a field or has one that cannot be."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
+    if missing := set(required) - row.keys():
+        raise ValueError(f"the row has no {', '.join(sorted(missing))}")
+    for name, kinds in (FIELDS | _OPTIONAL).items():
+        if name in row:
+            _check_field(name, row[name], kinds)
+    for name in ("score", "depth"):
+        if row.get(name) is not None and not 0 <= row[name] <= 1:
+            raise ValueError(f"{name}={row[name]!r} is not allowed: 0 to 1")
+    if row.get("perplexity") is not None and row["perplexity"] <= 0:
+        raise ValueError(f"perplexity={row['perplexity']!r} is not allowed: above 0")
+    for pair in row.get("nll_by_position") or []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))):
+            raise ValueError(f"nll_by_position has {pair!r}: pairs of token position and mean nll are allowed")
+
+
+def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={value!r:.80} is not allowed: {allowed}")
+    if name != "seed" and isinstance(value, (int, float)) and not (_is_number(value) and value >= 0):
+        raise ValueError(f"{name}={value!r:.80} is not allowed: a number from 0 to {_MOST[type(value)]:.0e}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether sums and plots can be made of a value: a number that is neither NaN nor beyond all measure."""
+    return type(value) in _MOST and abs(value) <= _MOST[type(value)]
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number that a row may have")

@@ -1,0 +1,86 @@
+"""Shared by the command lines: settings as ``name=value``, one-line errors, tables, text that is not ours."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_OBEYED = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, lone surrogates, line and paragraph separators
+_TURNS_TEXT = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+def fail(message: str) -> NoReturn:
+    """Print a one-line error to stderr and exit with code 2."""
+    typer.echo(f"error: {one_line(message)}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Report exceptions of these kinds, which bad input raises, in one line."""
+    try:
+        yield
+    except kinds as error:
+        fail(str(error))
+
+
+def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Read ``name=value`` settings; a value is a Python literal, or else a word such as ``mean``."""
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            fail(f"{option} {setting!r} is not of the form name=value, such as page_size=16")
+        if name in parsed:
+            fail(f"{name} is given twice")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
+
+
+def visible(text: str) -> str:
+    """Return text that a terminal shows and does not obey: characters that would steer it become Python escapes.
+
+    Newlines and tabs stay. So an answer cannot move the cursor, colour what follows, or turn the reading direction.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char not in "\n\t" and (unicodedata.category(char) in _OBEYED or char in _TURNS_TEXT)
+        else char
+        for char in text
+    )
+
+
+def one_line(text: str) -> str:
+    """Return ``visible`` text with every run of white space as one space."""
+    return visible(" ".join(text.split()))
+
+
+def literal(text: str, style: str = "") -> Text:
+    """Return text for a table or a progress bar that is shown as it is: no markup, no emoji codes, no controls."""
+    return Text(visible(text), style=style)
+
+
+def print_table(table: Table, width: int = 120) -> None:
+    """Print at the terminal's width, or at ``width`` characters where the output is a file.
+
+    Cells are text, never markup; a character that the output's encoding lacks is printed as an escape.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console()
+    fixed = None if console.is_terminal or "COLUMNS" in os.environ else width
+    Console(width=fixed, markup=False, emoji=False).print(table)
