@@ -35,14 +35,14 @@ def dense_reads(cache: SparseCache, steps: int) -> Reads:
     """Return dense attention's reads in the last ``steps`` steps: everything that was cached at each."""
     if steps == 0:
         return Reads()
-    end = cache.get_seq_length()
-    tokens = sum(range(end - steps + 1, end + 1))
-    token_bytes = sum(
-        layer.keys.shape[1] * (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
-        for layer in cache.sparse_layers
-    )
-    total = tokens * token_bytes
-    return Reads(total, 0, total, 1.0, tokens / steps)
+    end = cache.length
+    lengths = range(end - steps + 1, end + 1)
+    total = 0
+    for layer in cache.layers:
+        token_bytes = layer.keys.shape[1] * (layer.keys.shape[-1] + layer.values.shape[-1]) * layer.keys.element_size()
+        window = layer.sliding_window if layer.is_sliding else end
+        total += token_bytes * sum(min(length, window) for length in lengths)
+    return Reads(total, 0, total, 1.0, sum(lengths) / steps)
 
 
 def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
@@ -52,16 +52,17 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
         return Reads()
     per_layer = [
         counted.tokens_read / (counted.decode_steps * layer.keys.shape[1])
-        for counted, layer in zip(stats.layers, cache.sparse_layers, strict=True)
-        if not layer.is_dense
+        for layer_idx, (counted, layer) in enumerate(zip(stats.layers, cache.layers, strict=True))
+        if layer_idx >= cache.method.dense_layers and not layer.is_sliding
     ]
+    selections = stats.method_counts.get("selections", 0)
     return Reads(
         kv_bytes=stats.kv_bytes,
         metadata_bytes=stats.metadata_bytes,
         dense_bytes=stats.dense_bytes,
         kv_fraction=stats.kv_fraction,
         realised_budget=sum(per_layer) / len(per_layer),
-        selection_hit_rate=stats.selection_hit_rate if stats.selections else None,
+        selection_hit_rate=stats.method_counts["selections_kept"] / selections if selections else None,
     )
 
 

@@ -20,7 +20,7 @@ from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
-from hf_sparse_attn.patch import is_patched
+from hf_sparse_attn.patched import is_patched
 from tests.tiny import save_model
 
 CONTEXT = 300
