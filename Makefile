@@ -8,13 +8,15 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval tests
+CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo test test-gpu $(GPU_GROUPS) cuda bench lint format
+.PHONY: help install demo test test-more test-gpu $(GPU_GROUPS) cuda bench lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
 	@echo "make test      lint, types and the tests that run on CPU"
+	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make lint      ruff and mypy"
@@ -45,11 +47,16 @@ format: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The rest of the large grids, and the contracts as another processor rounds.
+test-more: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m grid
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CONTRACTS)
+
 ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests
 $(GPU_GROUPS) bench cuda: $(STAMP)
 else # what needs no more than torch, triton and transformers
-GPU_TESTS := tests/ops tests/test_compiled.py tests/test_devices.py
+GPU_TESTS := tests/ops tests/cache tests/test_compiled.py tests/test_devices.py
 endif
 # Four groups, since most of the time is compilation on the host: `make -j4 test-gpu` runs them side by side.
 test-gpu: $(GPU_GROUPS)
@@ -59,11 +66,11 @@ cuda:
 test-gpu-marked:
 	$(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 test-gpu-ops:
-	$(PYTHON) -m pytest -m "not gpu" tests/ops
+	$(PYTHON) -m pytest -m "not gpu and not grid" tests/ops
 test-gpu-methods:
-	$(PYTHON) -m pytest -m "not gpu" tests/methods tests/test_contracts.py
+	$(PYTHON) -m pytest -m "not gpu and not grid" tests/methods tests/test_contracts.py
 test-gpu-models:
-	$(PYTHON) -m pytest -m "not gpu" tests/test_compiled.py tests/test_patch.py tests/test_static_cache.py
+	$(PYTHON) -m pytest -m "not gpu and not grid" tests/test_compiled.py tests/patch tests/cache
 
 # The README's tables are written from whatever results there are, also where a measurement failed.
 bench:

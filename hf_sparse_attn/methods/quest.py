@@ -117,12 +117,10 @@ class Quest(SparseMethod):
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
         """Take the last ``num_new`` tokens into the bounds of the pages that hold them.
 
-        8-bit bounds are made anew for the whole row behind every prefill call, so that their exponents follow all of
-        its keys: fixed by a short first call, as of a chat's first turn, they would serve the later text badly. A
-        decode step keeps the exponents, and a page with larger keys scales itself.
+        The exponents of 8-bit bounds follow a prompt whatever its split into calls: fixed by a short first call, as of
+        a chat's first turn, they would serve the later text badly. A decode step keeps them, and a page with larger
+        keys scales itself.
         """
-        if num_new > 1 and self.bounds_dtype == "int8":
-            num_new = layer.length
         page_bounds(
             layer.keys,
             seq_start=layer.seq_start,

@@ -277,7 +277,7 @@ def test_one_bad_sample_is_recorded_and_the_run_goes_on(tmp_path, loaded, model_
 def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkeypatch):
     model, tokenizer = loaded
     config = make_config({**PASSKEY, "model": model_dir})
-    monkeypatch.setattr(METHODS["quest"], "append_and_select", lambda *_: 1 / 0)
+    monkeypatch.setattr(METHODS["quest"], "decode", lambda *_: 1 / 0)
     sample = PasskeyRetrieval().items(_setup(tokenizer, lengths=(400,), tasks=("filler",)))[0].build()
     (_, dense), (_, quest) = Engine(model, tokenizer, config).run(sample, make_variants(config))
     assert dense["error"] is None

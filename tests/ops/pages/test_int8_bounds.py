@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import page_bounds, page_scores
+from hf_sparse_attn_kernels.pages import reference_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,11 +83,11 @@ def test_limits_of_every_exponent(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bounds_are_outward_and_tight(impl):
     rows = make_rows([100, 40], head_dim=64)
-    rows.keys[:, :, 60:] *= 50  # pages beyond the range of the first tokens
+    rows.keys[:, :, 90:] *= 50  # a page beyond the range of the first tokens
     bounds = empty_bounds(rows, 16, int8=True)
-    _update(rows, bounds, impl, end=rows.start + 30)
-    _update(rows, bounds, impl, num_new=70)
-    assert bounds["page_exponent"][0, :, 4:7].amin() > 0
+    _update(rows, bounds, impl, end=torch.minimum(rows.start + 96, rows.end))
+    for end in range(97, 101):  # as decode steps append them
+        _update(rows, bounds, impl, num_new=1, end=torch.minimum(rows.start + end, rows.end))
     lower, upper = dequantized(bounds)
     exact_lower, exact_upper = (bound.double() for bound in exact_bounds(rows, 16, lower.shape[2]))
     for row, length in enumerate(rows.lengths):
@@ -117,28 +118,65 @@ def test_token_by_token_equals_recomputing(impl, dtype):
 
     scratch = empty_bounds(rows, 8, int8=True)
     scratch["channel_exponent"].copy_(channels)
-    # More tokens than were appended, fewer than there are, and no row counts as new.
-    _update(rows, scratch, impl, num_new=15, end=rows.end, **options)
+    # Of the last page alone, from all of its tokens.
+    _update(rows, scratch, impl, num_new=1, end=rows.end, **options)
     for row, length in enumerate(rows.lengths):
         for name in (*BOUNDS, "page_exponent"):
-            first = max(0, length - 15) // 8
-            pages = slice(first, -(-length // 8))
-            assert torch.equal(bounds[name][row, :, pages], scratch[name][row, :, pages]), name
+            page = (length - 1) // 8
+            assert torch.equal(bounds[name][row, :, page], scratch[name][row, :, page]), name
+    assert torch.equal(scratch["channel_exponent"], channels)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_channel_exponents_are_set_only_where_all_tokens_are_new(impl):
+def test_a_single_token_sets_the_exponents_of_its_own_row_alone(impl):
     rows = make_rows([1, 2, 0, 16, 17, 40])
-    for num_new in (1, 16, 17):
-        bounds = empty_bounds(rows, 16, int8=True)
-        bounds["channel_exponent"].fill_(-3)
-        _update(rows, bounds, impl, num_new=num_new)
-        expected = exact_levels(rows, 16)["channel_exponent"]
-        for row, length in enumerate(rows.lengths):
-            if 0 < length <= num_new:
-                assert torch.equal(bounds["channel_exponent"][row], expected[row])
-            else:
-                assert (bounds["channel_exponent"][row] == -3).all()
+    rows.keys[:, :, 10:] *= 1000
+    bounds = empty_bounds(rows, 16, int8=True)
+    bounds["channel_exponent"].fill_(-3)
+    _update(rows, bounds, impl, num_new=1)
+    assert torch.equal(bounds["channel_exponent"][0], exact_levels(rows, 16)["channel_exponent"][0])
+    assert (bounds["channel_exponent"][1:] == -3).all()
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("splits", [(1, 60), (2, 16, 17), (33, 2, 30, 2), (7, 7, 7, 40, 3)])
+def test_bounds_are_the_same_whatever_the_split_into_calls(splits, impl, on_host, monkeypatch):
+    """A short first call, as of a chat's first turn, must not fix the exponents for the text behind it."""
+    if not on_host:  # as for CUDA tensors, whose lengths the reference does not ask for
+        monkeypatch.setattr(reference_bounds, "host_lengths", lambda *rows: None)
+    rows = make_rows([70, 70, 41], head_dim=32)
+    rows.keys[1, :, 3:8] /= 500  # a quiet beginning
+    rows.keys[0, 0, 20:] *= 30  # one head grows louder
+    rows.keys[2, :, :, 5] *= 1e4
+    bounds = empty_bounds(rows, 16, int8=True)
+    end = 0
+    for count in (*splits, 70 - sum(splits)):
+        end += count
+        if count > 1 or end == 1:
+            now = torch.minimum(rows.start + end, rows.end)
+            _update(rows, bounds, impl, num_new=count, end=now)
+    _assert_same(bounds, exact_levels(rows, 16))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_pages_are_recomputed_only_where_an_exponent_rises(impl):
+    rows = make_rows([64, 64], kv_heads=2, head_dim=16)
+    bounds = empty_bounds(rows, 16, int8=True)
+    for row, start in enumerate(rows.start.tolist()):
+        rows.keys[row, :, start] = 50.0  # louder than all that follows, but for one head
+    _update(rows, bounds, impl, end=rows.start + 40)
+    rows.keys[0, 1, 40:] *= 1000
+    for name in BOUNDS:
+        bounds[name][:, :, 0] = 99
+    _update(rows, bounds, impl, num_new=24)
+    is_stale = (bounds["page_min"][:, :, 0] == 99).all(dim=-1)
+    louder = torch.tensor([[False, True], [False, False]], device=device)
+    if impl == "reference":  # which recomputes the row's other heads to the same bounds
+        assert not is_stale[louder].any()
+        assert is_stale[1].all()
+    else:
+        assert torch.equal(is_stale, ~louder)
 
 
 @settings(max_examples=20, deadline=None)

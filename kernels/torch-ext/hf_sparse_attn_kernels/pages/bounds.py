@@ -29,13 +29,13 @@ def largest_keys_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Largest |k| of each channel over TOKENS tokens of a row that is all new; grid (token chunks, pairs)."""
+    """Largest |k| of each channel over TOKENS of a row's new tokens; grid (token chunks, pairs)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     start = tl.load(start_ptr + row)
     length = tl.load(end_ptr + row) - start
-    first = tl.program_id(0) * TOKENS
-    if (length <= num_new) & (first < length):
+    first = tl.maximum(length - num_new, 0) + tl.program_id(0) * TOKENS
+    if first < length:
         dims = tl.arange(0, BLOCK_D)
         base = keys_ptr + row * keys_stride_b + (pair % kv_heads) * keys_stride_h
         largest = tl.zeros((BLOCK_D,), tl.float32)
@@ -49,13 +49,45 @@ def largest_keys_kernel(
 
 
 @triton.jit
+def channel_exponents_kernel(
+    largest_ptr,  # [batch * kv_heads, head_dim]
+    channel_exponent_ptr,  # [batch * kv_heads, head_dim]
+    raised_ptr,  # int32 [batch * kv_heads]: whether the pages so far are to be quantized anew
+    start_ptr,
+    end_ptr,
+    kv_heads,
+    num_new,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Set the exponents of a row that is all new, raise those of others; grid (pairs,)."""
+    pair = tl.program_id(0).to(tl.int64)
+    row = pair // kv_heads
+    length = tl.load(end_ptr + row) - tl.load(start_ptr + row)
+    if length > 0:
+        dims = tl.arange(0, BLOCK_D)
+        mask = dims < HEAD_DIM
+        largest_ptr += pair * HEAD_DIM
+        channel_exponent_ptr += pair * HEAD_DIM
+        own = tl.load(largest_ptr + dims, mask=mask, other=0)
+        partner = tl.load(largest_ptr + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0)
+        needed = channel_exponent_for(tl.maximum(own, partner).to(tl.float32, bitcast=True))
+        old = tl.load(channel_exponent_ptr + dims, mask=mask, other=127).to(tl.int32)
+        has_older = length > num_new
+        exponent = tl.where(has_older, tl.maximum(old, needed), needed)
+        tl.store(channel_exponent_ptr + dims, exponent.to(tl.int8), mask=mask)
+        raised = has_older & (tl.max(tl.where(mask & (exponent > old), 1, 0)) > 0)
+        tl.store(raised_ptr + pair, raised.to(tl.int32))
+
+
+@triton.jit
 def page_bounds_kernel(
     keys_ptr,
     min_ptr,
     max_ptr,
     page_exponent_ptr,  # [batch * kv_heads, max_pages], for QUANTIZED only, like the two below
     channel_exponent_ptr,  # [batch * kv_heads, head_dim]
-    largest_ptr,  # [batch * kv_heads, head_dim]
+    raised_ptr,  # [batch * kv_heads]
     start_ptr,
     end_ptr,
     kv_heads,
@@ -72,17 +104,21 @@ def page_bounds_kernel(
     max_stride_p,
     HEAD_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    ONE_NEW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One touched page of one row and KV head; grid (touched pages, batch * kv_heads)."""
+    """One page of one row and KV head: a touched one, or any where exponents were raised; grid (pages, pairs)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
     start = tl.load(start_ptr + row)
     length = tl.load(end_ptr + row) - start
-    page = tl.maximum(length - num_new, 0) // PAGE_SIZE + tl.program_id(0)
+    first_page = tl.maximum(length - num_new, 0) // PAGE_SIZE
+    if QUANTIZED and not ONE_NEW:
+        first_page = tl.where(tl.load(raised_ptr + pair) != 0, 0, first_page)
+    page = first_page + tl.program_id(0)
     if (page * PAGE_SIZE < length) & (page < max_pages):
         dims = tl.arange(0, BLOCK_D)
         dim_mask = dims < HEAD_DIM
@@ -99,15 +135,12 @@ def page_bounds_kernel(
             upper = tl.maximum(upper, tl.max(tl.where(mask, tile, float("-inf")), axis=0))
         if QUANTIZED:
             channel = channel_exponent_ptr + pair * HEAD_DIM + dims
-            if length <= num_new:
-                partner = (dims + HEAD_DIM // 2) % HEAD_DIM
-                own = tl.load(largest_ptr + pair * HEAD_DIM + dims, mask=dim_mask, other=0)
-                other = tl.load(largest_ptr + pair * HEAD_DIM + partner, mask=dim_mask, other=0)
-                exponent = channel_exponent_for(tl.maximum(own, other).to(tl.float32, bitcast=True))
-                if page == 0:
-                    tl.store(channel, exponent.to(tl.int8), mask=dim_mask)
-            else:
-                exponent = tl.load(channel, mask=dim_mask, other=0).to(tl.int32)
+            exponent = tl.load(channel, mask=dim_mask, other=0).to(tl.int32)
+            if ONE_NEW and length == 1:  # a row's first token sets the exponents
+                partner_at = base + start.to(tl.int64) * keys_stride_n + (dims + HEAD_DIM // 2) % HEAD_DIM
+                partner = tl.load(partner_at, mask=dim_mask, other=0.0).to(tl.float32)
+                exponent = channel_exponent_for(tl.maximum(tl.abs(lower), tl.abs(partner)))
+                tl.store(channel, exponent.to(tl.int8), mask=dim_mask)
             lower = tl.where(dim_mask, lower, 0.0) * power_of_two(-exponent)
             upper = tl.where(dim_mask, upper, 0.0) * power_of_two(-exponent)
             page_exponent = page_exponent_for(tl.max(tl.maximum(tl.abs(lower), tl.abs(upper))))
@@ -133,7 +166,7 @@ def page_bounds(
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
 ) -> None:
-    """Launch `page_bounds_kernel`, for 8 bits after `largest_keys_kernel`."""
+    """Launch `page_bounds_kernel`; for several new tokens in 8 bits, first the two kernels of the exponents."""
     check_triton("keys", keys)
     if num_new == 0:
         return
@@ -142,13 +175,15 @@ def page_bounds(
     max_pages = page_min.shape[2]
     num_new = min(num_new, capacity)
     # The most pages that num_new consecutive tokens can touch.
-    touched = min((num_new + page_size - 2) // page_size + 1, max_pages)
+    pages = min((num_new + page_size - 2) // page_size + 1, max_pages)
     block_d = max(16, next_power_of_2(head_dim))
     block_n = min(page_size, max(1, 8192 // block_d))
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
-    largest = seq_start
-    if channel_exponent is not None:
-        largest = torch.zeros((pairs, head_dim), dtype=torch.int32, device=keys.device)
+    raised = seq_start
+    if channel_exponent is not None and num_new > 1:
+        pages = max_pages  # where exponents are raised; the other programs end at once
+        scratch = torch.zeros((pairs, head_dim + 1), dtype=torch.int32, device=keys.device)
+        largest, raised = scratch.view(-1)[:-pairs].view(pairs, head_dim), scratch.view(-1)[-pairs:]
         largest_keys_kernel[(cdiv(num_new, TOKENS_PER_PROGRAM), pairs)](
             keys,
             seq_start,
@@ -163,13 +198,25 @@ def page_bounds(
             BLOCK_D=block_d,
             num_warps=4,
         )
-    page_bounds_kernel[(touched, pairs)](
+        channel_exponents_kernel[(pairs,)](
+            largest,
+            channel_exponent,
+            raised,
+            seq_start,
+            seq_end,
+            kv_heads,
+            num_new,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            num_warps=1,
+        )
+    page_bounds_kernel[(pages, pairs)](
         keys,
         page_min,
         page_max,
         page_min if page_exponent is None else page_exponent,
         page_min if channel_exponent is None else channel_exponent,
-        largest,
+        raised,
         seq_start,
         seq_end,
         kv_heads,
@@ -180,6 +227,7 @@ def page_bounds(
         *page_max.stride()[:3],
         HEAD_DIM=head_dim,
         QUANTIZED=channel_exponent is not None,
+        ONE_NEW=num_new == 1,
         PAGE_SIZE=page_size,
         BLOCK_N=block_n,
         BLOCK_D=block_d,

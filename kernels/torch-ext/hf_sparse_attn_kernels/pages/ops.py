@@ -46,7 +46,10 @@ def page_bounds(
 
     - A row whose valid tokens are all new sets its channel exponents: c_i is the least with a_i <= 90 * 2 ** c_i, where
       a_i is the largest magnitude in the row of channel i and of its RoPE partner, (i + head_dim // 2) % head_dim.
-      Whatever the rotation does to a key of that range, it fits 127 * 2 ** c_i. Other rows keep theirs.
+      Whatever the rotation does to a key of that range, it fits 127 * 2 ** c_i.
+    - Other rows raise theirs to what their new tokens need, where there is more than one; if any channel's exponent
+      rises, all pages of the row and KV head are recomputed. So the bounds are the same whatever the split of a text
+      into calls. A single new token, as of a decode step, changes no channel exponent.
     - The page exponent, 0 or more, makes room for keys beyond that range: the least that fits the page's bounds.
 
     Parameters
@@ -66,7 +69,7 @@ def page_bounds(
     page_exponent : torch.Tensor, optional
         With int8 bounds, and only then: int8 [batch, kv_heads, max_pages], updated with them; 0 to 60.
     channel_exponent : torch.Tensor, optional
-        With int8 bounds, and only then: int8 [batch, kv_heads, head_dim], set for rows that are all new; -60 to 60.
+        With int8 bounds, and only then: int8 [batch, kv_heads, head_dim], set or raised as said above; -60 to 60.
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
 

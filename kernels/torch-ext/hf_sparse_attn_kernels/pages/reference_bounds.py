@@ -31,6 +31,11 @@ def page_bounds(
         if length == 0:
             continue
         first_page = max(0, length - num_new) // page_size
+        if channel_exponent is not None and length > num_new > 1:
+            needed = _channel_exponents(*_extremes(keys[row, :, start + length - num_new : start + length], num_new))
+            if (needed > channel_exponent[row]).any():
+                channel_exponent[row] = torch.maximum(channel_exponent[row], needed)
+                first_page = 0
         tokens = keys[row, :, start + first_page * page_size : start + length]
         lower, upper = _extremes(tokens, page_size)  # [kv_heads, pages, head_dim]
         pages = slice(first_page, first_page + lower.shape[1])
@@ -56,30 +61,43 @@ def _on_device(
 ) -> None:
     """Update the bounds of all rows at once, without knowing their lengths."""
     batch, kv_heads, capacity, head_dim = keys.shape
-    # The most pages that num_new consecutive tokens can touch.
-    touched = min((min(num_new, capacity) + page_size - 2) // page_size + 1, page_min.shape[2])
+    raises = channel_exponent is not None and num_new > 1
+    # The most pages that num_new consecutive tokens can touch; all of them where exponents may be raised.
+    most_pages = page_min.shape[2]
+    if not raises:
+        most_pages = min((min(num_new, capacity) + page_size - 2) // page_size + 1, most_pages)
     length = row_lengths(seq_start, seq_end).long()[:, None, None]  # [batch, 1, 1]
-    first_page = (length - num_new).clamp(min=0) // page_size
+    first_touched = (length - num_new).clamp(min=0) // page_size
     last_page = (length - 1).clamp(min=0) // page_size
-    # A row that touches fewer pages recomputes its last one: writing the same value again is harmless.
-    pages = torch.minimum(first_page + torch.arange(touched, device=keys.device)[:, None], last_page)
-    first_token = pages * page_size  # [batch, touched, 1]
+    # A row with fewer pages recomputes its last one: writing the same value again is harmless.
+    first_page = torch.zeros_like(first_touched) if raises else first_touched
+    pages = torch.minimum(first_page + torch.arange(most_pages, device=keys.device)[:, None], last_page)
+    first_token = pages * page_size  # [batch, pages, 1]
     tokens = first_token + torch.arange(page_size, device=keys.device)
     # An absent token reads the page's first one instead: reading it twice changes no minimum and no maximum.
     positions = torch.where(tokens < length, tokens, first_token) + seq_start[:, None, None]
     (taken,) = take_tokens((keys,), positions.flatten(1)[:, None])
-    lower, upper = _extremes(taken.view(batch * kv_heads, touched * page_size, head_dim), page_size)
-    lower, upper = lower.view(batch, kv_heads, touched, head_dim), upper.view(batch, kv_heads, touched, head_dim)
+    lower, upper = _extremes(taken.view(batch * kv_heads, most_pages * page_size, head_dim), page_size)
+    lower, upper = lower.view(batch, kv_heads, most_pages, head_dim), upper.view(batch, kv_heads, most_pages, head_dim)
 
+    is_due = (length > 0)[..., None].expand(-1, kv_heads, most_pages, 1)
     updates = {page_min: lower, page_max: upper}
     if page_exponent is not None and channel_exponent is not None:
-        is_new = (length > 0) & (length <= num_new)
-        channel_exponent.copy_(torch.where(is_new, _channel_exponents(lower, upper), channel_exponent))
-        lower, upper, exponent = _quantize(lower, upper, channel_exponent)
-        updates = {page_min: lower, page_max: upper, page_exponent[..., None]: exponent[..., None]}
+        has_older = length > num_new
+        is_old = tokens < (length - num_new)  # [batch, pages, page_size]
+        new = taken.view(batch, kv_heads, most_pages, page_size, head_dim).masked_fill(is_old[:, None, ..., None], 0)
+        needed = _channel_exponents(new.amin(dim=3), new.amax(dim=3))
+        if not raises:
+            needed = torch.where(has_older, channel_exponent, needed)
+        raised = has_older & (needed > channel_exponent).any(dim=2, keepdim=True)  # [batch, kv_heads, 1]
+        exponent = torch.where(has_older, torch.maximum(needed, channel_exponent), needed)
+        channel_exponent.copy_(torch.where(length > 0, exponent, channel_exponent))
+        is_due = is_due & (raised[..., None] | (pages >= first_touched)[:, None])
+        lower, upper, level_exponent = _quantize(lower, upper, channel_exponent)
+        updates = {page_min: lower, page_max: upper, page_exponent[..., None]: level_exponent[..., None]}
     for target, update in updates.items():
         index = pages[:, None].expand_as(update)
-        target.scatter_(2, index, torch.where(length[..., None] > 0, update, target.gather(2, index)))
+        target.scatter_(2, index, torch.where(is_due, update, target.gather(2, index)))
 
 
 def _extremes(tokens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
