@@ -283,7 +283,8 @@ def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
         actual = model.model(ids, **inputs)
         as_tuple = model.model(ids, return_dict=False, **inputs)
     for states, stock in zip((*actual.hidden_states, as_tuple[0]), (*expected.hidden_states, expected[0]), strict=True):
-        torch.testing.assert_close(states[mask == 1], stock[mask == 1])
+        # RoPE's tables are float32 in every model.
+        torch.testing.assert_close(states[mask == 1], stock[mask == 1], rtol=1e-4, atol=1e-5)
         assert (states[mask == 0] == 0).all()
 
 
