@@ -213,7 +213,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     def begin_call(self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()) -> bool:
         """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
 
-        Changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
+        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
         the next use of the cache drops what the pass has left.
 
         Parameters
@@ -238,7 +238,6 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The tokens do not fit into ``max_cache_len``, or the mask is of another shape or hides what it may not.
         """
-        self.recover()
         cached = self.length
         if self._closed_from is not None:
             raise ValueError(
