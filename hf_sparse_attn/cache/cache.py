@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_sparse_attn.cache.layer import Shared, SparseLayer, length_after_crop
-from hf_sparse_attn.cache.lengths import Lengths
-from hf_sparse_attn.cache.padding import (
-    LEFT_PADDING,
-    Padding,
-    can_be_left_out,
-    disagrees,
-    left_padding,
-    rows_with_holes,
-    token_mask,
-)
+from hf_sparse_attn.cache.forward_pass import ForwardPass
+from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
+from hf_sparse_attn.cache.lengths import Lengths, Shared
+from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import base_model, patched_method
@@ -76,10 +69,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
 
         self.shared = Shared()
-        self._call: _Call | None = None
+        self._pass: ForwardPass | None = None
         self._prompt_is_open = False
-        self._closed_from: int | None = None
-        self._left_out: list[int] = []  # positions of tokens that were fed under a mask that hides them in every row
+        self.closed_from: int | None = None
+        """Tokens cached before a pass that left padding on the right, behind which nothing can be decoded."""
+        self.left_out: list[int] = []
+        """Positions of tokens that were fed and are not cached; see :meth:`leave_out`."""
         # Transformers itself says which layer is of which kind.
         layers = DynamicCache(config=config).layers
         for layer_idx, layer in enumerate(layers):
@@ -175,7 +170,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens fed per row, left padding included; in a compiled step a device scalar."""
         length: int | torch.Tensor = self.layers[layer_idx].get_seq_length() if self.is_traced else self.length
-        return length + len(self._left_out)
+        return length + len(self.left_out)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The position of the next token, for masks; a device scalar where only the device knows."""
@@ -193,12 +188,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     @property
     def _left_out_of_masks(self) -> int:
         """Tokens that are not cached, but in the masks that ``generate()`` makes; those of a pass are without them."""
-        return len(self._left_out) if self._call is None else 0
-
-    @property
-    def has_left_out(self) -> bool:
-        """Whether tokens were fed that are not cached; see :meth:`leave_out`."""
-        return bool(self._left_out)
+        return len(self.left_out) if self._pass is None else 0
 
     @property
     def needs_decode_mask(self) -> bool:
@@ -213,8 +203,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     def begin_call(self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()) -> bool:
         """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
 
-        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
-        the next use of the cache drops what the pass has left.
+        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is
+        never called, as after an interrupt, the next use of the cache drops what the pass has left.
 
         Parameters
         ----------
@@ -239,52 +229,26 @@ class SparseCache(Cache):  # type: ignore[misc]
             The tokens do not fit into ``max_cache_len``, or the mask is of another shape or hides what it may not.
         """
         cached = self.length
-        if self._closed_from is not None:
+        if self.closed_from is not None:
             raise ValueError(
                 "the cache holds padding on the right, behind which nothing can be decoded: pad on the left "
-                f"(tokenizer.padding_side = 'left'), or cut it back to {self._closed_from} tokens with crop or reset"
+                f"(tokenizer.padding_side = 'left'), or cut it back to {self.closed_from} tokens with crop or reset"
             )
-        for layer in self.sparse_layers[:1]:
-            layer.check_room(cached, query_length)
-        is_decode_step = query_length == 1 and cached > 0
-        sliding_windows = [layer for layer in self.layers if not isinstance(layer, SparseLayer)]
-        call = _Call(
-            cached, self._left_out, is_decode_step, [(layer, dict(layer.__dict__)) for layer in sliding_windows]
-        )
-        if attention_mask is None:
-            if not is_decode_step or not self.is_compileable:  # generate() hands on no mask to those
-                if self.has_padding and cached > 0:
-                    raise ValueError("the cache holds left padding: attention_mask must be given, got None")
-                self.shared.padding = None
-        else:
-            is_token = token_mask(attention_mask, cached, query_length)
-            if is_decode_step and is_token.device.type != "cpu":
-                self._look_at_later(is_token)
-            else:
-                self.shared.check_masks()
-                rows = rows_with_holes(is_token)
-                if rows and (is_decode_step or (self.method.rotates_keys and cached > 0)):
-                    raise ValueError(
-                        f"attention_mask has padding after a token in rows {rows}; behind cached tokens {LEFT_PADDING}"
-                    )
-                if rows:
-                    self._closed_from = cached
-                    self._call = call
-                    return True
-                self._set_padding(left_padding(is_token), cached, call)
-        self._call = call
-        fed = cached + len(self._left_out)
-        self._left_out = [*self._left_out, *(fed + place for place in left_out)]
-        if is_decode_step and self._prompt_is_open:
-            self._finish_prompt()
-        if query_length == 1:
+        self.sparse_layers[0].check_room(cached, query_length)
+        forward_pass = ForwardPass(self, query_length)
+        is_dense = forward_pass.take_mask(attention_mask)
+        self._pass = forward_pass
+        self.left_out = [*self.left_out, *(self.fed + place for place in left_out)]
+        if forward_pass.is_decode_step:
+            if self._prompt_is_open:
+                self._finish_prompt()
             self.expect_step()
-        return False
+        return is_dense
 
     @property
     def fed(self) -> int:
         """Tokens fed per row, left padding included, and those that :meth:`leave_out` found."""
-        return self.length + len(self._left_out)
+        return self.length + len(self.left_out)
 
     def leave_out(self, is_token: torch.Tensor, query_length: int) -> tuple[torch.Tensor, list[int] | None]:
         """Find tokens that the mask hides in every row, behind a token: nothing attends to them, so none is cached.
@@ -302,9 +266,9 @@ class SparseCache(Cache):  # type: ignore[misc]
             The mask of the tokens that are cached and are to be, for :meth:`begin_call`; and where some of the new
             tokens are to be left out, the places of the others among them.
         """
-        if self._left_out:
+        if self.left_out:
             fed = torch.ones(is_token.shape[1], dtype=torch.bool)
-            fed[self._left_out] = False
+            fed[self.left_out] = False
             is_token = is_token[:, fed.nonzero().flatten().to(is_token.device)]
         if query_length == 1 or not rows_with_holes(is_token) or not can_be_left_out(is_token, query_length):
             return is_token, None
@@ -315,11 +279,11 @@ class SparseCache(Cache):  # type: ignore[misc]
         """End a forward pass; one that failed leaves no trace."""
         if failed:
             self.recover()
-        elif self._call is not None and not self._call.is_decode_step:
+        elif self._pass is not None and not self._pass.is_decode_step:
             self._prompt_is_open = True
             if self.is_compileable:
                 self._finish_prompt()  # the next step may be a compiled one
-        self._call = self.shared.padding = None
+        self._pass = self.shared.padding = None
         self.forget_step()
 
     def expect_step(self) -> None:
@@ -331,25 +295,17 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Drop what a forward pass that failed, or was interrupted, has left."""
         for layer in self.sparse_layers:
             layer.settle()
-        cached = self.length
-        call, self._call = self._call, None
-        if call is None and all(lengths.known_length in (None, cached) for lengths in self.lengths):
+        cached, forward_pass = self.length, self._pass
+        self._pass = self.shared.padding = None
+        if forward_pass is not None:
+            forward_pass.take_back()
+            cached = forward_pass.cached  # a prompt's first chunks may have passed
+        elif all(lengths.known_length in (None, cached) for lengths in self.lengths):
             return
-        if call is not None:
-            for lengths, padding in call.former_padding:
-                lengths.set_padding(padding)
-            for layer, state in call.sliding_windows:
-                layer.__dict__.clear()
-                layer.__dict__.update(state)
-            cached = call.cached  # a prompt's first chunks may have passed
-            self._left_out = call.left_out
         for lengths in self.lengths:
             lengths.cut(cached)
         for layer in self.sparse_layers:
             layer.roll_back()
-        self.shared.padding = None
-        if self._closed_from is not None and cached <= self._closed_from:
-            self._closed_from = None
 
     def forget_step(self) -> None:
         """Take back :meth:`expect_step`."""
@@ -357,29 +313,9 @@ class SparseCache(Cache):  # type: ignore[misc]
             lengths.expects_step = False
 
     def _finish_prompt(self) -> None:
-        self._prompt_is_open = False
         for layer in self.sparse_layers:
             layer.finish_prompt()
-
-    def _look_at_later(self, is_token: torch.Tensor) -> None:
-        for lengths in self.lengths:
-            if lengths.seq_start.device == is_token.device:
-                lengths.note_mask(disagrees(is_token, lengths.seq_start))
-
-    def _set_padding(self, padding: Padding, cached: int, call: _Call) -> None:
-        """Take the rows' padding; where a row that holds tokens begins elsewhere than before, rebuild its metadata."""
-        if cached == 0:
-            self.shared.padding = padding  # there may be no rows yet: the first layer on each device takes it
-            return
-        for lengths in self.lengths:
-            former = lengths.padding()
-            start = padding.seq_start.to(former.seq_start.device)
-            moved = bool(((start != former.seq_start) & (former.seq_start < cached)).any())
-            call.former_padding.append((lengths, former))
-            lengths.set_padding(padding)
-            for layer in self.sparse_layers if moved else ():
-                if layer.lengths is lengths:
-                    layer.rebuild_metadata()
+        self._prompt_is_open = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.
@@ -391,7 +327,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         """
         self.recover()
         still_fed = length_after_crop(self.fed, tokens_to_remove)
-        left_out = [position for position in self._left_out if position < still_fed]
+        left_out = [position for position in self.left_out if position < still_fed]
         length = still_fed - len(left_out)
         tokens_to_remove = length - self.length
         for layer in self.layers:
@@ -399,15 +335,15 @@ class SparseCache(Cache):  # type: ignore[misc]
                 layer.crop(tokens_to_remove)
         for layer in self.sparse_layers:
             layer.cut(length)
-        self._left_out = left_out
-        if self._closed_from is not None and length <= self._closed_from:
-            self._closed_from = None
+        self.left_out = left_out
+        if self.closed_from is not None and length <= self.closed_from:
+            self.closed_from = None
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         self.recover()
         super().reset()
-        self._closed_from, self._left_out = None, []
+        self.closed_from, self.left_out = None, []
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
@@ -423,23 +359,6 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Keep only the rows in ``indices``."""
         self.recover()
         super().batch_select_indices(indices)
-
-
-class _Call:
-    """A forward pass in progress, and what to put back if it fails."""
-
-    def __init__(
-        self,
-        cached: int,
-        left_out: list[int],
-        is_decode_step: bool,
-        sliding_windows: list[tuple[Any, dict[str, Any]]],
-    ) -> None:
-        self.cached = cached
-        self.left_out = left_out
-        self.is_decode_step = is_decode_step
-        self.sliding_windows = sliding_windows
-        self.former_padding: list[tuple[Lengths, Padding]] = []
 
 
 def _counters(layers: list[Any]) -> list[LayerCounter]:

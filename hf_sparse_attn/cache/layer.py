@@ -10,25 +10,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
-from hf_sparse_attn.cache.lengths import Lengths
-from hf_sparse_attn.cache.padding import Padding
+from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.stats import LayerCounter
-
-
-class Shared:
-    """What the layers of a cache share: their lengths on each device, and the padding of rows not yet allocated."""
-
-    def __init__(self) -> None:
-        self.lengths: dict[torch.device, Lengths] = {}
-        self.padding: Padding | None = None
-
-    def check_masks(self) -> None:
-        """Raise ``ValueError`` where the mask of an earlier decode step hid cached tokens. Waits for the device."""
-        for lengths in self.lengths.values():
-            lengths.check_masks()
 
 
 class SparseLayer(CacheLayerMixin):  # type: ignore[misc]

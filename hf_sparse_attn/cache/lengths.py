@@ -147,3 +147,16 @@ class Lengths:
         if self._is_static:
             mark_static(self.seq_start)
             mark_static(self.seq_end)
+
+
+class Shared:
+    """What the layers of a cache share: their lengths on each device, and the padding of rows not yet allocated."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[torch.device, Lengths] = {}
+        self.padding: Padding | None = None
+
+    def check_masks(self) -> None:
+        """Raise ``ValueError`` where the mask of an earlier decode step hid cached tokens. Waits for the device."""
+        for lengths in self.lengths.values():
+            lengths.check_masks()

@@ -175,11 +175,11 @@ def _mask(kwargs: dict[str, Any]) -> Any:
 def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Gap | None]:
     """Take out of a pass, and of its mask, the tokens that are not to be cached, now or before."""
     mask, length = kwargs.get("attention_mask"), _tokens(kwargs).shape[1]
-    if not isinstance(mask, torch.Tensor) or (length == 1 and not cache.has_left_out):
+    if not isinstance(mask, torch.Tensor) or (length == 1 and not cache.left_out):
         return kwargs, None
     is_token, kept = cache.leave_out(token_mask(mask, cache.fed, length), length)
     if kept is None:
-        return ({**kwargs, "attention_mask": is_token} if cache.has_left_out else kwargs), None
+        return ({**kwargs, "attention_mask": is_token} if cache.left_out else kwargs), None
     gap = Gap(length, kept)
     return {**gap.close(kwargs, cache.fed), "attention_mask": is_token}, gap
 
