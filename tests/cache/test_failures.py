@@ -133,9 +133,9 @@ def test_an_unpatched_models_failure_is_said_with_the_next_use():
         model(ids[:, :1], past_key_values=cache)
     cache.crop(0)
     assert cache.get_seq_length() == 60
-    torch.testing.assert_close(
-        model(ids[:, :1], past_key_values=cache).logits, model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
-    )
+    expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
+    # CUDA computes RoPE's tables, which are float32, in another order for another number of positions.
+    torch.testing.assert_close(model(ids[:, :1], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
