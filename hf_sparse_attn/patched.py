@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
+from hf_sparse_attn.cache.lengths import Shared
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
@@ -24,7 +25,9 @@ class Patch:
 
     method: SparseMethod
     stock_config: PreTrainedConfig
-    """The model's own configuration object, which other models may share; while patched it has a copy."""
+    """The model's own configuration object, which other models may share."""
+    config: PreTrainedConfig
+    """The copy of it that the model has while it is patched."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     stock_attributes: dict[str, Any] = field(default_factory=dict)
     """Attributes of the instance that patching replaced."""
@@ -36,8 +39,8 @@ class Patch:
     """Whether the model is a PEFT model's that puts a prefix of its own into a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()
     """Of the most recently used cache."""
-    check_masks: Callable[[], None] = lambda: None
-    """Raises where a decode step's mask had no effect, of the most recently used cache."""
+    shared: Shared | None = None
+    """The rows' lengths of that cache, without its keys and values."""
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -99,5 +102,6 @@ def sparse_attention_stats(model: PreTrainedModel) -> SparseAttentionStats:
         The model is not patched, or the mask of a decode step on CUDA hid cached tokens, which had no effect.
     """
     patch = get_patch(model)
-    patch.check_masks()
+    if patch.shared is not None:
+        patch.shared.check_masks()
     return SparseAttentionStats.from_counters(patch.counters)

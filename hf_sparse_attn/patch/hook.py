@@ -121,7 +121,7 @@ class DecoderHooks:
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
         is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
-        patch.counters, patch.check_masks = cache.counters, cache.shared.check_masks
+        patch.counters, patch.shared = cache.counters, cache.shared
         try:
             if is_dense:
                 check_positions(config, method, query_length, cached, is_dense)

@@ -144,8 +144,8 @@ def sparse_attention(
 
 def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) -> None:
     decoder = model.get_decoder()
-    patch = Patch(method, stock_config=model.config, takes_prefix=takes_prefix)
-    _replace_config(model, model.config, copy.copy(model.config))
+    patch = Patch(method, stock_config=model.config, config=copy.copy(model.config), takes_prefix=takes_prefix)
+    _replace_config(model, patch.stock_config, patch.config)
     model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
     set_patch(model, patch)
     hooks = DecoderHooks(model, IMPLEMENTATIONS)
@@ -170,7 +170,7 @@ def _take_out(model: PreTrainedModel) -> None:
     if isinstance(model.__dict__.get(PREPARE_CACHE), PrepareCache):
         model.__dict__.pop(PREPARE_CACHE)
         model.__dict__.update(patch.stock_attributes)
-    _replace_config(model, model.config, _config_to_put_back(model.config, patch.stock_config))
+    _replace_config(model, patch.config, _config_to_put_back(patch.config, patch.stock_config))
     set_patch(model, None)
 
 
