@@ -19,7 +19,7 @@ help:
 	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
-	@echo "make lint      ruff and mypy"
+	@echo "make lint      ruff, mypy and import-linter"
 	@echo "make format    ruff format, and what ruff can fix"
 
 install: $(STAMP)
@@ -38,6 +38,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
