@@ -94,6 +94,10 @@ class SparseMethod:
         self._check_whole_numbers()
         self._require("token_budget", self.token_budget >= 1, "at least 1")
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
+        may_be_dense = self.dense_layers == 0 or not self.rotates_keys
+        self._require(
+            "dense_layers", may_be_dense, "0: a dense layer would rotate keys to positions beyond the trained"
+        )
 
     def _check_whole_numbers(self, but: tuple[str, ...] = ()) -> None:
         for field in fields(self):

@@ -118,9 +118,6 @@ class TokenSelect(SparseMethod):
             object.__setattr__(self, "token_budget", self._sum)
         super().__post_init__()
         self._require("token_budget", self.token_budget >= 2, "at least 2: the current token, and one that is chosen")
-        self._require(
-            "dense_layers", self.dense_layers == 0, "0: a dense layer would need positions beyond the trained"
-        )
         if self.k != PAPER_K and self.token_budget != self._sum:
             raise ValueError(
                 f"{self.name}: k={self.k} and token_budget={self.token_budget} contradict each other, since k + n_init "
