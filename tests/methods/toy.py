@@ -107,3 +107,54 @@ class Window(SparseMethod):
             recent_blocks=max_blocks - 1,
         )
         return Selection(indices, counts, self.block_size)
+
+
+@dataclass(frozen=True)
+class SmallNorm(SparseMethod):
+    """The prompt's tokens whose keys have the smallest norms, ranked once when it ends (arXiv 2406.11430).
+
+    Tokens behind the prompt have rank 0, so they are read first. ``finish_prompt`` alone writes the metadata.
+    """
+
+    name: ClassVar[str] = "toy-small-norm"
+    summary: ClassVar[str] = "tokens by the norm of their keys, ranked when the prompt ends"
+    paper: ClassVar[str] = "arXiv 2406.11430"
+
+    def init_metadata(self, layer):
+        return {"norm": unrounded(layer.keys.new_zeros(layer.keys.shape[:3]))}  # [batch, kv_heads, capacity]
+
+    def crop_metadata(self, layer):
+        layer.metadata["norm"][:, :, layer.length :] = 0
+
+    def finish_prompt(self, layer):
+        layer.metadata["norm"][:, :, : layer.length] = unrounded(layer.keys[:, :, : layer.length]).norm(dim=-1)
+
+    def select(self, query, layer, scale):
+        positions = layer.seq_start[:, None] + torch.arange(layer.max_blocks(1), device=query.device)
+        positions = torch.minimum(positions, layer.seq_end[:, None] - 1).clamp_min(0).long()
+        norms = layer.metadata["norm"]
+        scores = -norms.gather(2, positions[:, None].expand(-1, norms.shape[1], -1))
+        indices, counts = select_blocks(
+            scores, layer.seq_start, layer.seq_end, block_size=1, max_blocks=self.token_budget, recent_blocks=1
+        )
+        return Selection(indices, counts, 1)
+
+
+@dataclass(frozen=True)
+class Recent(SparseMethod):
+    """The last ``token_budget`` tokens, by a ``decode`` of its own: there is no selection."""
+
+    name: ClassVar[str] = "toy-recent"
+    summary: ClassVar[str] = "the last tokens"
+    paper: ClassVar[str] = "none"
+    counts: ClassVar[tuple[str, ...]] = ("rows_cut", "rows_whole")
+
+    def decode(self, query, layer, new_key, new_value, scale):
+        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        lengths = layer.row_lengths()
+        cut = (lengths > self.token_budget).sum()
+        layer.counter.own += torch.stack([cut, len(lengths) - cut])
+        ranks = torch.arange(min(self.token_budget, layer.max_blocks(1)), device=query.device)
+        counts = lengths.clamp_max(self.token_budget)[:, None]  # one choice for all KV heads
+        indices = (lengths[:, None] - counts + ranks).masked_fill(ranks >= counts, -1)
+        return self.attend(query, layer, Selection(indices[:, None].int(), counts.int(), 1), scale)
