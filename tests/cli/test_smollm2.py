@@ -1,6 +1,8 @@
 """Real weights: SmolLM2-135M finds the passkey with a quarter of the KV cache read, and a window does not."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hf_sparse_attn.cli.passkey import answer_passkey, make_passkey
 from hf_sparse_attn.rope import max_positions
 from tests.methods.toy import Window
 
+BOOK = Path(__file__).parents[1] / "eval/golden/books/10146.txt"
 DEPTHS = (0.1, 0.25, 0.4, 0.55, 0.7)  # all of them outside the last 256 tokens
 BUDGET = 256
 
@@ -78,6 +81,43 @@ def test_patch_generate_stats_unpatch_generate(loaded, device):
     assert torch.equal(generate(), dense)
     assert torch.equal(sparse[:, : prompt.shape[1]], prompt)
     assert stats.kv_fraction < 0.45
+
+
+@dataclass(frozen=True)
+class ComparedQuest(Quest):
+    """Quest with 8-bit bounds; counts the pages that exact bounds choose, and those of them that it chose too."""
+
+    agreed: ClassVar[list[int]] = []
+    chosen: ClassVar[list[int]] = []
+
+    def attend(self, query, layer, selection, scale):
+        exact_quest = Quest(token_budget=self.token_budget, bounds_dtype="model")
+        exact = exact_quest.select(query, layer.fork(exact_quest, layer._shared), scale)
+        pages = selection.block_indices[..., None]
+        self.agreed.append(int(((pages == exact.block_indices[..., None, :]) & (pages >= 0)).sum()))
+        self.chosen.append(int(exact.block_counts.sum()))
+        return super().attend(query, layer, selection, scale)
+
+
+@torch.inference_mode()
+def test_eight_bit_bounds_choose_as_well_when_the_prompts_first_call_is_one_token(loaded):
+    model, tokenizer = loaded("cpu")
+    ids = tokenizer(BOOK.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :608]
+    prompt, steps = ids[:, :600], ids[:, 600:]
+    agreement = {}
+    for first_call in (600, 1):
+        ComparedQuest.agreed.clear()
+        ComparedQuest.chosen.clear()
+        with sparse_attention(model, ComparedQuest(token_budget=128)):
+            cache = SparseCache.for_model(model)
+            for part in prompt.split([first_call, 600 - first_call], dim=1):
+                if part.shape[1]:
+                    model(part, past_key_values=cache)
+            for step in steps.T:
+                model(step[None], past_key_values=cache)
+        agreement[first_call] = sum(ComparedQuest.agreed) / sum(ComparedQuest.chosen)
+    assert agreement[600] >= 0.95
+    assert agreement[1] >= max(0.95, agreement[600] - 0.01)
 
 
 @pytest.mark.gpu
