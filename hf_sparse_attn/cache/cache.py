@@ -71,6 +71,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.shared = Shared()
         self._pass: ForwardPass | None = None
         self._prompt_is_open = False
+        self._finished_at = 0
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding on the right, behind which nothing can be decoded."""
         self.left_out: list[int] = []
@@ -132,6 +133,8 @@ class SparseCache(Cache):  # type: ignore[misc]
             for layer_idx, layer in enumerate(self.layers)
         ]
         fork.counters = _counters(fork.layers)
+        if fork.length:
+            fork.reopen_prompt()
         return fork
 
     @property
@@ -279,10 +282,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         """End a forward pass; one that failed leaves no trace."""
         if failed:
             self.recover()
-        elif self._pass is not None and not self._pass.is_decode_step:
-            self._prompt_is_open = True
-            if self.is_compileable:
-                self._finish_prompt()  # the next step may be a compiled one
+        elif self._pass is not None and not self._pass.is_decode_step and self.closed_from is None:
+            self.reopen_prompt()
         self._pass = self.shared.padding = None
         self.forget_step()
 
@@ -304,18 +305,27 @@ class SparseCache(Cache):  # type: ignore[misc]
             return
         for lengths in self.lengths:
             lengths.cut(cached)
+        keeps_metadata = forward_pass is not None and forward_pass.is_decode_step and not forward_pass.moved_rows
         for layer in self.sparse_layers:
-            layer.roll_back()
+            layer.roll_back(keeps_metadata)
+        if not keeps_metadata and cached:
+            self.reopen_prompt()
 
     def forget_step(self) -> None:
         """Take back :meth:`expect_step`."""
         for lengths in self.lengths:
             lengths.expects_step = False
 
+    def reopen_prompt(self) -> None:
+        """Let the method finish the prompt anew: before the next decode step, or now where that may be compiled."""
+        self._prompt_is_open = True
+        if self.is_compileable:
+            self._finish_prompt()
+
     def _finish_prompt(self) -> None:
         for layer in self.sparse_layers:
             layer.finish_prompt()
-        self._prompt_is_open = False
+        self._prompt_is_open, self._finished_at = False, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.
@@ -338,12 +348,15 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.left_out = left_out
         if self.closed_from is not None and length <= self.closed_from:
             self.closed_from = None
+        if length <= self._finished_at:
+            self._prompt_is_open = False  # the prompt behind the finished one is gone
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         self.recover()
         super().reset()
         self.closed_from, self.left_out = None, []
+        self._prompt_is_open, self._finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""

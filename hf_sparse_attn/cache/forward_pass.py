@@ -30,6 +30,8 @@ class ForwardPass:
         self._cache = cache
         self._left_out = cache.left_out
         self._closed_from = cache.closed_from
+        self.moved_rows = False
+        """Whether rows that hold tokens begin elsewhere than before the pass."""
         self._former_padding: list[tuple[Lengths, Padding]] = []
         # A sliding window's updates make new tensors: its attributes are all its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
@@ -94,6 +96,9 @@ class ForwardPass:
             for layer in self._cache.sparse_layers if moved else ():
                 if layer.lengths is lengths:
                     layer.rebuild_metadata()
+            self.moved_rows |= moved
+        if self.moved_rows:
+            self._cache.reopen_prompt()
 
     def take_back(self) -> None:
         """Put back what the pass has changed, but for the tokens that layers have appended."""

@@ -234,11 +234,18 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take over the length that compiled steps have left to the device to know."""
         self._held = self.held
 
-    def roll_back(self) -> None:
-        """Drop what a failed forward pass has left; the lengths are cut back already."""
+    def roll_back(self, keeps_metadata: bool) -> None:
+        """Drop what a failed forward pass has left; the lengths are cut back already.
+
+        ``keeps_metadata`` where it was a decode step, of which the metadata can forget a token; else it is made anew.
+        """
         self._token = None
-        if self.is_initialized:
-            self._held = self.length
+        if not self.is_initialized:
+            return
+        self._held = self.length
+        if keeps_metadata:
+            self.method.crop_metadata(self)
+        else:
             self.rebuild_metadata()
 
     def _check_update(self, batch: int, num_new: int) -> None:

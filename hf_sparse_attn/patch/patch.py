@@ -100,10 +100,11 @@ def patch_model(
     """
     checked = make_method(method, **hyperparameters)
     inner = base_model(model)
-    check_supported(inner, checked)
+    takes_prefix = has_prefix(model)
+    check_supported(inner, checked, takes_prefix)
     if is_patched(inner):
         _take_out(inner)
-    _put_in(inner, checked, takes_prefix=has_prefix(model))
+    _put_in(inner, checked, takes_prefix)
     return model
 
 
@@ -139,7 +140,7 @@ def sparse_attention(
         if is_patched(inner):
             _take_out(inner)
         if former is not None:
-            _put_in(inner, former, takes_prefix=has_prefix(model))
+            _put_in(inner, former, has_prefix(model))
 
 
 def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) -> None:

@@ -15,8 +15,13 @@ MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
 
 
-def check_supported(model: PreTrainedModel, method: SparseMethod) -> None:
+def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool = False) -> None:
     """Raise where the model cannot be patched with the method; looks only, changes nothing."""
+    if takes_prefix and method.rotates_keys:
+        raise ValueError(
+            f"{method.name} caches keys before RoPE, and the keys of a learned prefix (PEFT's prefix tuning) have "
+            "none; take a method that caches keys after RoPE, such as quest"
+        )
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a Transformers model ({supported}), got {type(model).__name__}")

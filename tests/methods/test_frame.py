@@ -125,6 +125,54 @@ def test_a_prompt_that_failed_is_not_finished(max_cache_len, model, log):
     assert by_pass(log, model) == [("finish", 30), *steps(31, 1)]
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 60], ids=["growing", "static"])
+@torch.inference_mode()
+def test_a_failed_step_keeps_what_finish_prompt_wrote(max_cache_len, model, log):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with sparse_attention(model, Logged(token_budget=16)):
+        cache = SparseCache.for_model(model, max_cache_len)
+        model(random_ids(1, 40), past_key_values=cache)
+        for count in (1, 2):  # the first step behind the prompt, and a later one
+            hook = model.get_decoder().layers[2].register_forward_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(random_ids(1, 1), past_key_values=cache)
+            hook.remove()
+            assert all(layer.metadata["norm"][:, :, :40].ne(0).all() for layer in cache.layers)
+            model(random_ids(1, 1), past_key_values=cache)
+            assert cache.length == 40 + count
+    assert [entry for entry in log if entry[0] == "finish"] == [("finish", 40)] * 4
+
+
+@torch.inference_mode()
+def test_a_fork_finishes_the_prompt_for_its_own_method(model, log):
+    prefix = SparseCache(model.config, "full", initial_capacity=60)
+    model(random_ids(1, 40), past_key_values=prefix)
+    with sparse_attention(model, Logged(token_budget=16)):
+        for _ in range(2):
+            model(random_ids(1, 1), past_key_values=prefix.fork(Logged(token_budget=16)))
+        static = SparseCache.for_model(model, max_cache_len=60)
+        model(random_ids(1, 40), past_key_values=static)
+        model(random_ids(1, 1), past_key_values=static.fork(Logged(token_budget=16)))
+    finishes = [("finish", 40), ("step", 41)]
+    assert by_pass(log, model) == [*finishes, *finishes, ("finish", 40), ("finish", 40), ("step", 41)]
+
+
+@torch.inference_mode()
+def test_a_prompt_that_is_cropped_away_is_not_finished(model, log):
+    with sparse_attention(model, Logged(token_budget=16)):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 40), past_key_values=cache)
+        model(random_ids(1, 1), past_key_values=cache)
+        model(random_ids(1, 10), past_key_values=cache)
+        cache.crop(-11)
+        model(random_ids(1, 1), past_key_values=cache)
+        model(random_ids(1, 10), past_key_values=cache)
+        model(random_ids(1, 1), past_key_values=cache)
+    assert by_pass(log, model) == [("finish", 40), ("step", 41), ("step", 41), ("finish", 51), ("step", 52)]
+
+
 @torch.inference_mode()
 def test_a_step_reads_by_what_finish_prompt_wrote(model):
     budget, ids = 16, random_ids(2, 40)
