@@ -147,7 +147,9 @@ class SparseMethod:
         """Work on a prompt that is complete: cluster it, evict from it, calibrate.
 
         Called once before the first decode step behind a prompt, however many forward passes the prompt took; over
-        static storage, whose decode steps may be compiled, behind each of these passes.
+        static storage, whose decode steps may be compiled, behind each of these passes. Called again where metadata was
+        made anew: in a fork, and where a prompt's pass failed. A pass over several tokens is a prompt, that of assisted
+        decoding included.
         """
 
     def decode(
