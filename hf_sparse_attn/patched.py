@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_hf_sparse_attn_patch"
 
 
+def _check_nothing() -> None:
+    """Stand in for a cache's check before there is a cache; a function with a name, so that models can be pickled."""
+
+
 @dataclass
 class Patch:
     """All that patching put into a model, and what it takes to take it out."""
@@ -36,7 +40,7 @@ class Patch:
     """Whether the model is a PEFT model's that puts a prefix of its own into a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()
     """Of the most recently used cache."""
-    check_masks: Callable[[], None] = lambda: None
+    check_masks: Callable[[], None] = _check_nothing
     """Raises where a decode step's mask had no effect, of the most recently used cache."""
 
 

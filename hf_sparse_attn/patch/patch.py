@@ -101,6 +101,11 @@ def patch_model(
     checked = make_method(method, **hyperparameters)
     inner = base_model(model)
     check_supported(inner, checked)
+    if has_prefix(model) and checked.rotates_keys:
+        raise ValueError(
+            f"{checked.name} rotates cached keys by slot, which does not go with prefix tuning: the prefix's keys are "
+            "learned as they are, without a position"
+        )
     if is_patched(inner):
         _take_out(inner)
     _put_in(inner, checked, takes_prefix=has_prefix(model))

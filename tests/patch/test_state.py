@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -288,6 +289,20 @@ def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
         assert (states[mask == 0] == 0).all()
 
 
+@every_method
+@pytest.mark.parametrize("is_used", [False, True])
+@torch.inference_mode()
+def test_a_patched_model_can_be_pickled(model, method_name, is_used):
+    ids = random_ids(1, 60)
+    patch_model(model, method_name, **SMALL[method_name])
+    if is_used:
+        model.generate(ids, **GREEDY)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+    unpatch_model(twin)
+    assert is_patched(model)
+
+
 def peft_model(peft_type):
     import peft
 
@@ -318,3 +333,11 @@ def test_a_peft_model_is_patched_through_its_base_model(peft_type, method_name):
     assert SparseCache.for_model(model).method is patched_method(model)
     unpatch_model(model)
     assert torch.equal(model.generate(**inputs, **GREEDY), expected)
+
+
+def test_prefix_tuning_is_refused_where_keys_are_rotated_by_slot():
+    """The prefix's keys are learned without a position: rotated, they would be others."""
+    model = peft_model("prefix")
+    with pytest.raises(ValueError, match=r"tokenselect rotates cached keys by slot.*prefix tuning"):
+        patch_model(model, "tokenselect", **SMALL["tokenselect"])
+    assert not is_patched(model)
