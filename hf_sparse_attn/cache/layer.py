@@ -156,6 +156,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """The most blocks that any row can have, known without asking the device."""
         return -(-self.longest_row // block_size)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers for the batch size, heads, dtype and device of the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -205,7 +206,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         num_new = key_states.shape[2]
         self._check_update(key_states.shape[0], num_new)
-        if not self.is_initialized or self.keys.shape[0] != key_states.shape[0]:
+        if not self.is_initialized or not self._fits(key_states):
             self.lazy_initialization(key_states, value_states)
         if self._leads:
             if self._shared.padding is not None and self.lengths.known_length == 0:
@@ -217,6 +218,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             return self._token
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
+
+    def _fits(self, key_states: torch.Tensor) -> bool:
+        """Whether the buffers can take such tokens; while they are empty, they can be made anew for others."""
+        same_dtype = self.keys.dtype == key_states.dtype
+        return self.keys.shape[0] == key_states.shape[0] and (same_dtype or self._held != 0)
 
     def take_token(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the token that :meth:`update` held back for the decode verb, [batch, kv_heads, 1, head_dim] each."""
@@ -322,6 +328,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(0)
         self._held = 0
+        self.storage.keep_prefix(0)
         self.storage.clear_metadata(self._make_metadata)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -342,6 +349,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(length)
         self._held = length
+        self.storage.keep_prefix(length)
         self.method.crop_metadata(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -363,7 +371,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         fork = copy.copy(self)
         fork.method = method
-        fork.storage = self.storage.fork()
+        fork.storage = self.storage.fork(self.held)
         fork.counter = LayerCounter(method.counts)
         fork._shared = shared
         if self.is_initialized:
