@@ -111,7 +111,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
         other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
         dense prefill then serves any number of methods. What a fork costs is the new method's metadata, and new buffers
-        where it outgrows the shared ones (``initial_capacity`` leaves room).
+        where it outgrows the shared ones (``initial_capacity`` leaves room) or gives up tokens or rows that it shares.
 
         Raises
         ------
@@ -168,14 +168,17 @@ class SparseCache(Cache):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens cached per row in every layer, left padding included.
 
-        What a failed forward pass has left does not count. Waits for the device where compiled steps have run.
+        What a forward pass that failed, or is in progress, has left does not count. Waits for the device where compiled
+        steps have run.
         """
+        if self._call is not None:
+            return self._call.cached
         return min(int(layer.get_seq_length()) for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens fed per row, left padding included; in a compiled step a device scalar."""
         length: int | torch.Tensor = self.layers[layer_idx].get_seq_length() if self.is_traced else self.length
-        return length + len(self._left_out)
+        return length + len(self._left_out if self._call is None else self._call.left_out)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The position of the next token, for masks; a device scalar where only the device knows."""
@@ -213,8 +216,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     def begin_call(self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()) -> bool:
         """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
 
-        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is never called, as after an interrupt,
-        the next use of the cache drops what the pass has left.
+        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is
+        never called, as after an interrupt, the next use of the cache drops what the pass has left.
 
         Parameters
         ----------
@@ -277,7 +280,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._left_out = [*self._left_out, *(fed + place for place in left_out)]
         if is_decode_step and self._prompt_is_open:
             self._finish_prompt()
-        if query_length == 1:
+        if is_decode_step:
             self.expect_step()
         return False
 
@@ -374,7 +377,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         for lengths in self.lengths:
             former = lengths.padding()
             start = padding.seq_start.to(former.seq_start.device)
-            moved = bool(((start != former.seq_start) & (former.seq_start < cached)).any())
+            moved = bool(((start != former.seq_start) & (torch.minimum(start, former.seq_start) < cached)).any())
             call.former_padding.append((lengths, former))
             lengths.set_padding(padding)
             for layer in self.sparse_layers if moved else ():

@@ -35,8 +35,10 @@ class DecoderHooks:
         self.model = model
         self.implementations = implementations
         self.parameters = list(inspect.signature(model.get_decoder().forward).parameters)
-        # Of the pass in progress: its cache, and what turns the decoder's output into the caller's.
+        # Of the pass in progress: its cache, whether it is a compiled decode step, and what turns the decoder's output
+        # into the caller's.
         self.cache: SparseCache | None = None
+        self.is_compiled_step = False
         self.finish: list[Callable[[Any], Any]] = []
 
     def before(
@@ -49,10 +51,10 @@ class DecoderHooks:
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
             # The prompt was checked. What is looked at here, the compiled step would look at every time.
             patch.keeps_raw_keys = patch.rope_tables is not None
-            self.cache = cache
+            self.cache, self.is_compiled_step = cache, True
             cache.expect_step()
             return (), {**kwargs, "sparse_cache": cache}
-        self.cache, self.finish = None, []
+        self.cache, self.is_compiled_step, self.finish = None, False, []
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder itself says what is missing
@@ -69,7 +71,7 @@ class DecoderHooks:
         self.cache = None
         if cache is None:
             return None
-        if cache.is_traced:
+        if self.is_compiled_step:
             cache.forget_step()
             return None
         self.finish = []
@@ -156,6 +158,9 @@ class DecoderHooks:
         chunk_size = method.prefill_chunk(max_positions(self.model.config))
         if chunk_size is None or length <= chunk_size:
             return kwargs
+        if kwargs.get("position_ids") is None:  # the decoder's own count would be of the tokens before the whole prompt
+            device = _tokens(kwargs).device
+            kwargs["position_ids"] = torch.arange(length, device=device)[None] + cache.get_seq_length()
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
         self.finish = [prompt.join, *self.finish]
         return prompt.feed_all_but_last(decoder.forward, kwargs, chunk_size)
