@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
+from hf_sparse_attn.rope import rotated_by
 
 
 def sparse_attention_forward(
@@ -20,6 +21,7 @@ def sparse_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sparse_cache: SparseCache | None = None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hand a decode step to the method's ``decode``, several tokens to its ``prefill``, anything else to SDPA.
@@ -41,6 +43,8 @@ def sparse_attention_forward(
         Factor on q.k; ``head_dim ** -0.5`` if None.
     sparse_cache
         The cache that holds ``key`` and ``value``; None for a forward pass that is dense, with or without a cache.
+    rotation
+        Of a dense pass with queries and keys before RoPE: cosine and sine, [batch or 1, length, head_dim] each.
 
     Returns
     -------
@@ -50,6 +54,8 @@ def sparse_attention_forward(
     layer_idx: Any = module.layer_idx
     layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
     if not isinstance(layer, SparseLayer):
+        if rotation is not None:
+            query, key = rotated_by(query, *rotation), rotated_by(key, *rotation)
         if sparse_cache is not None and query.shape[2] == 1:
             _count_window(sparse_cache, layer_idx, key, value, attention_mask)
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(

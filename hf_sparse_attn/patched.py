@@ -33,8 +33,6 @@ class Patch:
     """Attributes of the instance that patching replaced."""
     rope_tables: RopeTables | None = None
     """Of a method that caches keys before RoPE."""
-    keeps_raw_keys: bool = False
-    """Whether the forward pass in progress caches keys before RoPE."""
     takes_prefix: bool = False
     """Whether the model is a PEFT model's that puts a prefix of its own into a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()

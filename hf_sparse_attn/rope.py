@@ -37,7 +37,7 @@ class RopeTables:
     """
 
     def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
-        self._rotary, self._slots = rotary, slots
+        self.rotary, self._slots = rotary, slots
         self._on: dict[torch.device, Rope] = {}
 
     def take(self, rope: Rope) -> Rope:
@@ -54,7 +54,7 @@ class RopeTables:
         """Return the tables on a device; all layers there share them."""
         if device not in self._on:
             with lasting_tensors():
-                tables = _half_tables(self._rotary, self._slots)
+                tables = _half_tables(self.rotary, self._slots)
                 self._on[device] = Rope(*(mark_static(table.to(device).contiguous()) for table in tables))
         return self._on[device]
 
@@ -81,9 +81,13 @@ def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> to
 
     [batch, heads, tokens, head_dim] by positions [batch or 1, tokens].
     """
-    cos, sin = (torch.cat([table, table], dim=-1)[positions][:, None].to(x.dtype) for table in rope)
+    return rotated_by(x, *(torch.cat([table, table], dim=-1)[positions].to(x.dtype) for table in rope))
+
+
+def rotated_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [batch, heads, tokens, head_dim] by a rotary module's output, [batch or 1, tokens, head_dim] each."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
 def decoder_rotary(model: PreTrainedModel) -> torch.nn.Module:

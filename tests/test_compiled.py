@@ -203,6 +203,23 @@ def test_a_loop_of_ones_own_may_compile_the_step():
     assert caches[0].get_seq_length() == 96
 
 
+@pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
+@pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_loop_of_ones_own_may_compile_the_prompt_too(method, max_cache_len):
+    """The buffers are made outside the graph; an eager step goes on where compiled ones ended."""
+    model = patch_model(make_model("llama"), method)
+    logits = []
+    for call in (torch.compile(model, backend="eager"), model):
+        cache = SparseCache.for_model(model, max_cache_len)
+        call(random_ids(2, 60), past_key_values=cache)
+        call(random_ids(2, 1), past_key_values=cache)
+        assert cache.get_seq_length() == 61
+        logits.append(model(random_ids(2, 1), past_key_values=cache).logits)
+        assert cache.get_seq_length() == 62
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_fork_of_a_compiled_cache_goes_on_as_the_cache_does():
     model = patch_model(make_model("llama"), SMALL)
     cache = SparseCache.for_model(model, max_cache_len=200)

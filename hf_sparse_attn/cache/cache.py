@@ -107,7 +107,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
         other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
         dense prefill then serves any number of methods. What a fork costs is the new method's metadata, and new buffers
-        where it outgrows the shared ones (``initial_capacity`` leaves room).
+        where it outgrows the shared ones (``initial_capacity`` leaves room) or gives up tokens or rows that it shares.
 
         Raises
         ------
@@ -166,14 +166,17 @@ class SparseCache(Cache):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens cached per row in every layer, left padding included.
 
-        What a failed forward pass has left does not count. Waits for the device where compiled steps have run.
+        What a forward pass has left that failed, or is in progress, does not count. Waits for the device where compiled
+        steps have run.
         """
+        if self._pass is not None:
+            return self._pass.cached
         return min(int(layer.get_seq_length()) for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Tokens fed per row, left padding included; in a compiled step a device scalar."""
         length: int | torch.Tensor = self.layers[layer_idx].get_seq_length() if self.is_traced else self.length
-        return length + len(self.left_out)
+        return length + len(self.left_out if self._pass is None else self._pass.left_out)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The position of the next token, for masks; a device scalar where only the device knows."""
@@ -203,7 +206,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         for layer in self.sparse_layers:
             layer.use_rope(tables)
 
-    def begin_call(self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()) -> bool:
+    def begin_call(
+        self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()
+    ) -> tuple[ForwardPass, bool]:
         """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
 
         Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is
@@ -222,9 +227,9 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         Returns
         -------
-        bool
-            Whether the pass must be dense, under its mask: there is padding after a token. The cache is of no further
-            use then, until it is cut back to what it held before.
+        tuple
+            The pass, and whether it must be dense, under its mask: there is padding after a token. The cache is of no
+            further use then, until it is cut back to what it held before.
 
         Raises
         ------
@@ -246,7 +251,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if self._prompt_is_open:
                 self._finish_prompt()
             self.expect_step()
-        return is_dense
+        return forward_pass, is_dense
 
     @property
     def fed(self) -> int:
@@ -278,14 +283,16 @@ class SparseCache(Cache):  # type: ignore[misc]
         kept = is_token[0, -query_length:].nonzero().flatten().tolist()
         return is_token.new_ones(len(is_token), is_token.shape[1] - query_length + len(kept)), kept
 
-    def end_call(self, failed: bool = False) -> None:
-        """End a forward pass; one that failed leaves no trace."""
+    def end_call(self, failed: bool = False) -> ForwardPass | None:
+        """End a forward pass, and return it; None for a compiled step. One that failed leaves no trace."""
+        forward_pass = self._pass
         if failed:
             self.recover()
-        elif self._pass is not None and not self._pass.is_decode_step and self.closed_from is None:
-            self.reopen_prompt()
         self._pass = self.shared.padding = None
         self.forget_step()
+        if not failed and forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
+            self.reopen_prompt()
+        return forward_pass
 
     def expect_step(self) -> None:
         """Say that the next token is a patched model's: its attention function hands it to the decode verb."""
@@ -334,15 +341,18 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             ``tokens_to_remove`` is positive, or asks for more than there is; nothing is removed then.
+        RuntimeError
+            A sliding window has moved on, and cannot go back.
         """
         self.recover()
         still_fed = length_after_crop(self.fed, tokens_to_remove)
         left_out = [position for position in self.left_out if position < still_fed]
         length = still_fed - len(left_out)
-        tokens_to_remove = length - self.length
         for layer in self.layers:
-            if not isinstance(layer, SparseLayer):  # first, since a sliding window may refuse
-                layer.crop(tokens_to_remove)
+            if layer.is_sliding:  # first, since a window that has passed the tokens refuses
+                surplus = layer.get_seq_length() - length
+                if surplus or layer.record_past:
+                    layer.crop(-surplus)
         for layer in self.sparse_layers:
             layer.cut(length)
         self.left_out = left_out

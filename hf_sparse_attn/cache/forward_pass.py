@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,10 @@ class ForwardPass:
     def __init__(self, cache: SparseCache, query_length: int) -> None:
         self.cached, self.query_length = cache.length, query_length
         self.is_decode_step = query_length == 1 and self.cached > 0
+        self.finish: list[Callable[[Any], Any]] = []
+        """Turn the decoder's output into the caller's, one after the other."""
         self._cache = cache
-        self._left_out = cache.left_out
+        self.left_out = cache.left_out
         self._closed_from = cache.closed_from
         self.moved_rows = False
         """Whether rows that hold tokens begin elsewhere than before the pass."""
@@ -90,7 +93,7 @@ class ForwardPass:
         for lengths in self._cache.lengths:
             former = lengths.padding()
             start = padding.seq_start.to(former.seq_start.device)
-            moved = bool(((start != former.seq_start) & (former.seq_start < self.cached)).any())
+            moved = bool(((start != former.seq_start) & (torch.minimum(start, former.seq_start) < self.cached)).any())
             self._former_padding.append((lengths, former))
             lengths.set_padding(padding)
             for layer in self._cache.sparse_layers if moved else ():
@@ -107,4 +110,4 @@ class ForwardPass:
         for layer, state in self._windows:
             layer.__dict__.clear()
             layer.__dict__.update(state)
-        self._cache.left_out, self._cache.closed_from = self._left_out, self._closed_from
+        self._cache.left_out, self._cache.closed_from = self.left_out, self._closed_from

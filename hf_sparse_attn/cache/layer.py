@@ -47,6 +47,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True
 
+    device: torch.device
     lengths: Lengths
     finished: torch.Tensor
     """int32 [batch, kv_heads]: scratch counters of the ops, zero between them."""
@@ -142,8 +143,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """The most blocks that any row can have, known without asking the device."""
         return -(-self.longest_row // block_size)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers for the batch size, heads, dtype and device of the first tokens."""
+        if self._leads and key_states.device != self.device:
+            self._shared.lengths.pop(self.device)
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = key_states.shape[0]
         if self.device not in self._shared.lengths:
@@ -191,7 +195,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         num_new = key_states.shape[2]
         self._check_update(key_states.shape[0], num_new)
-        if not self.is_initialized or self.keys.shape[0] != key_states.shape[0]:
+        if not self.is_initialized or not self._fits(key_states):
             self.lazy_initialization(key_states, value_states)
         if self._leads:
             if self._shared.padding is not None and self.lengths.known_length == 0:
@@ -203,6 +207,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             return self._token
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
+
+    def _fits(self, key_states: torch.Tensor) -> bool:
+        """Whether the buffers can take such tokens; while they are empty, they can be made anew for others."""
+        same_kind = self.keys.dtype == key_states.dtype and self.keys.device == key_states.device
+        return self.keys.shape[0] == key_states.shape[0] and (same_kind or self._held != 0)
 
     def take_token(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the token that :meth:`update` held back for the decode verb, [batch, kv_heads, 1, head_dim] each."""
@@ -315,6 +324,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(0)
         self._held = 0
+        self.storage.keep_prefix(0)
         self.storage.clear_metadata(self._make_metadata)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -335,6 +345,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(length)
         self._held = length
+        self.storage.keep_prefix(length)
         self.method.crop_metadata(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -356,7 +367,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         fork = copy.copy(self)
         fork.method = method
-        fork.storage = self.storage.fork()
+        fork.storage = self.storage.fork(self.held)
         fork.counter = LayerCounter(method.counts)
         fork._shared = shared
         if self.is_initialized:

@@ -131,8 +131,12 @@ class Lengths:
     ) -> None:
         """Reorder, repeat or choose rows; ``replace`` is ``Storage.replace``."""
         with lasting_tensors():
+            rows = len(self.seq_start)
             self.seq_start = replace(self.seq_start, change(self.seq_start))
             self.seq_end = replace(self.seq_end, change(self.seq_end))
+        if self.has_padding and len(self.seq_start) != rows:  # those with padding, or without, may be gone
+            self.least_padding, most = (int(bound) for bound in self.seq_start.aminmax())
+            self.has_padding = most > 0
 
     def copy(self) -> Lengths:
         """Make a record with tensors of its own."""

@@ -30,6 +30,8 @@ class Storage(ABC):
     """Whether Transformers may compile decode steps over these buffers."""
     max_tokens: int | None
     """The most tokens that a row may hold; None for no limit."""
+    shared_tokens = 0
+    """Tokens at the rows' begin that the buffers hold for the storage that this one was forked from, too."""
 
     def __init__(self) -> None:
         self.metadata = {}
@@ -96,11 +98,22 @@ class Storage(ABC):
             fresh = make(self)
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
 
-    def fork(self) -> Storage:
-        """Return a storage over the same keys and values, without metadata."""
+    def fork(self, tokens: int) -> Storage:
+        """Return a storage over the same keys and values, without metadata; the rows hold so many tokens."""
         fork = copy.copy(self)
-        fork.metadata = {}
+        fork.metadata, fork.shared_tokens = {}, tokens
         return fork
+
+    def keep_prefix(self, length: int) -> None:
+        """Copy the buffers where what lies behind ``length``, now to be overwritten, is another storage's too."""
+        if length >= self.shared_tokens:
+            return
+        keys, values = self.keys, self.values
+        self.allocate(keys, values)
+        with lasting_tensors():
+            self.keys.copy_(keys)
+            self.values.copy_(values)
+        self.shared_tokens = 0
 
 
 class GrowingStorage(Storage):
@@ -136,6 +149,7 @@ class GrowingStorage(Storage):
         if length is None or length <= self.capacity:
             return
         capacity = max(length, roomier(self.capacity))
+        self.shared_tokens = 0
         with lasting_tensors():
             self.keys = enlarged(self.keys, _empty(self.keys, capacity))
             self.values = enlarged(self.values, _empty(self.values, capacity))
@@ -200,7 +214,7 @@ class StaticStorage(Storage):
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Replace the metadata, and mark the sizes that follow the capacity."""
-        larger = self.fork()
+        larger = self.fork(0)
         batch, kv_heads, capacity, head_dim = self.keys.shape
         larger.keys = self.keys.new_empty(batch, kv_heads, 4 * capacity, head_dim, device="meta")
         shapes = {name: tensor.shape for name, tensor in make(larger).items()}
@@ -247,6 +261,11 @@ class StaticStorage(Storage):
     def reads_by_bounds(self) -> bool:
         """Whether rows are read without a mask: always, since a mask would be as long as the buffers."""
         return True
+
+    def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a change of the rows to every buffer, none of them another storage's."""
+        self.keep_prefix(0)
+        super().replace_all(change)
 
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Return ``old`` with new contents where the shape stays, so that the address does too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +10,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.padding import causal_mask, token_mask
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, get_patch
-from hf_sparse_attn.rope import max_positions, rotate_nothing
+from hf_sparse_attn.rope import max_positions
 
 
 class DecoderHooks:
-    """Runs before and after a decoder's forward pass.
+    """Runs before and after a decoder's forward pass. What a pass needs lies in its cache and arguments, not here.
 
     Parameters
     ----------
@@ -35,9 +35,6 @@ class DecoderHooks:
         self.model = model
         self.implementations = implementations
         self.parameters = list(inspect.signature(model.get_decoder().forward).parameters)
-        # Of the pass in progress: its cache, and what turns the decoder's output into the caller's.
-        self.cache: SparseCache | None = None
-        self.finish: list[Callable[[Any], Any]] = []
 
     def before(
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -48,39 +45,25 @@ class DecoderHooks:
         tokens = _tokens(kwargs)
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
             # The prompt was checked. What is looked at here, the compiled step would look at every time.
-            patch.keeps_raw_keys = patch.rope_tables is not None
-            self.cache = cache
             cache.expect_step()
             return (), {**kwargs, "sparse_cache": cache}
-        self.cache, self.finish = None, []
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder itself says what is missing
         cache = self._cache_for(cache, kwargs, patch)
         if cache is None:  # nothing cached, nothing to read sparsely
             check_positions(self.model.config, patch.method, tokens.shape[1], 0)
-            return (), _densely(kwargs, patch)
+            return (), _densely(decoder, kwargs, patch)
         kwargs["past_key_values"] = cache
         return (), self._begin(decoder, cache, kwargs, patch)
 
     def after(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """End the pass, also where it failed (``output`` is None then), and return the output for the whole input."""
-        cache, finish = self.cache, self.finish
-        self.cache = None
-        if cache is None:
-            return None
-        if cache.is_traced:
-            cache.forget_step()
-            return None
-        self.finish = []
-        cache.end_call(failed=output is None)
-        for step in finish if output is not None else ():
+        cache = kwargs.get("past_key_values")
+        forward_pass = cache.end_call(failed=output is None) if isinstance(cache, SparseCache) else None
+        for step in forward_pass.finish if forward_pass is not None and output is not None else ():
             output = step(output)
         return output
-
-    def rotary(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Take out the model's rotation where keys are cached before RoPE."""
-        return rotate_nothing(module, args, output) if get_patch(self.model).keeps_raw_keys else None
 
     def _check_state(self, kwargs: dict[str, Any]) -> None:
         config = self.model.config
@@ -114,24 +97,23 @@ class DecoderHooks:
         """Begin a pass with a cache; return the decoder's arguments."""
         cache.recover()
         kwargs, gap = _close_gap(cache, kwargs)
-        if gap is not None:
-            self.finish = [gap.open]
         mask = _mask(kwargs)
         cached, query_length = cache.length, _tokens(kwargs).shape[1]
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
-        is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
+        forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared
         try:
             if is_dense:
                 check_positions(config, method, query_length, cached, is_dense)
-                kwargs = _densely(kwargs, patch)
+                kwargs = _densely(decoder, kwargs, patch)
             else:
-                kwargs = self._sparsely(decoder, cache, kwargs, patch, is_decode_step=query_length == 1 and cached > 0)
+                kwargs = self._sparsely(decoder, cache, kwargs, patch, forward_pass)
         except BaseException:
             cache.end_call(failed=True)
             raise
-        self.cache = cache
+        if gap is not None:
+            forward_pass.finish.append(gap.open)
         return kwargs
 
     def _sparsely(
@@ -140,14 +122,13 @@ class DecoderHooks:
         cache: SparseCache,
         kwargs: dict[str, Any],
         patch: Patch,
-        is_decode_step: bool,
+        forward_pass: ForwardPass,
     ) -> dict[str, Any]:
         """Return the arguments of a pass that the method attends in; of a long prompt, those of its last chunk."""
-        mask, method = _mask(kwargs), patch.method
+        mask, method, is_decode_step = _mask(kwargs), patch.method, forward_pass.is_decode_step
         kwargs = {**kwargs, "sparse_cache": cache}
         if not method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
             kwargs["attention_mask"] = None  # the layers read by the rows' bounds
-        patch.keeps_raw_keys = patch.rope_tables is not None
         if patch.rope_tables is not None:
             cache.use_rope(patch.rope_tables)
             if not is_decode_step:
@@ -157,8 +138,8 @@ class DecoderHooks:
         if chunk_size is None or length <= chunk_size:
             return kwargs
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
-        self.finish = [prompt.join, *self.finish]
-        return prompt.feed_all_but_last(decoder.forward, kwargs, chunk_size)
+        forward_pass.finish.append(prompt.join)
+        return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), chunk_size)
 
 
 def _tokens(kwargs: dict[str, Any]) -> Any:
@@ -184,13 +165,24 @@ def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, An
     return {**gap.close(kwargs, cache.fed), "attention_mask": is_token}, gap
 
 
-def _densely(kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:
+def _with_positions(kwargs: dict[str, Any], first: int = 0) -> dict[str, Any]:
+    """Return a decoder's arguments with the positions that it would count for itself."""
+    if kwargs.get("position_ids") is not None:
+        return kwargs
+    tokens = _tokens(kwargs)
+    return {**kwargs, "position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None] + first}
+
+
+def _densely(decoder: torch.nn.Module, kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:
     """Return the arguments of a pass that is the stock model's, mask and rotation included."""
-    patch.keeps_raw_keys = False
     mask = kwargs.get("attention_mask")
     if not patch.method.needs_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         # Transformers would make no mask of it for our attention function.
-        return {**kwargs, "attention_mask": causal_mask(mask, _tokens(kwargs).shape[1])}
+        kwargs = {**kwargs, "attention_mask": causal_mask(mask, _tokens(kwargs).shape[1])}
+    if patch.rope_tables is not None:  # the rotary module's output is taken out, so attention rotates
+        kwargs = _with_positions(kwargs)
+        positions, dtype = kwargs["position_ids"], next(decoder.parameters()).dtype
+        kwargs["rotation"] = patch.rope_tables.rotary.forward(positions.new_empty(0, dtype=dtype), positions)
     return kwargs
 
 

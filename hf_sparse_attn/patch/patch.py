@@ -27,7 +27,7 @@ from hf_sparse_attn.patch.generation import PrepareCache
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
-from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions
+from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 IMPLEMENTATION = "hf_sparse_attn"
 UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
@@ -157,7 +157,7 @@ def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) ->
     if method.rotates_keys:
         rotary = decoder_rotary(model)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
-        patch.hooks.append(rotary.register_forward_hook(hooks.rotary))
+        patch.hooks.append(rotary.register_forward_hook(rotate_nothing))
     if hasattr(model, PREPARE_CACHE):  # a bare decoder cannot generate
         stock = model.__dict__.get(PREPARE_CACHE)
         patch.stock_attributes = {} if stock is None else {PREPARE_CACHE: stock}

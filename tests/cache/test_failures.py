@@ -214,3 +214,45 @@ def test_a_model_patched_in_inference_mode_works_outside_it():
         cache = model(ids).past_key_values
     patch_model(model, "tokenselect", token_budget=32, chunk_size=16)
     model(ids[:, :1], past_key_values=cache)
+
+
+@every_method
+@kinds_of_storage
+@pytest.mark.parametrize("tokens", [1, 80])
+@torch.inference_mode()
+def test_an_interrupt_behind_the_last_layer_leaves_the_length_of_before_the_pass(method_name, max_cache_len, tokens):
+    """No hook runs after it, and every layer holds the tokens; whoever asks makes masks and positions of the answer."""
+    model, ids = make(method_name), random_ids(1, 150)
+    cache = SparseCache.for_model(model, max_cache_len)
+    for cached in (0, 50):
+        if cached:
+            model(ids[:, :cached], past_key_values=cache)
+        chunks = 3 if method_name == "tokenselect" and tokens == 80 else 1
+        Interrupt(model.model.norm, KeyboardInterrupt(), at_call=chunks)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, cached : cached + tokens], past_key_values=cache)
+        assert cache.get_seq_length() == cache.length == cached
+    expected = model(ids[:, 50 : 50 + tokens], past_key_values=model(ids[:, :50]).past_key_values).logits
+    torch.testing.assert_close(model(ids[:, 50 : 50 + tokens], past_key_values=cache).logits, expected)
+
+
+@torch.inference_mode()
+def test_going_on_with_sliding_windows_after_an_unpatched_models_failure():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_model("qwen2", dtype=torch.float64, layer_types=kinds, use_sliding_window=True, sliding_window=20)
+    ids = random_ids(1, 60)
+    cache = SparseCache(model.config, "full")
+    model(ids, past_key_values=cache)
+    Interrupt(model.model.layers[1].input_layernorm, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ids[:, :1], past_key_values=cache)
+    cache.crop(0)
+    expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
+    torch.testing.assert_close(model(ids[:, :1], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
+    Interrupt(model.model.layers[2].mlp, RuntimeError("out of memory"))  # behind a window that has moved on
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ids[:, :1], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(0)
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)

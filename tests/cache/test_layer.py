@@ -185,3 +185,61 @@ def test_a_full_layer_grows_by_no_more_than_that():
     assert torch.equal(keys, torch.cat([tokens, tokens[:, :, :1]], dim=2))
     layer.update(tokens, tokens)
     assert layer.capacity == layer.length == 4 * DOUBLED_UP_TO + 1
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fork: fork.crop(-3),
+        lambda fork: fork.reset(),
+        lambda fork: fork.reorder_cache(torch.tensor([1, 0], device=DEVICE)),
+        lambda fork: fork.batch_select_indices(torch.tensor([1, 1], device=DEVICE)),
+    ],
+    ids=["crop", "reset", "reorder", "select"],
+)
+@torch.inference_mode()
+def test_a_fork_that_changes_what_it_shares_leaves_the_cache_as_it_was(change, max_cache_len):
+    model, ids = shared_model("llama"), random_ids(2, 60)
+    with sparse_attention(model, SMALL):
+        cache = SparseCache.for_model(model, max_cache_len)
+        model(ids, past_key_values=cache)
+        before = [(layer.keys[:, :, :60].clone(), layer.values[:, :, :60].clone()) for layer in cache.layers]
+        fork = cache.fork(SMALL)
+        assert fork.layers[3].keys is cache.layers[3].keys
+        change(fork)
+        model(ids[:, :5], past_key_values=fork)
+        for layer, (keys, values) in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.keys[:, :, :60], keys)
+            assert torch.equal(layer.values[:, :, :60], values)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
+@torch.inference_mode()
+def test_an_empty_cache_takes_tokens_of_another_type(max_cache_len):
+    model, ids = make_model("llama"), random_ids(2, 60)
+    patch_model(model, SMALL)
+    cache = SparseCache.for_model(model, max_cache_len)
+    model(ids, past_key_values=cache)
+    cache.reset()
+    model.to(torch.bfloat16)
+    model(ids, past_key_values=cache)
+    assert torch.equal(
+        model(ids[:, :1], past_key_values=cache).logits,
+        model(
+            ids[:, :1],
+            past_key_values=model(ids, past_key_values=SparseCache.for_model(model, max_cache_len)).past_key_values,
+        ).logits,
+    )
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+
+
+@torch.inference_mode()
+def test_a_prompt_of_one_token_is_no_decode_step_in_a_used_cache_either():
+    model = shared_model("llama")
+    with sparse_attention(model, SMALL):
+        cache = SparseCache.for_model(model)
+        for _ in range(2):
+            model(random_ids(1, 1), past_key_values=cache)
+            assert sparse_attention_stats(model).decode_steps == 0
+            cache.reset()

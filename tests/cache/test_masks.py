@@ -60,6 +60,23 @@ def test_bounds_bound_their_pages_after_padding_that_shows_late():
 
 
 @torch.inference_mode()
+def test_bounds_bound_their_pages_after_a_crop_into_the_padding_and_a_mask_without_it():
+    model, ids = shared_model("llama"), random_ids(1, 90)
+    mask = torch.ones_like(ids)
+    mask[0, :50] = 0
+    with sparse_attention(model, "quest", token_budget=64, bounds_dtype="model"):
+        cache = SparseCache.for_model(model)
+        model(ids[:, :60], past_key_values=cache)
+        model(ids[:, 60:70], attention_mask=mask[:, :70], past_key_values=cache)
+        cache.crop(-30)
+        model(ids[:, 40:], attention_mask=torch.ones_like(mask), past_key_values=cache)
+        layer = cache.layers[3]
+    pages = layer.keys[0, :, :80].unflatten(1, (5, 16))
+    assert torch.equal(layer.metadata["page_min"][0, :, :5], pages.amin(2))
+    assert torch.equal(layer.metadata["page_max"][0, :, :5], pages.amax(2))
+
+
+@torch.inference_mode()
 def test_a_decode_steps_mask_that_hides_cached_tokens_is_refused_or_obeyed():
     model, ids, step = make_model("llama"), random_ids(2, 90), random_ids(2, 1, seed=5)
     for max_cache_len in (None, 128):
@@ -175,3 +192,16 @@ def test_a_classifier_takes_padding_on_the_right(method_name):
         expected = model(ids, attention_mask=mask).logits
         with sparse_attention(model, method_name, token_budget=32, **CHUNKED.get(method_name, {})):
             torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected)
+
+
+@torch.inference_mode()
+def test_rows_without_padding_need_no_mask():
+    model, ids = make_model("llama"), random_ids(3, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    with sparse_attention(model, "quest", token_budget=48):
+        cache = SparseCache.for_model(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2, 0], device=DEVICE))
+        model(ids[:2, :1], past_key_values=cache)
+        assert not cache.has_padding

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -288,6 +290,20 @@ def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
         assert (states[mask == 0] == 0).all()
 
 
+@every_method
+@pytest.mark.parametrize("is_used", [False, True])
+@torch.inference_mode()
+def test_a_patched_model_can_be_pickled(model, method_name, is_used):
+    ids = random_ids(1, 60)
+    patch_model(model, method_name, **SMALL[method_name])
+    if is_used:
+        model.generate(ids, **GREEDY)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+    unpatch_model(twin)
+    assert is_patched(model)
+
+
 def peft_model(peft_type):
     import peft
 
@@ -326,3 +342,43 @@ def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
     with pytest.raises(ValueError, match=r"tokenselect caches keys before RoPE, and the keys of a learned prefix"):
         patch_model(model, "tokenselect", **SMALL["tokenselect"])
     assert not is_patched(model)
+
+
+@every_method
+def test_threads_may_share_a_patched_model(method_name):
+    """A pass keeps nothing on the model: what it needs lies in its cache and its arguments."""
+    model = make_model("llama", dtype=torch.float64)
+    prompts = [random_ids(1, 40 + 7 * number, seed=number) for number in range(3)]
+    patch_model(model, method_name, **SMALL[method_name])
+
+    def run(ids, use_cache=True):
+        with use_impl("reference"):
+            return model.generate(ids, use_cache=use_cache, **GREEDY)
+
+    expected = [run(ids) for ids in prompts]
+    dense = run(prompts[0], use_cache=False)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            stock = pool.submit(run, prompts[0], False)
+            assert all(map(torch.equal, pool.map(run, prompts), expected))
+            assert torch.equal(stock.result(), dense)
+
+
+@every_method
+@torch.inference_mode()
+def test_a_pass_inside_a_pass_leaves_the_outer_one_alone(method_name):
+    model = make_model("llama", dtype=torch.float64)
+    ids, others = random_ids(1, 80), random_ids(1, 50, seed=3)
+    patch_model(model, method_name, **SMALL[method_name])
+    with use_impl("reference"):
+        expected = model(ids).logits
+        expected_inside = model(others).logits
+        inside = []
+
+        def call(module, args):
+            hook.remove()
+            inside.append(model(others).logits)
+
+        hook = model.model.layers[1].register_forward_pre_hook(call)
+        torch.testing.assert_close(model(ids).logits, expected)
+    torch.testing.assert_close(inside, [expected_inside])

@@ -1,0 +1,512 @@
+"""Random sequences of forward passes and cache operations, against a dense pass from scratch of the unpatched model.
+
+Everything is selected, but by the code that selects (``covers`` is False), so every logit is known. What a row holds is
+a list of token ids and, for each of them, the first token that it could see: masks may show padding late.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from hf_sparse_attn import (
+    Full,
+    Quest,
+    SparseAttentionStats,
+    SparseCache,
+    TokenSelect,
+    patch_model,
+    sparse_attention,
+    unpatch_model,
+)
+from hf_sparse_attn.patched import is_patched
+from tests.methods.toy import MassThreshold, TokenTopK
+from tests.models import DEVICE, POSITIONS, VOCABULARY, make_model
+
+MAX_TOKENS = 90  # growing buffers begin with room for 64
+MAX_ROWS = 4
+LAYERS = 2
+METHODS = {
+    "full": Full(),
+    "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
+    "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
+    "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
+    "toy": MassThreshold(threshold=2.0, block_size=4),
+}
+MORE_METHODS = {
+    "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
+    "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
+}
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+PLACES = ["embed_tokens", "layers.0.mlp", "layers.1.input_layernorm", "layers.1.mlp", "norm"]
+ERRORS = [RuntimeError, KeyboardInterrupt]
+
+
+@functools.cache
+def models():
+    """A model to patch, and the same one to stay as it is."""
+    return tuple(
+        make_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS).requires_grad_(False) for _ in range(2)
+    )
+
+
+@dataclass
+class Rows:
+    """What a cache should hold, [batch, tokens] and [batch]."""
+
+    tokens: torch.Tensor
+    seen_from: torch.Tensor
+    """The first token that each token could see."""
+    start: torch.Tensor
+    """Padding that the last mask showed."""
+    first: torch.Tensor
+    """The place of position 0."""
+    has_shown_padding: bool = False
+
+    @classmethod
+    def empty(cls, batch):
+        nothing = torch.zeros(batch, dtype=torch.long)
+        return cls(nothing[:, None][:, :0], nothing[:, None][:, :0], nothing, nothing)
+
+    @property
+    def length(self):
+        return self.tokens.shape[1]
+
+    @property
+    def batch(self):
+        return self.tokens.shape[0]
+
+    @property
+    def positions(self):
+        return (torch.arange(self.length) - self.first[:, None]).clamp_min(0)
+
+    @property
+    def mask(self):
+        return (torch.arange(self.length) >= self.start[:, None]).long()
+
+    @property
+    def least_start(self):
+        """Where the padding ends that was known as such from the first: what it holds is of no consequence."""
+        at = torch.arange(self.length)
+        return ((self.seen_from > at) * (at + 1)).amax(1)
+
+    def fed(self, tokens, start):
+        seen_from = start[:, None].expand(-1, tokens.shape[1])
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, tokens], dim=1),
+            seen_from=torch.cat([self.seen_from, seen_from], dim=1),
+            start=start,
+            has_shown_padding=self.has_shown_padding or bool((start > 0).any()),
+        )
+
+    def cropped(self, length):
+        if length == 0:
+            return Rows.empty(self.batch)
+        first = self.first.clamp_max(length)  # of a row that is all padding now
+        return replace(self, tokens=self.tokens[:, :length], seen_from=self.seen_from[:, :length], first=first)
+
+    def chosen(self, rows):
+        rows = torch.tensor(rows)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            seen_from=self.seen_from[rows],
+            start=self.start[rows],
+            first=self.first[rows],
+        )
+
+    def logits(self):
+        """From scratch, by the unpatched model; a token of the padding sees itself."""
+        at = torch.arange(self.length)
+        mask = (at <= at[:, None]) & (at >= self.seen_from[:, :, None]) | (at == at[:, None])
+        with torch.no_grad():
+            output = models()[1](
+                self.tokens.to(DEVICE),
+                attention_mask=mask[:, None].to(DEVICE),
+                position_ids=self.positions.to(DEVICE),
+                use_cache=False,
+            )
+        return output.logits
+
+
+class Interrupt:
+    """Raises once, at a call of a module of the decoder; may be in vain."""
+
+    def __init__(self, model, place, error, at_call):
+        self.error, self.calls_left = error, at_call
+        self.hook = model.model.get_submodule(place).register_forward_pre_hook(self)
+
+    def __call__(self, *args):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise self.error("of the test")
+
+    @property
+    def has_raised(self):
+        return self.calls_left <= 0
+
+
+numbers = st.integers(0, 2**16)
+some_new_tokens = st.one_of(st.just(1), st.just(1), st.integers(2, 30))
+
+
+class Operations(RuleBasedStateMachine):
+    """The operations on one cache of a patched model."""
+
+    def __init__(self, method, is_static):
+        super().__init__()
+        self.method, self.is_static = method, is_static
+        self.tolerance = 1e-4 if method.rotates_keys else 1e-6  # RoPE's tables are float32
+        self.model = patch_model(models()[0], method)
+        self.mode = torch.no_grad
+        self.rows = Rows.empty(1)
+        self.cache = self.new_cache()
+        self.counts_are_known = True
+        self.steps = self.read = 0
+        self.is_settled = True
+
+    def teardown(self):
+        if is_patched(self.model):
+            unpatch_model(self.model)
+
+    def new_cache(self):
+        return SparseCache(self.model.config, self.method, MAX_TOKENS if self.is_static else None)
+
+    def draw_tokens(self, batch, number, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(2, VOCABULARY, (batch, number), generator=generator)
+
+    def fed_anew(self, number, seed, starts):
+        """The rows after a call; where none has begun, with as many rows as there are starts."""
+        starts = torch.tensor(starts)
+        if self.rows.length == 0:
+            rows = Rows.empty(len(starts))
+            start = starts % number
+            rows.first = start.clone()
+        else:
+            rows = self.rows
+            start = rows.start.clamp_max(rows.length)
+        return rows.fed(self.draw_tokens(rows.batch, number, seed), start)
+
+    def inputs(self, rows, number, needs_mask=False):
+        """The arguments of a call that leaves these rows."""
+        shows = rows.has_shown_padding or needs_mask
+        return {
+            "input_ids": rows.tokens[:, -number:].to(DEVICE),
+            "attention_mask": rows.mask.to(DEVICE) if shows else None,
+            "position_ids": rows.positions[:, -number:].to(DEVICE),
+        }
+
+    def call(self, rows, number, cache, model=None, **options):
+        with self.mode():
+            inputs = self.inputs(rows, number, **options)
+            output = (model or self.model)(**inputs, past_key_values=cache)
+        self.compare(output.logits, rows, number)
+
+    def compare(self, logits, rows, number):
+        assert not logits.isnan()[:, -1].any()
+        is_token = rows.mask[:, -number:].bool().to(DEVICE)
+        expected = rows.logits()[:, -number:]
+        torch.testing.assert_close(
+            logits.detach()[is_token], expected[is_token], rtol=self.tolerance, atol=self.tolerance
+        )
+
+    def feed(self, rows, number):
+        is_step = number == 1 and self.rows.length > 0
+        self.call(rows, number, self.cache)
+        self.rows, self.is_settled = rows, True
+        if is_step:
+            self.steps += 1
+            self.read += int(rows.mask.sum())
+
+    @initialize(
+        mode=st.sampled_from(MODES),
+        seed=numbers,
+        number=st.integers(1, 40),
+        starts=st.lists(numbers, min_size=1, max_size=3),
+    )
+    def begin(self, mode, seed, number, starts):
+        self.mode = mode
+        self.extend(number, seed, starts)
+
+    @rule(number=some_new_tokens, seed=numbers, starts=st.lists(numbers, min_size=1, max_size=3))
+    def extend(self, number, seed, starts):
+        if self.rows.length + number <= MAX_TOKENS:
+            self.feed(self.fed_anew(number, seed, starts), number)
+
+    @rule(seed=numbers)
+    @precondition(lambda self: 0 < self.rows.length < MAX_TOKENS)
+    def step(self, seed):
+        self.feed(self.fed_anew(1, seed, [0]), 1)
+
+    @rule(number=some_new_tokens, seed=numbers, starts=st.lists(numbers, min_size=MAX_ROWS, max_size=MAX_ROWS))
+    @precondition(lambda self: self.rows.length > 0)
+    def extend_under_a_mask_that_changes(self, number, seed, starts):
+        if self.rows.length + number > MAX_TOKENS or (number == 1 and DEVICE == "cuda"):
+            return
+        start = torch.tensor(starts)[: self.rows.batch] % (self.rows.length + number)
+        start = torch.maximum(start, self.rows.least_start)
+        rows = self.rows.fed(self.draw_tokens(self.rows.batch, number, seed), start)
+        rows.has_shown_padding = True
+        self.feed(rows, number)
+
+    @rule(mode=st.sampled_from(MODES))
+    def change_mode(self, mode):
+        self.mode = mode
+
+    @rule(tokens=numbers)
+    def crop(self, tokens):
+        tokens %= min(self.rows.length, 20) + 1
+        with self.mode():
+            self.cache.crop(-tokens)
+        self.rows, self.is_settled = self.rows.cropped(self.rows.length - tokens), True
+
+    @rule()
+    def reset(self):
+        with self.mode():
+            self.cache.reset()
+        self.rows, self.is_settled = Rows.empty(1), True
+
+    @rule(order=st.lists(numbers, min_size=MAX_ROWS, max_size=MAX_ROWS))
+    @precondition(lambda self: self.rows.length > 0)
+    def reorder(self, order):
+        rows = [row % self.rows.batch for row in order[: self.rows.batch]]
+        with self.mode():
+            self.cache.reorder_cache(torch.tensor(rows, device=DEVICE))
+        self.rows, self.is_settled = self.rows.chosen(rows), True
+
+    @rule(repeats=st.integers(1, 3))
+    @precondition(lambda self: self.rows.length > 0)
+    def repeat(self, repeats):
+        if self.rows.batch * repeats <= MAX_ROWS:
+            with self.mode():
+                self.cache.batch_repeat_interleave(repeats)
+            rows = [row for row in range(self.rows.batch) for _ in range(repeats)]
+            self.rows, self.is_settled = self.rows.chosen(rows), True
+
+    @rule(chosen=st.lists(numbers, min_size=1, max_size=MAX_ROWS))
+    @precondition(lambda self: self.rows.length > 0)
+    def select(self, chosen):
+        rows = [row % self.rows.batch for row in chosen]
+        with self.mode():
+            self.cache.batch_select_indices(torch.tensor(rows, device=DEVICE))
+        self.rows, self.is_settled = self.rows.chosen(rows), True
+
+    @rule(seed=numbers, numbers_of_tokens=st.lists(some_new_tokens, max_size=2), keeps=st.booleans())
+    def fork(self, seed, numbers_of_tokens, keeps):
+        """Go on with the fork, or with the cache that it was made from."""
+        with self.mode():
+            fork = self.cache.fork(self.method)
+        rows, self.is_settled = self.rows, True
+        for number in numbers_of_tokens if rows.length else ():
+            if rows.length + number <= MAX_TOKENS:
+                rows = rows.fed(self.draw_tokens(rows.batch, number, seed), rows.start.clamp_max(rows.length))
+                self.call(rows, number, fork)
+        if keeps:
+            self.cache, self.rows, self.counts_are_known = fork, rows, False
+
+    @rule(
+        place=st.sampled_from(PLACES),
+        error=st.sampled_from(ERRORS),
+        at_call=st.integers(1, 2),
+        number=some_new_tokens,
+        seed=numbers,
+        starts=st.lists(numbers, min_size=1, max_size=3),
+    )
+    def fail(self, place, error, at_call, number, seed, starts):
+        if self.rows.length + number > MAX_TOKENS:
+            return
+        rows = self.fed_anew(number, seed, starts)
+        interrupt = Interrupt(self.model, place, error, at_call)
+        try:
+            self.call(rows, number, self.cache)
+        except error:
+            if not interrupt.has_raised:
+                raise
+            self.is_settled = False  # until the next use of the cache
+        else:
+            self.rows = rows
+        finally:
+            interrupt.hook.remove()
+            self.counts_are_known = False
+
+    @rule(seed=numbers)
+    @precondition(lambda self: 0 < self.rows.length < MAX_TOKENS)
+    def fail_behind_the_decoder(self, seed):
+        """The cache is as after a pass that did not fail."""
+        rows = self.fed_anew(1, seed, [0])
+        hook = self.model.lm_head.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.call(rows, 1, self.cache)
+        hook.remove()
+        self.rows, self.is_settled, self.counts_are_known = rows, True, False
+
+    @rule()
+    def patch_anew(self):
+        unpatch_model(self.model)
+        patch_model(self.model, self.method)
+
+    @rule(number=some_new_tokens, seed=numbers, starts=st.lists(numbers, min_size=1, max_size=3))
+    @precondition(lambda self: not self.method.rotates_keys and self.is_settled)
+    def feed_the_unpatched_model(self, number, seed, starts):
+        if self.rows.length + number <= MAX_TOKENS:
+            rows = self.fed_anew(number, seed, starts)
+            unpatch_model(self.model)
+            try:
+                self.call(rows, number, self.cache, needs_mask=True)
+            finally:
+                patch_model(self.model, self.method)
+            self.rows = rows
+
+    @rule(method=st.sampled_from(list(METHODS.values())), seed=numbers)
+    def use_another_method_in_between(self, method, seed):
+        outer, self.tolerance = self.tolerance, 1e-4
+        with sparse_attention(self.model, method):
+            cache = SparseCache.for_model(self.model)
+            rows = Rows.empty(2)
+            start = torch.tensor([0, seed % 9])
+            for number in (12, 1, 1):
+                rows = rows.fed(self.draw_tokens(2, number, seed), start)
+                self.call(rows, number, cache)
+        self.tolerance = outer
+
+    @rule(number=st.integers(1, 20), seed=numbers)
+    def call_without_a_cache(self, number, seed):
+        rows = Rows.empty(2).fed(self.draw_tokens(2, number, seed), torch.tensor([0, seed % number]))
+        with self.mode():
+            output = self.model(**self.inputs(rows, number), use_cache=False)
+        assert output.past_key_values is None
+        self.compare(output.logits, rows, number)
+
+    @rule(seed=numbers, padding=st.integers(1, 9), with_cache=st.booleans())
+    def pad_another_batch_on_the_right(self, seed, padding, with_cache):
+        tokens = self.draw_tokens(2, 12, seed).to(DEVICE)
+        mask = torch.ones_like(tokens)
+        mask[1, -padding:] = 0
+        with self.mode():
+            output = self.model(tokens, attention_mask=mask, use_cache=with_cache)
+        expected = models()[1](tokens, attention_mask=mask).logits
+        torch.testing.assert_close(output.logits.detach()[mask == 1], expected[mask == 1])
+        if with_cache:
+            with pytest.raises(ValueError, match="padding on the right"):
+                self.model(tokens[:, :1], past_key_values=output.past_key_values)
+
+    @rule(number=st.integers(2, 9), seed=numbers, padding=st.integers(1, 8))
+    @precondition(lambda self: 0 < self.rows.length < MAX_TOKENS - 9 and not self.method.rotates_keys)
+    def pad_on_the_right_and_go_back(self, number, seed, padding):
+        rows = self.fed_anew(number, seed, [0])
+        inputs = self.inputs(rows, number, needs_mask=True)
+        inputs["attention_mask"][-1, rows.length - min(padding, number - 1) :] = 0
+        inputs["attention_mask"][-1, 0] = 1  # padding after a token, for certain
+        with self.mode():
+            self.model(**inputs, past_key_values=self.cache)
+            self.cache.crop(-number)
+        self.is_settled = True
+
+    @rule(name=st.sampled_from(["eager", "sdpa"]))
+    @precondition(lambda self: self.rows.length > 0)
+    def switch_the_implementation_and_back(self, name):
+        ours = self.model.config._attn_implementation
+        self.model.set_attn_implementation(name)
+        with pytest.raises(ValueError, match="unpatch_model"):
+            self.model(self.rows.tokens[:, :1].to(DEVICE), past_key_values=self.cache)
+        self.model.set_attn_implementation(ours)
+
+    @rule()
+    @precondition(lambda self: self.is_static and self.rows.length > 0)
+    def overfill(self):
+        number = MAX_TOKENS - self.rows.length + 1
+        rows = self.fed_anew(number, 0, [0])
+        with pytest.raises(ValueError, match="do not fit"):
+            self.model(**self.inputs(rows, number), past_key_values=self.cache)
+        self.is_settled = True
+
+    @invariant()
+    def lengths_are_right(self):
+        assert self.cache.get_seq_length() == self.rows.length
+        if not self.is_settled or self.rows.length == 0:
+            return
+        for layer in self.cache.layers:
+            assert layer.length == layer.held == self.rows.length
+            assert layer.seq_end.tolist() == [self.rows.length] * self.rows.batch
+            assert layer.keys.shape[0] == layer.values.shape[0] == layer.finished.shape[0] == self.rows.batch
+
+    @invariant()
+    def tensors_may_be_written_in_any_mode(self):
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                rope = layer.rope if self.method.rotates_keys else ()
+                tensors = [layer.keys, layer.values, layer.seq_start, layer.seq_end, layer.finished]
+                tensors += [layer.counter.totals, layer.counter.own, *layer.metadata.values(), *rope]
+                assert not any(tensor.is_inference() or tensor.requires_grad for tensor in tensors)
+                assert not layer.finished.any()
+
+    @invariant()
+    def stats_add_up(self):
+        stats = SparseAttentionStats.from_counters(self.cache.counters)
+        assert stats.kv_bytes == stats.dense_bytes == sum(layer.dense_bytes for layer in stats.layers)
+        if self.counts_are_known:
+            assert stats.decode_steps == self.steps
+            assert stats.tokens_read == self.read * LAYERS * self.model.config.num_key_value_heads
+
+    @invariant()
+    @precondition(lambda self: isinstance(self.method, Quest) and self.is_settled and self.rows.length > 0)
+    def bounds_hold_every_key_of_their_page(self):
+        for layer in self.cache.layers:
+            if not layer.metadata:
+                continue
+            lower, upper = layer.metadata["page_min"].double(), layer.metadata["page_max"].double()
+            if self.method.bounds_dtype == "int8":
+                exponents = (layer.metadata["page_exponent"][..., None], layer.metadata["channel_exponent"][:, :, None])
+                factor = 2.0 ** (exponents[0].double() + exponents[1].double())
+                lower, upper = lower * factor, upper * factor
+            for row, start in enumerate(layer.seq_start.tolist()):
+                keys = layer.keys[row, :, start : layer.length]
+                page = torch.arange(keys.shape[1], device=DEVICE) // self.method.page_size
+                assert (lower[row][:, page] <= keys).all()
+                assert (keys <= upper[row][:, page]).all()
+
+
+def run(method, is_static, monkeypatch, examples):
+    if method.sparse_phases:
+        monkeypatch.setattr(type(method), "covers", lambda self, length: False)
+    with use_impl("reference"):
+        run_state_machine_as_test(
+            lambda: Operations(method, is_static),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=20,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+storages = pytest.mark.parametrize("is_static", [False, True], ids=["growing", "static"])
+
+
+@storages
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_any_sequence_of_operations(method, is_static, monkeypatch):
+    run(method, is_static, monkeypatch, examples=12)
+
+
+@pytest.mark.grid
+@storages
+@pytest.mark.parametrize("method", (METHODS | MORE_METHODS).values(), ids=METHODS | MORE_METHODS)
+def test_many_sequences_of_operations(method, is_static, monkeypatch):
+    run(method, is_static, monkeypatch, examples=200)
