@@ -181,7 +181,12 @@ def test_pages_are_recomputed_only_where_an_exponent_rises(impl):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    values=st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=4, max_size=40),
+    # CUDA takes float32 below 2 ** -126 for 0, and bounds are scaled by up to 2 ** -20 here.
+    values=st.lists(
+        st.floats(-1e6, 1e6, width=32, allow_subnormal=False).filter(lambda x: x == 0 or abs(x) > 1e-30),
+        min_size=4,
+        max_size=40,
+    ),
     split=st.integers(0, 9),
 )
 def test_any_finite_keys_are_bracketed(values, split):
