@@ -365,6 +365,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Forget all tokens, keep the buffers."""
         self.recover()
         super().reset()
+        for layer in self.layers:
+            if layer.is_sliding and layer.is_initialized:  # Transformers' own keeps the window's tokens, as zeros
+                layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         self.closed_from, self.left_out = None, []
         self._prompt_is_open, self._finished_at = False, 0
 
