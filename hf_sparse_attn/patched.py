@@ -1,4 +1,4 @@
-"""What a patched model remembers. Below both the patching and the cache, so that neither needs the other."""
+"""The record of a patched model. Below both the patching and the cache, so that neither needs the other."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ sys.meta_path.insert(0, OutsideSitePackages())
 
 @pytest.mark.parametrize("has_hub_kernels", [True, False])
 def test_root_layout_does_not_shadow_hub_kernels(has_hub_kernels: bool, tmp_path: Path) -> None:
-    """What an editable install puts on the path, with and without Hugging Face's ``kernels`` distribution."""
+    """Paths that an editable install adds, with and without Hugging Face's ``kernels`` distribution."""
     if has_hub_kernels:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("HUB = True\n")

@@ -154,7 +154,7 @@ class Lengths:
 
 
 class Shared:
-    """What the layers of a cache share: their lengths on each device, and the padding of rows not yet allocated."""
+    """Shared state of a cache's layers: their lengths on each device, and the padding of rows not yet allocated."""
 
     def __init__(self) -> None:
         self.lengths: dict[torch.device, Lengths] = {}

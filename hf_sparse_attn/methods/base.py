@@ -54,7 +54,7 @@ class SparseMethod:
     summary: ClassVar[str]
     paper: ClassVar[str]
     sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
-    """What the method makes sparse, for tables; nothing depends on it."""
+    """Phases that the method makes sparse, for tables; nothing depends on it."""
 
     # Needs of the frame, each with one effect.
     rotates_keys: ClassVar[bool] = False

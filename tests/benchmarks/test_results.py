@@ -1,4 +1,4 @@
-"""What a run records, compares, draws and writes into the README; no time is measured here."""
+"""Records of a run: compared, drawn and written into the README; no time is measured here."""
 
 import json
 import subprocess

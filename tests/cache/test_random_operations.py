@@ -66,7 +66,7 @@ def models():
 
 @dataclass
 class Rows:
-    """What a cache should hold, [batch, tokens] and [batch]."""
+    """The contents that a cache should have, [batch, tokens] and [batch]."""
 
     tokens: torch.Tensor
     seen_from: torch.Tensor

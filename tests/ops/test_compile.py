@@ -20,7 +20,7 @@ BUDGET = {"max_blocks": 4, "sink_blocks": 1, "recent_blocks": 1}
 
 
 def _state(int8, seed=0, lengths=(90, 70)):
-    """What a decode step works on, with room for a few more tokens."""
+    """Tensors of a decode step, with room for a few more tokens."""
     rows = make_rows(list(lengths), group=3, seed=seed)
     bounds = empty_bounds(rows, 16, int8=int8)
     page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, page_size=16, num_new=1000, **bounds)

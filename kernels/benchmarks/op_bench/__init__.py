@@ -1,4 +1,4 @@
-"""What ``kernels/benchmarks/run.py`` is made of: shapes, data, ops, dense backends, timing, results, tables."""
+"""Parts of ``kernels/benchmarks/run.py``: shapes, data, ops, dense backends, timing, results, tables."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a measured op is: how it is called, what it must move, how its result is checked; and which belong together."""
+"""Measured ops: how each is called, what it must move, how its result is checked; and which belong together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry:
     check: Callable[[Any, Outputs], None]
     """Raises ``oracle.Mismatch`` unless the outputs, and what was written in place, are right."""
     moved_bytes: Callable[[Shape, Settings], int]
-    """What must be read and written at least."""
+    """Counts the bytes that must be read and written at least."""
     prepare: Callable[[Any], None] = lambda layer: None
     """Spoils what the op writes in place, so that a check cannot pass on an earlier call's work."""
     against_dense: bool = False
@@ -50,7 +50,7 @@ class Family:
     layer_bytes: Callable[[Shape, Settings], int]
     """Bytes that a layer's buffers take."""
     step_bytes: Callable[[Shape, Settings], int]
-    """What a whole step of one layer moves: so many layers are measured that they flush the L2 cache."""
+    """Counts the bytes that a step of one layer moves: so many layers are measured that they flush the L2 cache."""
     backends: Callable[[Shape], list[Backend]]
     """The dense attention of others."""
     least_layers: int = 8

@@ -30,7 +30,7 @@ class DeviceLostError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What is the same for all shapes."""
+    """The settings that all shapes share."""
 
     settings: Settings
     seed: int

@@ -1,4 +1,4 @@
-"""What every result is compared with before a time is taken: the ops' references, and attention in float32."""
+"""Oracles that every result is compared with before it is timed: the ops' references, and attention in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run records: entries with floors and ratios, the machine, the JSON file, and the comparison of two files."""
+"""Records of a run: entries with floors and ratios, the machine, the JSON file, and the comparison of two files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from op_bench.shapes import Shape
 
 NOMINAL_BYTES_PER_SECOND = 4.27e12
-"""What one H200 copies, read and written: floors of all devices are given by it, and by the device's own copy."""
+"""Bytes a second that one H200 copies, read and written: floors are given by it, and by the device's own copy."""
 WAYS = ("replay", "layers")
 OURS = "dense_decode (ours)"
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
@@ -154,7 +154,7 @@ def read(path: Path) -> Record:
 
 
 def entry_key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What names an entry within a report."""
+    """Return the name of an entry within a report."""
     return entry["op"], entry["variant"], entry["shape"]["name"]
 
 

@@ -1,4 +1,4 @@
-"""What is measured: shapes of a decode step or of a chunk of the prefill, and the settings of the selections."""
+"""Settings of the measurements: shapes of a decode step or a chunk of the prefill, and what selections take."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def budget(self) -> dict[str, int]:
-        """What is chosen, as the ops' keyword arguments."""
+        """Return the selection's settings, as the ops' keyword arguments."""
         return {
             "max_blocks": self.max_blocks,
             "sink_blocks": self.sink_blocks,
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def token_choice(self) -> dict[str, int]:
-        """What TokenSelect chooses, as the op's keyword arguments."""
+        """Return TokenSelect's settings, as the op's keyword arguments."""
         return {
             "max_tokens": self.max_tokens,
             "sink_tokens": self.sink_tokens,

@@ -71,7 +71,7 @@ def time_layers(graph: torch.cuda.CUDAGraph, layers: int, budget_ms: float) -> d
 
 
 def copy_bytes_per_second() -> float:
-    """What a copy within the device's memory reads and writes per second."""
+    """Return the bytes that a copy within the device's memory reads and writes per second."""
     from triton.testing import do_bench
 
     source = torch.randn(COPIED_BYTES // 4, device="cuda")

@@ -1,4 +1,4 @@
-"""What TokenSelect's results are compared with: votes in float64, attention in float32 over what was chosen."""
+"""Oracles of TokenSelect's results: votes in float64, attention in float32 over what was chosen."""
 
 from __future__ import annotations
 

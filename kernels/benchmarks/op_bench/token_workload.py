@@ -15,7 +15,7 @@ ROPE_THETA = 1e6
 
 @dataclass
 class TokenLayer:
-    """What a decode step of one layer, or a chunk of its prefill, reads and writes.
+    """Tensors that a decode step of one layer, or a chunk of its prefill, reads and writes.
 
     The newest tokens are in the buffers already: a step that appends its token again writes what is there, so that it
     can be repeated.

@@ -58,7 +58,7 @@ class Bounds:
 
 @dataclass
 class Layer:
-    """What a step of one layer reads and writes.
+    """Tensors that a step of one layer reads and writes.
 
     The newest token is in the buffers and in the metadata already: a step that appends it again writes what is there,
     so that it can be repeated.

@@ -10,7 +10,7 @@ BUDGET = {"max_tokens": 20, "sink_tokens": 3, "recent_tokens": 5}
 
 @pytest.fixture
 def nan_in_new_buffers(monkeypatch):
-    """What a launcher allocates holds NaN, or a large number, until a kernel has written it."""
+    """Tensors that a launcher allocates hold NaN, or a large number, until a kernel has written it."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(tensor):

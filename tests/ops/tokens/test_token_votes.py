@@ -9,7 +9,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def nan_in_new_buffers(monkeypatch):
-    """What a launcher allocates holds NaN, or a large number, until a kernel has written it."""
+    """Tensors that a launcher allocates hold NaN, or a large number, until a kernel has written it."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
