@@ -17,7 +17,7 @@ def make_layer(
     storage = GrowingStorage() if max_cache_len is None else StaticStorage(max_cache_len)
     layer = SparseLayer(method, storage, q_heads=q_heads)
     if padding is not None:
-        layer._shared.padding = Padding(torch.tensor(padding), min(padding), max(padding))
+        layer._shared.padding = Padding(torch.tensor(padding), min(padding), max(padding) > 0)
     return layer
 
 

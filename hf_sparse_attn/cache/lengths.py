@@ -84,12 +84,11 @@ class Lengths:
     def set_padding(self, padding: Padding) -> None:
         """Say where each row's first token lies."""
         self.seq_start.copy_(padding.seq_start)
-        self.least_padding, self.has_padding = padding.least, padding.most > 0
+        self.least_padding, self.has_padding = padding.least, padding.has_padding
 
     def padding(self) -> Padding:
         """Return a copy of where each row's first token lies."""
-        most = self.least_padding + 1 if self.has_padding else 0  # nothing asks for more than whether there is any
-        return Padding(self.seq_start.clone(), self.least_padding, most)
+        return Padding(self.seq_start.clone(), self.least_padding, self.has_padding)
 
     def note_mask(self, disagreed: torch.Tensor) -> None:
         """Remember, on the device, whether a decode step's mask hid cached tokens; a bool scalar."""

@@ -16,8 +16,8 @@ class Padding(NamedTuple):
     """[batch], an integer type: position of each row's first token."""
     least: int
     """The least padding of any row."""
-    most: int
-    """The most padding of any row."""
+    has_padding: bool
+    """Whether any row has padding."""
 
 
 def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def left_padding(is_token: torch.Tensor) -> Padding:
     """Return the left padding of a token mask without holes, [batch, tokens]. Waits for the device."""
     seq_start = is_token.shape[1] - is_token.sum(dim=1)
     least, most = (int(bound) for bound in seq_start.aminmax())
-    return Padding(seq_start, least, most)
+    return Padding(seq_start, least, most > 0)
 
 
 def causal_mask(attention_mask: torch.Tensor, queries: int) -> torch.Tensor:

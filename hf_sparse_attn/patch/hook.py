@@ -131,8 +131,10 @@ class DecoderHooks:
             kwargs["attention_mask"] = None  # the layers read by the rows' bounds
         if patch.rope_tables is not None:
             cache.use_rope(patch.rope_tables)
-            if not is_decode_step:
-                check_consecutive(kwargs.get("position_ids"), mask, method)
+        if is_decode_step:
+            return kwargs
+        if patch.rope_tables is not None:
+            check_consecutive(kwargs.get("position_ids"), mask, method)
         length = _tokens(kwargs).shape[1]
         chunk_size = method.prefill_chunk(max_positions(self.model.config))
         if chunk_size is None or length <= chunk_size:

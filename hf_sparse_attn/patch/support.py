@@ -62,8 +62,10 @@ def check_positions(
     config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int, is_dense: bool = False
 ) -> None:
     """Raise where a prompt goes past the positions that the model knows; single decode steps are let through."""
+    if query_length == 1 or (method.extends_positions and not is_dense):
+        return
     limit = max_positions(config)
-    if query_length > 1 and cached + query_length > limit and (is_dense or not method.extends_positions):
+    if cached + query_length > limit:
         how = "dense attention" if is_dense else method.name
         raise ValueError(
             f"the prompt has {cached + query_length} tokens, but the model has {limit} positions "
