@@ -100,7 +100,7 @@ def test_no_folder_shadows_another_package() -> None:
 
 
 def test_import_needs_no_optional_package(tmp_path: Path) -> None:
-    optional = ("gguf", "psutil", "datasets", "evaluate", "matplotlib")
+    optional = ("gguf", "platformdirs", "psutil", "datasets", "evaluate", "matplotlib")
     code = (
         f"import sys; sys.modules |= dict.fromkeys({optional!r}); import hf_sparse_attn; "
         "assert not {'typer', 'rich'} & sys.modules.keys(), 'too much'; import hf_sparse_attn.cli.app"
