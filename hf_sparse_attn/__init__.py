@@ -6,6 +6,8 @@ from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_mo
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
+__version__ = "0.1.0"
+
 __all__ = [
     "METHODS",
     "Full",
