@@ -270,7 +270,7 @@ def test_what_is_not_compiled_is_still_right(options, own_cache):
 def test_chunks_of_one_token_would_hide_the_padding():
     model = patch_model(make_model("llama"), SMALL)
     cache = SparseCache.for_model(model, max_cache_len=128)
-    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 does not go with a static cache"):
+    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 is not supported by a static cache"):
         model.generate(**padded((9, 4)), past_key_values=cache, **GREEDY, prefill_chunk_size=1)
 
 

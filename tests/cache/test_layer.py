@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.attention import sparse_attention_forward
-from hf_sparse_attn.cache.storage import DOUBLED_UP_TO, MIN_CAPACITY, roomier
+from hf_sparse_attn.cache.storage import DOUBLED_UP_TO, MIN_CAPACITY, grown_capacity
 from hf_sparse_attn.methods import FULL
 from tests.layers import make_layer
 from tests.models import DEVICE, make_model, random_ids, shared_model
@@ -93,7 +93,7 @@ def test_layer_refuses_what_does_not_fit():
     layer.update(tokens, tokens)
     with pytest.raises(ValueError, match=r"3 new tokens do not fit: the cache holds 8 of max_cache_len=10"):
         layer.update(tokens[:, :, :3], tokens[:, :, :3])
-    with pytest.raises(ValueError, match=r"the cache holds 2 rows, got 1 rows of new tokens"):
+    with pytest.raises(ValueError, match=r"new tokens must have the cache's batch size 2, got 1"):
         layer.update(tokens[:1, :, :1], tokens[:1, :, :1])
     assert layer.length == 8
     layer.reset()
@@ -109,7 +109,7 @@ def test_a_token_that_no_attention_took_is_dropped(drop):
         cache.update(tokens, tokens, layer_idx)
     cache.expect_step()
     assert cache.update(step, step, 0)[0] is step  # left to the decode verb
-    with pytest.raises(ValueError, match="holds a decode step's token that no attention function has taken"):
+    with pytest.raises(ValueError, match="holds a decode step's token that no attention function has processed"):
         cache.update(step, step, 0)
     drop(cache)
     assert cache.get_seq_length() == 20
@@ -167,7 +167,7 @@ def test_full_attends_densely_in_static_buffers_too():
 def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
     capacity, copied, copies = MIN_CAPACITY, 0, 0
     while capacity < 1 << 20:
-        before, capacity = capacity, roomier(capacity)
+        before, capacity = capacity, grown_capacity(capacity)
         assert 0 < capacity - before <= max(DOUBLED_UP_TO, before / 8)
         copied, copies = copied + before, copies + 1
     assert copies < 50

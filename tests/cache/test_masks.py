@@ -85,7 +85,7 @@ def test_a_decode_steps_mask_that_hides_cached_tokens_is_refused_or_obeyed():
         model(ids, past_key_values=cache)
         holes = torch.ones(2, 91, dtype=torch.long)
         holes[1, 40:50] = 0
-        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; after cached tokens only left"):
             model(step, attention_mask=holes, past_key_values=cache)
         assert cache.get_seq_length() == 90
         padded = torch.ones(2, 91, dtype=torch.long)
@@ -165,7 +165,7 @@ def test_padding_on_the_right_behind_cached_tokens(exact):
     with sparse_attention(model, "tokenselect", token_budget=48, chunk_size=32):
         cache = SparseCache.for_model(model)
         model(ids[:, :60], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; after cached tokens only left"):
             model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
 
 

@@ -222,7 +222,9 @@ def test_scaled_rope_is_the_models_own(rope):
 
 def test_sliding_windows_are_refused():
     model = make_model("qwen2", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True)
-    with pytest.raises(ValueError, match=r"does not go with sliding-window layers .* 2 of this Qwen2ForCausalLM's 4"):
+    with pytest.raises(
+        ValueError, match=r"'tokenselect' does not support sliding-window .* 2 of this Qwen2ForCausalLM's 4"
+    ):
         patch_model(model, SMALL)
 
 
@@ -233,7 +235,7 @@ def test_positions_that_slots_do_not_stand_for_are_refused():
     ids, cache = random_ids(2, 40), SparseCache.for_model(model)
     positions = torch.arange(40, device=DEVICE).repeat(2, 1)
     positions[1, 25:] -= 25  # two texts packed into one row
-    with pytest.raises(ValueError, match=r"must go up by one .* tokenselect .* got \[24, 0\] in row 1"):
+    with pytest.raises(ValueError, match=r"must increase by one .* 'tokenselect' .* got \[24, 0\] in row 1"):
         model(ids, position_ids=positions, past_key_values=cache)
     assert cache.get_seq_length() == 0
     mask = torch.ones_like(ids)
