@@ -85,7 +85,7 @@ def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> to
 
 
 def rotated_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] by a rotary module's [batch or 1, tokens, head_dim] tables."""
+    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] by tables [batch or 1, tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 

@@ -6,19 +6,19 @@ from op_bench.shapes import Settings, Shape
 from op_bench.workload import DTYPE
 
 
-def _rows(shape: Shape) -> int:
+def _pairs(shape: Shape) -> int:
     return shape.batch * shape.kv_heads
 
 
 def _bound_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """Both bounds of every page, with their exponents; without the channels'."""
     page = 2 * shape.head_dim + 1 if kind == "int8" else 2 * shape.head_dim * DTYPE.itemsize
-    return _rows(shape) * settings.pages(shape) * page
+    return _pairs(shape) * settings.pages(shape) * page
 
 
 def metadata_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """All bounds and exponents of every row and KV head."""
-    channels = _rows(shape) * shape.head_dim if kind == "int8" else 0
+    channels = _pairs(shape) * shape.head_dim if kind == "int8" else 0
     return _bound_bytes(kind, shape, settings) + channels
 
 
@@ -28,11 +28,11 @@ def _query_bytes(shape: Shape) -> int:
 
 def _token_bytes(shape: Shape) -> int:
     """One token's key, in all rows and KV heads."""
-    return _rows(shape) * shape.head_dim * DTYPE.itemsize
+    return _pairs(shape) * shape.head_dim * DTYPE.itemsize
 
 
 def _selection_bytes(shape: Shape, settings: Settings) -> int:
-    return 4 * _rows(shape) * (settings.max_blocks + 1)
+    return 4 * _pairs(shape) * (settings.max_blocks + 1)
 
 
 def prompt_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
@@ -48,13 +48,13 @@ def token_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
 
 def scores_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """Bytes of all metadata, the query and the scores."""
-    written = 4 * _rows(shape) * settings.pages(shape)
+    written = 4 * _pairs(shape) * settings.pages(shape)
     return metadata_bytes(kind, shape, settings) + _query_bytes(shape) + written
 
 
 def select_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the scores and the selection."""
-    return 4 * _rows(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
+    return 4 * _pairs(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
 
 
 def append_and_select_bytes(kind: str, shape: Shape, settings: Settings) -> int:

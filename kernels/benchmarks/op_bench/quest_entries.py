@@ -145,9 +145,9 @@ def _check_dense_decode(layer: Layer, outputs: Outputs) -> None:
 
 def _token_counts(layer: Layer, *, sparse: bool) -> tuple[int, int]:
     """Tokens read, and tokens that dense attention reads."""
-    rows = layer.shape.batch * layer.shape.kv_heads
+    pairs = layer.shape.batch * layer.shape.kv_heads
     read = layer.settings.tokens_read(layer.shape) if sparse else layer.shape.length
-    return rows * read, rows * layer.shape.length
+    return pairs * read, pairs * layer.shape.length
 
 
 def _of_kind(kind: str) -> list[Entry]:

@@ -121,9 +121,9 @@ def _take_newest_token_away(layer: TokenLayer) -> None:
 
 def _check_counters(layer: TokenLayer, *, votes: bool, attends: bool) -> None:
     shape, settings = layer.shape, layer.settings
-    rows = shape.batch * shape.kv_heads if attends else 0
+    pairs = shape.batch * shape.kv_heads if attends else 0
     read = token_floors.vote_bytes(shape, settings) if votes else 0
-    oracle.check_counter(layer, (rows * settings.max_tokens, rows * shape.length, read, int(attends)))
+    oracle.check_counter(layer, (pairs * settings.max_tokens, pairs * shape.length, read, int(attends)))
 
 
 def _check_reuse(layer: TokenLayer, reused: int) -> None:

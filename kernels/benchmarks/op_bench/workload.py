@@ -151,17 +151,17 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
         counter=torch.zeros(4, dtype=torch.int64, device=device),
         finished=torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device),
     )
-    rows = (layer.seq_start, layer.seq_end)
+    row_bounds = (layer.seq_start, layer.seq_end)
     for kind, bounds in layer.bounds.items():
         layer.context_bounds(kind, shape.length, impl)
         levels = (bounds.page_min, bounds.page_max)
         page = {"page_size": settings.page_size, "impl": impl}
-        ops.page_bounds(keys, *levels, *rows, num_new=1, **bounds.exponents, **page)
+        ops.page_bounds(keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
     levels = (layer.bounds["bf16"].page_min, layer.bounds["bf16"].page_max)
-    layer.scores = ops.page_scores(layer.query, *levels, *rows, page_size=settings.page_size, impl=impl)
+    layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, page_size=settings.page_size, impl=impl)
     layer.block_indices, layer.block_counts = ops.select_blocks(
         layer.scores,
-        *rows,
+        *row_bounds,
         block_size=settings.page_size,
         **settings.budget,
         impl=impl,
