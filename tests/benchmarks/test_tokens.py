@@ -72,7 +72,7 @@ def test_selections_of_another_form_are_refused():
             token_oracle.check_votes(wrong, counts, made.voting, made)
     with pytest.raises(oracle.Mismatch, match="not 28 tokens in every row"):
         token_oracle.check_votes(indices, counts - 1, made.voting, made)
-    with pytest.raises(oracle.Mismatch, match="not the cached one's tokens"):
+    with pytest.raises(oracle.Mismatch, match="not the cached tokens"):
         token_oracle.check_kept_choice(indices, counts, made)
 
 

@@ -1,4 +1,4 @@
-"""The bytes that each op must read and write at least."""
+"""The minimum number of bytes that each op must read and write."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def _pairs(shape: Shape) -> int:
 
 
 def _bound_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Both bounds of every page, with their exponents; without the channels'."""
+    """Bytes of both bounds of every page with their exponents, without the channel exponents."""
     page = 2 * shape.head_dim + 1 if kind == "int8" else 2 * shape.head_dim * DTYPE.itemsize
     return _pairs(shape) * settings.pages(shape) * page
 
 
 def metadata_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """All bounds and exponents of every row and KV head."""
+    """Bytes of all bounds and exponents of every row and KV head."""
     channels = _pairs(shape) * shape.head_dim if kind == "int8" else 0
     return _bound_bytes(kind, shape, settings) + channels
 
@@ -27,7 +27,7 @@ def _query_bytes(shape: Shape) -> int:
 
 
 def _token_bytes(shape: Shape) -> int:
-    """One token's key, in all rows and KV heads."""
+    """Bytes of one token's key in all rows and KV heads."""
     return _pairs(shape) * shape.head_dim * DTYPE.itemsize
 
 
@@ -36,7 +36,7 @@ def _selection_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def prompt_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Bytes of all keys, read once, and the bounds, written."""
+    """Bytes of all keys, read once, and of the written bounds."""
     return shape.length * _token_bytes(shape) + metadata_bytes(kind, shape, settings)
 
 
@@ -71,7 +71,7 @@ def sparse_decode_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def dense_bytes(shape: Shape, settings: Settings) -> int:
-    """All keys and values, the query and the output."""
+    """Bytes of all keys and values, the query and the output."""
     return 2 * shape.length * _token_bytes(shape) + 2 * _query_bytes(shape)
 
 

@@ -1,4 +1,4 @@
-"""One layer's buffers: random keys and values, the metadata over them, and the token that the step appends."""
+"""One layer's buffers: random keys and values, their metadata, and the token that the step appends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from op_bench.shapes import Settings, Shape
 
 DTYPE = torch.bfloat16
 BOUNDS = ("int8", "bf16")
-"""How page bounds are kept: 8-bit levels with exponents, or in the keys' dtype."""
+"""Kinds of page bounds: 8-bit levels with exponents, or the keys' dtype."""
 
 
 @dataclass
 class Bounds:
-    """Page bounds, [batch, kv_heads, pages, head_dim], and the exponents that 8-bit ones have."""
+    """Page bounds, [batch, kv_heads, pages, head_dim], with the exponents of 8-bit ones."""
 
     page_min: torch.Tensor
     page_max: torch.Tensor
@@ -38,12 +38,12 @@ class Bounds:
 
     @property
     def exponents(self) -> dict[str, torch.Tensor | None]:
-        """The exponents as the ops' keyword arguments."""
+        """Exponents as keyword arguments of the ops."""
         return {"page_exponent": self.page_exponent, "channel_exponent": self.channel_exponent}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All there are."""
+        """All tensors of the bounds."""
         every = (self.page_min, self.page_max, self.page_exponent, self.channel_exponent)
         return [tensor for tensor in every if tensor is not None]
 
@@ -52,7 +52,7 @@ class Bounds:
         return Bounds(*(tensor.clone() for tensor in self.tensors))
 
     def of_head(self, head: int) -> Bounds:
-        """Views of one KV head."""
+        """Return views of one KV head."""
         return Bounds(*(tensor[:, head : head + 1] for tensor in self.tensors))
 
 
@@ -60,8 +60,7 @@ class Bounds:
 class Layer:
     """Tensors that a step of one layer reads and writes.
 
-    The newest token is in the buffers and in the metadata already: a step that appends it again writes what is there,
-    so that it can be repeated.
+    Buffers and metadata already hold the newest token. A step writes the same token again, so it can be repeated.
     """
 
     shape: Shape
@@ -81,13 +80,13 @@ class Layer:
     block_counts: torch.Tensor
     seq_start: torch.Tensor
     context_end: torch.Tensor
-    """int32 [batch]: the rows' end before the newest token."""
+    """int32 [batch]: end of the rows without the newest token."""
     seq_end: torch.Tensor
-    """int32 [batch]: with it."""
+    """int32 [batch]: end of the rows, including the newest token."""
     counter: torch.Tensor
-    """int64 [4], as the ops count."""
+    """int64 [4], added to by the ops."""
     finished: torch.Tensor
-    """int32 [batch, kv_heads]: zeros between ops."""
+    """int32 [batch, kv_heads]: zero between ops."""
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     """Results that checks computed once."""
 
