@@ -175,7 +175,7 @@ def test_what_cannot_be_is_refused(protocols: Path, tmp_path: Path) -> None:
         items_of(protocols, "passkey", options={"template_set": "gpt5"})
     with pytest.raises(EvalError, match=r"length=30000 .* math_calc generates max_new_tokens=30000"):
         items_of(protocols, "math_calc", tmp_path, example_of("math_calc"), lengths=(30_000,))
-    with pytest.raises(EvalError, match="length=4096 is not allowed: at most .* 2048 positions"):
+    with pytest.raises(EvalError, match=r"length=4096 is not allowed: at most .* 2048 positions"):
         items_of(protocols, "passkey", max_positions=2048)
     with pytest.raises(EvalError, match=r"longbook_qa_eng\.jsonl.*xinrongzhang2022/InfiniteBench.*--data-dir"):
         items_of(protocols, "longbook_qa_eng", tmp_path)

@@ -128,7 +128,7 @@ def test_lengths_that_cannot_be_are_refused_before_any_work(setup: Setup) -> Non
             items_of(setup, task, 300)
     with pytest.raises(EvalError, match="length=0 is not allowed"):
         items_of(setup, "fwe", 0)
-    with pytest.raises(EvalError, match="length=200001 is not allowed: at most .* 200000 positions"):
+    with pytest.raises(EvalError, match=r"length=200001 is not allowed: at most .* 200000 positions"):
         items_of(setup, "fwe", 200_001)
 
 
