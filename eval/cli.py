@@ -162,7 +162,7 @@ def table(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a paper's table, with the methods that exist here, and print the paper's figures beside ours."""
+    """Run a paper's table, with the methods that exist here, and print its figures next to ours."""
     from eval.store import read_records
     from eval.summary import summarise
     from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods

@@ -258,7 +258,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         return self.length + len(self.left_out)
 
     def leave_out(self, is_token: torch.Tensor, query_length: int) -> tuple[torch.Tensor, list[int] | None]:
-        """Find new tokens after the first that the mask hides in every row. Nothing attends to them: skip their cache.
+        """Find new tokens that the mask hides in every row, after a visible one. None attends to them: skip them.
 
         Parameters
         ----------

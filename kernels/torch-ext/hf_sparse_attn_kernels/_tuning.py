@@ -16,7 +16,7 @@ import torch
 
 TUNED = Path(__file__).parent / "tuned.json"
 SHAPE = ("pairs", "group", "head_dim", "tokens")
-"""What a choice depends on: batch * KV heads, query heads per KV head, head_dim, and capacity in tokens."""
+"""Dimensions of a choice: batch * KV heads, query heads per KV head, head_dim, and capacity in tokens."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     # Pages in a tile, programs for each multiprocessor, warps in a program.
