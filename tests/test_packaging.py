@@ -1,4 +1,4 @@
-"""The wheel, the editable layout, and what importing the package must not need."""
+"""The wheel, the editable layout, and packages that importing must not need."""
 
 import os
 import subprocess

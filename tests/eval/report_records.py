@@ -1,4 +1,4 @@
-"""Made-up records of every kind that a run can write, with numbers that a test can work out by hand."""
+"""Invented records of every kind that a run can write, with numbers that are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COLUMNS: list[tuple[str, int | None]] = [("full", None), ("quest", 256), ("quest
 
 
 def record(benchmark: str, task: str, sample: int, method: str, budget: int | None, **fields: Any) -> dict[str, Any]:
-    """One record; ``fields`` replace what it would have."""
+    """Create a record; ``fields`` replace its defaults."""
     length = fields.get("length")
     tokens = length or 3000
     fraction = 1.0 if budget is None else min(1.0, 1.25 * budget / tokens)
-    made: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "benchmark": benchmark,
         "task": task,
         "sample_id": f"{task}-{sample}",
@@ -53,15 +53,15 @@ def record(benchmark: str, task: str, sample: int, method: str, budget: int | No
         "protocol": benchmark,
         "protocol_sha256": "ab" * 32,
     }
-    return made | fields
+    return defaults | fields
 
 
 def failed(benchmark: str, task: str, sample: int, method: str, budget: int | None, error: str) -> dict[str, Any]:
-    """A record whose sample raised: nothing was measured."""
+    """Create the record of a failed sample, without measurements."""
     keep = {"benchmark", "task", "sample_id", "method", "token_budget", "parameters", "question"}
     keep |= {"model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256"}
-    made = record(benchmark, task, sample, method, budget)
-    return {name: value if name in keep else None for name, value in made.items()} | {"error": error}
+    complete = record(benchmark, task, sample, method, budget)
+    return {name: value if name in keep else None for name, value in complete.items()} | {"error": error}
 
 
 def longbench_records() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Configurations: from values, from YAML, and what is refused."""
+"""Configurations from values and from YAML, and their errors."""
 
 import pytest
 

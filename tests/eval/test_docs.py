@@ -38,7 +38,7 @@ COMMAND_LINE: Any = typer.main.get_command(app)
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
-    """The arguments of every call of the harness in a page's code blocks, continued lines joined."""
+    """Return the arguments of every call of the harness in a page's code blocks, with continued lines joined."""
     for block in _FENCE.findall(page.read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith(("python -m eval", "accelerate launch")):
@@ -49,7 +49,7 @@ COMMANDS = [pytest.param(words, id=f"{page.stem}: {' '.join(words)}") for page i
 
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """A command's name and parameters, as the command line reads them; nothing runs."""
+    """Parse a command's name and parameters as the command line does, without running it."""
     assert words[0] in COMMAND_LINE.commands, f"there is no command {words[0]}"
     with COMMAND_LINE.commands[words[0]].make_context(words[0], words[1:]) as context:
         return words[0], dict(context.params)
@@ -69,7 +69,7 @@ def heading_anchors(page: Path) -> set[str]:
 
 
 def table_column(page: Path, section: str) -> set[str]:
-    """Everything in code marks in the first column of a section's tables."""
+    """Return everything in code marks in the first column of a section's tables."""
     text = page.read_text(encoding="utf-8")
     body = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     first_cells = re.findall(r"^\| (.+?) \|", body, re.MULTILINE)
@@ -124,7 +124,7 @@ def test_benchmark_page_has_all_tasks_and_settings(name: str) -> None:
     assert [section for section in sections if f"\n## {section}\n" not in text] == []
     head = text.split("\n## ")[0]
     assert {task for task in benchmark.tasks if f"`{task}`" not in head} == set()
-    if name != "pg19":  # nothing is generated there
+    if name != "pg19":  # which generates nothing
         assert set(scored_tasks(name)) == set(benchmark.tasks)
     assert table_column(page, "Settings") == set(benchmark.options)
     settings = text.split("\n## Settings\n")[1].split("\n## ")[0]

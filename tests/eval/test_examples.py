@@ -1,4 +1,4 @@
-"""Examples: what is wrong with a line is said with its place; the order of places; the hub, by a stand-in."""
+"""Examples: errors name file and line; the order of folders; the hub, replaced by a local server."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_unreadable_and_empty_files_are_named(tmp_path: Path) -> None:
 
 
 def test_data_dir_is_looked_through_in_order(tmp_path: Path) -> None:
-    for place in ("data", "bench", "."):  # each is preferred to the one before
+    for place in ("data", "bench", "."):  # each takes precedence over the previous one
         path = write_examples(tmp_path / place / "trec.jsonl", {**EXAMPLE, "input": place})
         examples, origin = load(tmp_path)
         assert examples == [{**EXAMPLE, "input": place}]
         assert Path(origin) == path
 
 
-def test_data_dir_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_data_dir(tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"--data-dir .*nowhere is not a folder"):
         load(tmp_path / "nowhere")
 
@@ -128,9 +128,10 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def fetcher(endpoint: str, home: Path, **variables: str) -> Iterator[Callable[[str, str], Any]]:
-    """Load examples in a process of its own, as the hub's client reads its settings when it is imported.
+    """Load examples in a new process, since the hub's client reads its settings at import.
 
-    What it gives loads a repository's file: to examples and their origin, or to the error's name and message.
+    Returns a function that loads a repository's file and returns the examples and their origin, or the error's name and
+    message.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment = {key: value for key, value in environment.items() if "proxy" not in key.lower()}

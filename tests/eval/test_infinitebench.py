@@ -1,4 +1,4 @@
-"""InfiniteBench: official examples as the official code reads them, generated examples, and what is refused."""
+"""InfiniteBench: official examples as the official code reads them, generated examples, and errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_official_examples_fill_the_official_templates(
         "prefix": "What is the second largest number in the following list?",
         **{f"OPTION_{letter}": option for letter, option in zip("ABCD", OPTIONS, strict=True)},
     }
-    # The templates for an uploaded file name the text as a format: here it is put in plainly.
+    # Templates for an uploaded file have the text as a format specifier: here it is inserted plainly.
     template = re.sub(r"\{file:(\{\w+\})\}", r"\1", prompts["templates"][template_set][task])
     assert text_of(sample) == template.format(**fields)
     assert sample.references == EXPECTED[task]
@@ -136,7 +136,7 @@ def test_math_find_asks_ahead(asked: str) -> None:
 
 
 def test_truncation_keeps_head_and_tail(protocols: Path, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()  # a token per byte or word and no other, so the official cut can be told exactly
+    tokenizer = make_tokenizer()  # only a token per byte or word, so the official cut is known exactly
     example = example_of("passkey", context="x" * 900)
     whole = (
         load_protocol("infinitebench", protocols)
@@ -170,7 +170,7 @@ def test_malformed_examples_raise_before_any_work(
         items_of(protocols, task, tmp_path, example_of(task, **changes))
 
 
-def test_what_cannot_be_is_refused(protocols: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(protocols: Path, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"template_set='gpt5' is not allowed: one of gpt4_templates, "):
         items_of(protocols, "passkey", options={"template_set": "gpt5"})
     with pytest.raises(EvalError, match=r"length=30000 .* math_calc generates max_new_tokens=30000"):
@@ -246,7 +246,7 @@ def check_answer(task: str, text: str, references: Any, depth: float | None) -> 
     assert place == round(depth * (len(lines) - 1))
 
 
-def test_generated_examples_are_the_same_for_the_same_seed_whatever_the_limit(protocols: Path) -> None:
+def test_generated_examples_depend_on_the_seed_and_not_on_the_limit(protocols: Path) -> None:
     few = items_of(protocols, GENERATED, lengths=(600,), limit=2, seed=3)
     many = {(item.task, item.sample_id): item for item in items_of(protocols, GENERATED, lengths=(600,), seed=3)}
     other = {(item.task, item.sample_id): item for item in items_of(protocols, GENERATED, lengths=(600,), seed=4)}

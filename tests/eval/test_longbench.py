@@ -1,4 +1,4 @@
-"""LongBench: the real examples, truncation, chat template, and examples that are not as they should be."""
+"""LongBench: the real examples, truncation, chat template, and malformed examples."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def real_setup(tasks: Sequence[str], protocols: Path, max_positions: int = 8_000
     return Setup(tokenizer, max_positions, tasks, data_dir=GOLDEN, protocol_dir=protocols, chat=True)
 
 
-def test_every_real_row_is_an_item(protocols: Path) -> None:
+def test_every_real_example_is_an_item(protocols: Path) -> None:
     items = LongBench().items(real_setup(ENGLISH_TASKS, protocols))
     assert sorted(item.task for item in items) == sorted(ENGLISH_TASKS)
 
 
 @pytest.mark.parametrize("max_positions", [8_000, 1_600], ids=["whole", "cut"])
 @pytest.mark.parametrize("task", ENGLISH_TASKS)
-def test_every_real_row_builds_within_the_limit_with_its_question(
+def test_every_real_example_builds_within_the_limit_with_its_question(
     task: str, max_positions: int, protocols: Path
 ) -> None:
     values = load_protocol("longbench", protocols).values
@@ -90,10 +90,10 @@ def test_every_real_row_builds_within_the_limit_with_its_question(
             whole = whole.removeprefix("<|user|>").removesuffix("\n<|assistant|>")
             question = question.removesuffix("\n<|assistant|>")
         assert question.endswith(tail)
-        assert len(question) - len(tail) < 16  # no more than the rest of a token that holds the material's end
+        assert len(question) - len(tail) < 16  # at most the rest of a token that holds the material's end
         assert (whole != official) == (max_positions == 1_600)
         if whole != official:
-            assert total + max_new_tokens > setup.max_positions - 16  # no more is cut than must be
+            assert total + max_new_tokens > setup.max_positions - 16  # cuts only what it must
             assert whole[:800] == official[:800]
             assert whole[-800:] == official[-800:]
         assert (item.sample_id, sample.references) == (example["_id"], example["answers"])
@@ -103,7 +103,7 @@ def test_every_real_row_builds_within_the_limit_with_its_question(
 
 
 def test_truncation_keeps_head_and_tail_at_each_requested_length(protocols: Path, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()  # a token per byte or word and no other, so the official cut can be told exactly
+    tokenizer = make_tokenizer()  # only a token per byte or word, so the official cut is known exactly
     examples = [make_example(), make_example(_id="row-2", context="short")]
     lengths = (480, 600)
     items = items_of(tmp_path, protocols, "hotpotqa", *examples, lengths=lengths, tokenizer=tokenizer)
@@ -179,7 +179,7 @@ def test_malformed_examples_raise_before_any_work(
         items_of(tmp_path, protocols, "hotpotqa", make_example(**changes))
 
 
-def test_lengths_that_cannot_be_raise(protocols: Path, tmp_path: Path) -> None:
+def test_impossible_lengths_raise(protocols: Path, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match="length=20000 is beyond"):
         items_of(tmp_path, protocols, "hotpotqa", make_example(), lengths=(20_000,))
     with pytest.raises(EvalError, match=r"length=512 leaves no room .* gov_report generates max_new_tokens=512"):

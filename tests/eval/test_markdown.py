@@ -121,7 +121,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_defect_12_a_damaged_summary_is_named(tmp_path, content):
+def test_a_damaged_summary_is_named(tmp_path, content):
     path = tmp_path / "sweep" / "01-passkey" / "summary.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -130,14 +130,14 @@ def test_defect_12_a_damaged_summary_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": 3, "machine": {}}'])
-def test_defect_12_a_damaged_speed_report_is_named(tmp_path, content):
+def test_a_damaged_speed_report_is_named(tmp_path, content):
     (tmp_path / "speed").mkdir()
     (tmp_path / "speed" / "it.json").write_text(content)
     with pytest.raises(EvalError, match=r"speed/it\.json is not a report of `python -m eval speed`"):
         results_page(tmp_path)
 
 
-def test_defect_12_odd_summaries_and_notes(tmp_path):
+def test_odd_summaries_and_notes(tmp_path):
     sparse = ENTRY | {"method": "quest", "score": None}
     text = page_of(tmp_path, {"table": [sparse], "model": "m\ud83d", "model_seconds": 0.0})
     assert "| filler | 400 | quest |" in text

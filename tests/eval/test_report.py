@@ -81,7 +81,7 @@ def report_of(directory: Path, records: list[dict[str, Any]]) -> Page:
 
 
 def drawn(records: list[dict[str, Any]], kind: str) -> Figure:
-    """The plot of that kind, of records that make one section."""
+    """Draw the plot of that kind from records of one section."""
     (section,) = make_sections(records)
     return next(p.figure for p in draw(section, Styles(section.columns)) if p.name.endswith(kind))
 
@@ -248,7 +248,7 @@ def test_alt_text_has_the_numbers(page: Page) -> None:
     alts = " ".join(image["alt"] or "" for image in page.images)
     assert "dense 46.25, quest 256 20.00" in alts
     assert "quest 1024: 42.7 % read, 41.62" in alts
-    # 3,000 tokens of their own length are nearest to 4,096; a requested length stands as it is.
+    # A sample's own 3,000 tokens are nearest to 4,096; a requested length is not rounded.
     assert "quest 256 at 4,096 tokens: time per output token (ms) 21.6, time to first token (s) 0.55" in alts
     assert "dense at 1,024 tokens: time per output token (ms) 25.1" in alts
 
@@ -281,7 +281,7 @@ def test_perplexity_by_position_is_exp_of_the_mean_over_samples() -> None:
 
 
 def test_dense_alone_draws_no_comparison(tmp_path: Path) -> None:
-    records = [made for made in longbench_records() if made["method"] == "full"]
+    records = [each for each in longbench_records() if each["method"] == "full"]
     report_of(tmp_path, records)
     assert [path.name for path in (tmp_path / "report").glob("*.png")] == ["1-longbench-latency.png"]
 
@@ -400,7 +400,7 @@ def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path, line: str,
 
 def odd(**fields: Any) -> list[dict[str, Any]]:
     return [
-        made | fields for made in [*longbench_records()[:12], *needle_records((1024, 2048))[:8], *pg19_records()[:4]]
+        each | fields for each in [*longbench_records()[:12], *needle_records((1024, 2048))[:8], *pg19_records()[:4]]
     ]
 
 
@@ -417,17 +417,17 @@ ODD_RECORDS = {
     "hopeless likelihoods": odd(perplexity=1e299, nll_by_position=[[1, 1e5], [2, 3.0]]),
     "errors alone": odd(error="ValueError: no"),
     "no optional fields": [
-        {name: value for name, value in made.items() if name in {*FIELDS, "prediction"}} for made in odd()
+        {name: value for name, value in each.items() if name in {*FIELDS, "prediction"}} for each in odd()
     ],
     "odd settings": odd(versions={"torch": None, "\ud83d": [1]}, parameters={"a": {"b": [None]}}, seed=-1),
 }
 
 
 @pytest.mark.parametrize("kind", ODD_RECORDS)
-def test_defect_12_odd_records_are_reported(tmp_path: Path, kind: str) -> None:
+def test_odd_records_are_reported(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run" / "rows.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps(made) + "\n" for made in ODD_RECORDS[kind]) + "\n  \n")
+    path.write_text("".join(json.dumps(each) + "\n" for each in ODD_RECORDS[kind]) + "\n  \n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "rows.jsonl").write_text("")
     page = Page(write_report(tmp_path))
@@ -446,19 +446,19 @@ def test_defect_12_odd_records_are_reported(tmp_path: Path, kind: str) -> None:
         ('"x": ' + "[" * 50_000, "recursion"),
     ],
 )
-def test_defect_12_numbers_beyond_all_measure_are_named(tmp_path: Path, fields: str, said: str) -> None:
+def test_numbers_that_are_too_large_are_named(tmp_path: Path, fields: str, said: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD)[:-1] + f", {fields}}}\n")
     with pytest.raises(EvalError, match=rf"rows\.jsonl:1: .*{said}"):
         write_report(tmp_path)
 
 
-def test_defect_12_a_configuration_that_is_no_text_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_text_is_shown_unchanged(tmp_path: Path) -> None:
     write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "config.json").write_bytes(b'{"model": "\xff"')
     assert "\\xff" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-def test_defect_12_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "file").write_text("")
     with pytest.raises(EvalError, match="cannot be written"):

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: what a record says, what resumes, what fails alone, what is refused."""
+"""Whole runs on a tiny model: their records, resumption, failed samples, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def go(out, loaded, model_dir, **values):
 
 
 class Loaded(NamedTuple):
-    """A model that is there already."""
+    """A source of a loaded model."""
 
     model: Any
     tokenizer: Any
@@ -72,7 +72,7 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
-def test_every_record_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded, model_dir):
+def test_every_record_has_its_costs_and_a_dense_counterpart(tmp_path, loaded, model_dir):
     summary = go(tmp_path, loaded, model_dir, token_budget=[64, 128])
     records = read_records(tmp_path / "rows.jsonl")
     assert [(record["sample_id"], record["method"], record["token_budget"]) for record in records] == [
@@ -96,7 +96,7 @@ def test_every_record_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loa
         assert dense["selection_hit_rate"] is small["selection_hit_rate"] is None
         assert dense["kv_bytes"] == dense["dense_bytes"]
         same_steps = dense["new_tokens"] == small["new_tokens"]
-        assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # our arithmetic against the counters
+        assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # arithmetic compared with the counters
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert summary["finished"]
     assert [(entry["method"], entry["samples"]) for entry in summary["table"]] == [
@@ -108,7 +108,7 @@ def test_every_record_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loa
 
 @pytest.mark.parametrize("question", ["decode", "prefill"])
 def test_the_answer_is_what_generate_gives(tmp_path, loaded, model_dir, question):
-    """Dense, over the shared prefill, against Transformers' own loop over the whole prompt."""
+    """Dense attention over the shared prefill equals Transformers' own loop over the whole prompt."""
     model, tokenizer = loaded
     go(tmp_path, loaded, model_dir, question=question, limit=1)
     (record,) = (record for record in read_records(tmp_path / "rows.jsonl") if record["method"] == "full")
@@ -126,7 +126,7 @@ def _setup(tokenizer, **values):
     return Setup(**{"tokenizer": tokenizer, "max_positions": 1024, **values})
 
 
-def test_the_material_is_prefilled_once_for_all_that_leave_prefill_dense(tmp_path, loaded, model_dir, monkeypatch):
+def test_the_material_is_prefilled_once_for_all_methods_with_a_dense_prefill(tmp_path, loaded, model_dir, monkeypatch):
     monkeypatch.setattr(Window, "sparse_phases", ("prefill", "decode"))
     monkeypatch.setitem(METHODS, Window.name, Window)
     model, _ = loaded
@@ -150,7 +150,7 @@ def test_kept_selections_are_counted_beyond_the_models_positions_too(tmp_path, l
     dense, sparse = read_records(tmp_path / "rows.jsonl")
     assert dense["error"] is sparse["error"] is None
     assert dense["selection_hit_rate"] is None
-    # The first of the steps chooses whatever the threshold.
+    # The first step selects at any threshold.
     steps = sparse["question_tokens"] + sparse["new_tokens"] - 1
     assert sparse["selection_hit_rate"] == pytest.approx(kept * (steps - 1) / steps, abs=0.02)
     assert sparse["realised_budget"] == sparse["token_budget"] == 64
@@ -192,7 +192,7 @@ def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     assert [file.read_bytes() for file in files] == before
 
 
-def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
+def test_killed_run_resumes(tmp_path, model_dir):
     out = tmp_path / "out"
     arguments = command(
         "run", "passkey", "--model", model_dir, "--lengths", "900", "--method", "quest", "--token-budget", "64",
@@ -249,7 +249,7 @@ def test_two_processes_split_the_records_and_merge_them(tmp_path, model_dir):
     assert len(whole) == 10
 
 
-def test_one_bad_sample_is_recorded_and_the_run_goes_on(tmp_path, loaded, model_dir, monkeypatch):
+def test_one_bad_sample_is_recorded_and_the_run_continues(tmp_path, loaded, model_dir, monkeypatch):
     stock = PasskeyRetrieval.items
 
     def with_a_bad_one(self, setup):
@@ -317,7 +317,7 @@ def test_bad_input_is_one_line_and_leaves_no_records(tmp_path, model_dir, data_d
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert said in errors[0]
-    assert not (tmp_path / "out").exists()  # the corrected command can have the folder
+    assert not (tmp_path / "out").exists()  # the corrected command can use the folder
 
 
 def test_model_that_cannot_be_patched_is_refused_before_any_record(tmp_path):
@@ -337,7 +337,7 @@ def test_model_that_cannot_be_patched_is_refused_before_any_record(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_data_is_said_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
+def test_missing_data_is_reported_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
     monkeypatch.setattr("hf_sparse_attn.cli.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
     result = invoke("run", "pg19", "--model", model_dir, "--lengths", "600", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
@@ -399,7 +399,7 @@ def test_list_names_every_benchmark_and_table():
         assert name in text
 
 
-def test_table_sets_the_papers_figures_beside_ours(tmp_path, model_dir):
+def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir):
     result = invoke(
         "table", "quest-passkey", "--model", model_dir, "--lengths", "400", "--token-budget", "64", "--limit", "1",
         "--out", str(tmp_path / "out"),
@@ -427,7 +427,7 @@ class BadLogits:
         self.hook.remove()
 
 
-def test_defect_12_a_perplexity_of_nan_is_an_error_row(tmp_path, loaded, model_dir, data_dir):
+def test_a_perplexity_of_nan_is_an_error(tmp_path, loaded, model_dir, data_dir):
     settings = {"benchmark": "pg19", "data_dir": str(data_dir), "lengths": [300], "options": {"scored": 32}}
     with BadLogits(loaded[0]):
         summary = go(tmp_path, loaded, model_dir, **settings)
@@ -452,12 +452,12 @@ def with_changed_sample(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("references", ["\ud83d", float("nan"), object(), ["fine", float("inf")]], ids=range(4))
-def test_defect_12_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
+def test_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
     with_changed_sample(monkeypatch, references=references)
     summary = go(tmp_path, loaded, model_dir)
     records = read_records(tmp_path / "rows.jsonl")
     assert len(records) == 4
-    if references == "\ud83d":  # can be kept, and read back
+    if references == "\ud83d":  # can be stored and read back
         assert [record["references"] for record in records[:2]] == ["\ud83d"] * 2
         assert summary["errors"] == 0
     else:
@@ -467,16 +467,14 @@ def test_defect_12_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, mod
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
-def test_defect_12_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
+def test_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
     _, tokenizer = loaded
     monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "an answer \ud83d")
     assert go(tmp_path, loaded, model_dir)["errors"] == 0
     assert {record["prediction"] for record in read_records(tmp_path / "rows.jsonl")} == {"an answer \ud83d"}
 
 
-def test_defect_12_a_lone_surrogate_in_a_prompt_is_an_error_record_that_names_it(
-    tmp_path, loaded, model_dir, monkeypatch
-):
+def test_a_lone_surrogate_in_a_prompt_is_an_error_record_that_names_it(tmp_path, loaded, model_dir, monkeypatch):
     stock = PasskeyRetrieval.items
 
     def items(self, setup):
@@ -502,7 +500,7 @@ DAMAGED_SUMMARIES = {
 
 
 @pytest.mark.parametrize("content", DAMAGED_SUMMARIES)
-def test_defect_12_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
+def test_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
     go(tmp_path, loaded, model_dir)
     records = (tmp_path / "rows.jsonl").read_bytes()
     (tmp_path / "summary.json").write_text(content)
@@ -514,13 +512,15 @@ def test_defect_12_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, 
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "rows.jsonl"])
-def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
+def test_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
     given = ("run", "passkey", "--model", model_dir, "--out", str(tmp_path / "out"), *SMALL)
     assert invoke(*given).exit_code == 0
     (tmp_path / "out" / name).write_text('{"task": \n' * 2)
     for arguments in (given, ("report", str(tmp_path / "out"))):
         result = invoke(*arguments)
-        if arguments[0] == "report" and name != "rows.jsonl":  # which shows the one as it is, and reads the other never
+        if (
+            arguments[0] == "report" and name != "rows.jsonl"
+        ):  # which shows the configuration unchanged and never reads the summary
             assert result.exit_code == 0, result.output
             continue
         assert result.exit_code == 2, result.output
@@ -530,7 +530,7 @@ def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_di
 
 
 @pytest.mark.parametrize("at", ["rows.jsonl", "summary.json"])
-def test_defect_12_a_full_disk_is_one_line_and_the_records_so_far_stay(tmp_path, loaded, model_dir, monkeypatch, at):
+def test_a_full_disk_is_one_line_and_keeps_earlier_records(tmp_path, loaded, model_dir, monkeypatch, at):
     stock, calls = Path.open, []
 
     def full(self, mode="r", *arguments, **options):
@@ -551,7 +551,7 @@ def test_defect_12_a_full_disk_is_one_line_and_the_records_so_far_stay(tmp_path,
     assert read_records(tmp_path / "rows.jsonl")[: len(kept)] == kept
 
 
-def test_defect_12_what_is_written_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
+def test_records_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
     def measured(self, sample, variants):
         for variant, tokens in zip(variants, (10**30, 5), strict=True):
             yield variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}

@@ -1,4 +1,4 @@
-"""Source files: the places they are looked for, and the error where they are nowhere."""
+"""Source files: the places searched, and the error for a missing file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SOURCE = Source("a text", "some-wheel==1.0", "text.json", hashlib.sha256(CONTENT
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; its folder for sources."""
+    """Use an empty cache; return its folder for sources."""
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sources"
 
 
 @pytest.fixture
 def fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str, Path]]:
-    """Pip is reachable: what is fetched appears in the cache; the calls."""
+    """Replace pip by a function that puts files into the cache; return its calls."""
     calls: list[tuple[str, str, str, Path]] = []
 
     def fetch(requirement: str, filename: str, sha256: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A results folder survives kills, refuses other configurations, and merges what several processes wrote."""
+"""A results folder survives kills, refuses other configurations, and merges the records of several processes."""
 
 import errno
 import json
@@ -26,13 +26,13 @@ def record(sample_id: str, method: str = "full", error: str | None = None, **mor
     }
 
 
-def test_folder_is_made_claimed_and_claimed_again_by_the_same_configuration(tmp_path):
+def test_folder_is_created_claimed_and_claimed_again_by_the_same_configuration(tmp_path):
     store = Store(tmp_path / "deep" / "out")
     store.claim(CONFIG)
     store.append(record("a"))
     store.release()
     again = Store(tmp_path / "deep" / "out")
-    again.claim({**CONFIG, "device": "cuda:1"})  # where it runs does not make it another run
+    again.claim({**CONFIG, "device": "cuda:1"})  # the device does not change the run
     assert again.records() == [record("a")]
     again.release()
 
@@ -70,7 +70,7 @@ def test_unwritable_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kept", range(1, 40, 7))
-def test_record_that_a_kill_cut_short_is_forgotten_and_overwritten(tmp_path, kept):
+def test_record_that_a_kill_cut_short_is_dropped_and_overwritten(tmp_path, kept):
     store = Store(tmp_path)
     store.claim(CONFIG)
     store.append(record("a"))
@@ -89,7 +89,7 @@ def test_damaged_record_in_the_middle_is_an_error_with_its_line(tmp_path):
         read_records(path)
 
 
-def test_a_record_that_failed_gives_way_to_the_one_that_did_not(tmp_path):
+def test_a_failed_record_is_replaced_by_a_successful_one(tmp_path):
     store = Store(tmp_path)
     store.claim(CONFIG)
     store.append(record("a", error="ValueError: no"))
@@ -120,7 +120,7 @@ def test_infinity_is_no_record(tmp_path):
     store.release()
 
 
-def test_defect_12_a_record_with_a_lone_surrogate_is_read_back_as_it_was(tmp_path):
+def test_a_record_with_a_lone_surrogate_is_read_back_unchanged(tmp_path):
     store = Store(tmp_path)
     store.append(record("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"]))
     assert store.records() == [record("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"])]
@@ -128,7 +128,7 @@ def test_defect_12_a_record_with_a_lone_surrogate_is_read_back_as_it_was(tmp_pat
     assert Store(tmp_path).merge([]) == store.records()
 
 
-def test_defect_12_a_whole_last_record_without_its_newline_is_kept(tmp_path):
+def test_a_whole_last_record_without_its_newline_is_kept(tmp_path):
     store = Store(tmp_path)
     store.append(record("a"))
     store.own_file.write_bytes(store.own_file.read_bytes().rstrip(b"\n"))
@@ -138,7 +138,7 @@ def test_defect_12_a_whole_last_record_without_its_newline_is_kept(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX's")
-def test_defect_12_a_disk_that_fills_up_within_a_record_keeps_the_records_so_far(tmp_path):
+def test_a_disk_that_fills_up_within_a_record_keeps_the_records_so_far(tmp_path):
     import resource
 
     store = Store(tmp_path)
@@ -172,7 +172,7 @@ DAMAGED_RECORDS = {
 
 
 @pytest.mark.parametrize("line", DAMAGED_RECORDS, ids=range(len(DAMAGED_RECORDS)))
-def test_defect_12_a_damaged_record_is_named_by_file_and_line(tmp_path, line):
+def test_a_damaged_record_is_named_by_file_and_line(tmp_path, line):
     content = f"{json.dumps(record('a'))}\n{line}\n".encode("utf-8", "surrogateescape")
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(EvalError, match=rf"rows\.jsonl:2: .*{DAMAGED_RECORDS[line]}"):
@@ -181,7 +181,7 @@ def test_defect_12_a_damaged_record_is_named_by_file_and_line(tmp_path, line):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"x"', "\udc80", "[" * 50_000], ids=range(7))
-def test_defect_12_a_damaged_configuration_is_named(tmp_path, content):
+def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(EvalError, match=r"config\.json is not the configuration of a run: "):
         Store(tmp_path).check(CONFIG)
@@ -192,19 +192,19 @@ def test_defect_12_a_damaged_configuration_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("value", [math.nan, {1, 2}])
-def test_defect_12_settings_that_json_lacks_are_refused_before_any_work(tmp_path, value):
+def test_settings_that_json_lacks_are_refused_before_any_work(tmp_path, value):
     with pytest.raises(EvalError, match="the run's settings cannot be stored as JSON"):
         Store(tmp_path / "out").check({**CONFIG, "options": {"depths": value}})
 
 
-def test_a_tuple_in_the_settings_makes_no_other_configuration(tmp_path):
+def test_a_tuple_in_the_settings_equals_a_list(tmp_path):
     store = Store(tmp_path)
     store.claim({**CONFIG, "options": {"depths": (0, 1)}})
     store.release()
     Store(tmp_path).check({**CONFIG, "options": {"depths": (0, 1)}})
 
 
-def test_defect_12_a_file_that_cannot_be_written_whole_leaves_the_former_one(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_existing_file(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     write_json(path, {"a": 1})
 

@@ -1,4 +1,4 @@
-"""patch_model and its kin: what changes, what comes back, and what is refused before any work."""
+"""patch_model, unpatch_model and sparse_attention: changes, their undo, and errors before any work."""
 
 import copy
 
@@ -29,7 +29,7 @@ def model():
 
 
 def snapshot(model):
-    """Everything about a model that patching may touch."""
+    """Return everything in a model that patching may change."""
     return {
         "config": copy.deepcopy(model.config.to_dict()),
         "implementation": model.config._attn_implementation,
@@ -43,7 +43,7 @@ def snapshot(model):
     }
 
 
-def test_unpatching_puts_everything_back(model):
+def test_unpatching_restores_everything(model):
     before, ids = snapshot(model), random_ids(1, 50)
     expected = model.generate(ids, **GREEDY)
     assert patch_model(model, "quest", token_budget=48) is model
@@ -243,14 +243,14 @@ def test_training_is_refused(model):
         ({"past_key_values": DynamicCache()}, TypeError, r"must be a SparseCache .* got DynamicCache"),
     ],
 )
-def test_generate_refuses_what_it_cannot_do(model, arguments, error, message):
+def test_generate_refuses_unsupported_arguments(model, arguments, error, message):
     patch_model(model, "quest", token_budget=48)
     with pytest.raises(error, match=message):
         model.generate(random_ids(1, 30), **GREEDY, **arguments)
     assert model.generate(random_ids(1, 30), **GREEDY).shape == (1, 38)
 
 
-def test_forward_refuses_what_it_cannot_do(model):
+def test_forward_refuses_unsupported_arguments(model):
     patch_model(model, "quest", token_budget=48)
     ids = random_ids(2, 30)
     with pytest.raises(ValueError, match="output_attentions=True"):
