@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
+from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -41,6 +42,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         State of the cache that the layer belongs to; None for a standalone layer.
     q_heads
         Number of the model's query heads.
+    layer_idx
+        Index of the layer in the model.
     """
 
     is_sliding = False
@@ -53,13 +56,21 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     rope: Rope
     """Rotations by slot, on the layer's device, if the method sets ``rotates_keys``."""
 
-    def __init__(self, method: SparseMethod, storage: Storage, shared: Shared | None = None, q_heads: int = 1) -> None:
+    def __init__(
+        self,
+        method: SparseMethod,
+        storage: Storage,
+        shared: Shared | None = None,
+        q_heads: int = 1,
+        layer_idx: int = 0,
+    ) -> None:
         # Skips the base class's constructor, which sets keys and values: here the storage has them.
         self.method = method
         self.storage = storage
         self.is_compileable = storage.is_compileable
         self.is_initialized = False
         self.q_heads = q_heads
+        self.layer_idx = layer_idx
         self.counter = LayerCounter(method.counts)
         self.rope_tables: RopeTables | None = None
         self._shared = Shared() if shared is None else shared
@@ -226,6 +237,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def mark_written(self) -> None:
         """Record that all tokens in the lengths are written."""
         self._held = self.lengths.known_length
+
+    def note(self, selection: Selection | None) -> None:
+        """Record the selection of the current decode step, None for everything, if ``record_selections`` is active."""
+        if self._shared.recorder is not None:
+            self._shared.recorder.add(self, selection)
 
     def rebuild_metadata(self) -> None:
         """Rebuild the metadata of all tokens, as after the start of a row has moved."""

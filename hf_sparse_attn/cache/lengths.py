@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 from hf_sparse_attn.cache.padding import Padding
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.record import SelectionRecord
 
 
 @torch.library.custom_op(
@@ -153,11 +157,15 @@ class Lengths:
 
 
 class Shared:
-    """State shared by a cache's layers: their lengths on each device, and the padding of rows not yet allocated."""
+    """State shared by a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
+
+    ``recorder`` receives the selections of decode steps while ``record_selections`` is active.
+    """
 
     def __init__(self) -> None:
         self.lengths: dict[torch.device, Lengths] = {}
         self.padding: Padding | None = None
+        self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:
         """Raise ``ValueError`` if the mask of an earlier decode step hid cached tokens. Waits for the device."""

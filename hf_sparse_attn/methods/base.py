@@ -156,7 +156,8 @@ class SparseMethod:
         """Cache a decode step's token, attend from it, and count the reads in ``layer.counter``.
 
         By default calls ``layer.append``, :meth:`select`, :meth:`metadata_bytes_read` and :meth:`attend`. Override it
-        if selection and attention interleave, or if one op writes and selects.
+        if selection and attention interleave, or if one op writes and selects. An override that does not call
+        :meth:`attend` calls ``layer.note`` with the blocks that it read.
 
         Parameters
         ----------
@@ -224,10 +225,11 @@ class SparseMethod:
         return 0
 
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
-        """Attend exactly to the selected blocks, and count the step in ``layer.counter``.
+        """Attend exactly to the selected blocks, count the step in ``layer.counter``, and note the selection.
 
         Takes and returns [batch, q_heads, head_dim]. Selected tokens get contiguous positions if ``rotates_keys``.
         """
+        layer.note(selection)
         output, _ = sparse_decode(
             query,
             layer.keys,
