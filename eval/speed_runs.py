@@ -233,7 +233,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     expected = (new_tokens, new_tokens, prompt_tokens + new_tokens - 1)
     if found != expected:
         raise EvalError(
-            f"{side.name}, context={work.context}: generate() gave {found[0]} tokens in {found[1]} parts and left "
+            f"{side.name}, context={work.context}: generate() returned {found[0]} tokens in {found[1]} parts and left "
             f"{found[2]} in the cache, expected {expected}"
         )
     if reads is None or side.method is None:

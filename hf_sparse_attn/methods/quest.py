@@ -184,7 +184,7 @@ class Quest(SparseMethod):
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
         """Bytes of both bounds, with their exponents, of every page that holds a token."""
         _, kv_heads, _, head_dim = layer.keys.shape
-        num_pages = (layer.row_lengths() + self.page_size - 1) // self.page_size  # [batch]
+        pages = (layer.row_lengths() + self.page_size - 1) // self.page_size  # [batch]
         if self.bounds_dtype == "model":
-            return num_pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
-        return num_pages.sum() * (kv_heads * (2 * head_dim + 1)) + (num_pages > 0).sum() * (kv_heads * head_dim)
+            return pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
+        return pages.sum() * (kv_heads * (2 * head_dim + 1)) + (pages > 0).sum() * (kv_heads * head_dim)

@@ -345,7 +345,7 @@ def test_a_run_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         return generate(*args, **{**kwargs, "max_new_tokens": NEW_TOKENS - 1, "min_new_tokens": NEW_TOKENS - 1})
 
     monkeypatch.setattr(model, "generate", one_fewer)
-    with pytest.raises(EvalError, match=r"dense, DynamicCache, context=300: generate\(\) gave 3 tokens in 3 parts"):
+    with pytest.raises(EvalError, match=r"dense, DynamicCache, context=300: generate\(\) returned 3 tokens in 3 parts"):
         measure_model(model, config())
 
 
