@@ -1,4 +1,4 @@
-"""The distributions, the editable layout, and what importing the package must not need."""
+"""The distributions, the editable layout, and packages that importing must not need."""
 
 import fnmatch
 import os
