@@ -39,6 +39,7 @@ class RopeTables:
     def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
         self.rotary, self._slots = rotary, slots
         self._on: dict[torch.device, Rope] = {}
+        self._dtype = _frequencies(rotary).dtype
 
     def take(self, rope: Rope) -> Rope:
         """Return tables on the device of others: the others themselves where they hold the same.
@@ -52,6 +53,10 @@ class RopeTables:
 
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device; all layers there share them."""
+        dtype = _frequencies(self.rotary).dtype
+        if dtype != self._dtype:  # the model was cast since, which rounds its frequencies too
+            self._on.clear()
+            self._dtype = dtype
         if device not in self._on:
             with lasting_tensors():
                 tables = _half_tables(self.rotary, self._slots)
@@ -120,9 +125,14 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
         )
 
 
+def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
+    """Return the buffer that a rotary module computes its output from."""
+    return next(iter(rotary.buffers()))
+
+
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; halves are equal."""
-    device = next(iter(rotary.buffers())).device
+    device = _frequencies(rotary).device
     with torch.no_grad():  # not the module's call: its hooks are for the model
         tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
     cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)
