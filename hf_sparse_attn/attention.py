@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -10,6 +11,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.rope import rotated_by
+
+
+class Unpatched(Enum):
+    """What stands for the cache where no patched decoder handed one on."""
+
+    UNPATCHED = "unpatched"
+
+
+UNPATCHED: Final = Unpatched.UNPATCHED
 
 
 def sparse_attention_forward(
@@ -20,7 +30,7 @@ def sparse_attention_forward(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sparse_cache: SparseCache | None = None,
+    sparse_cache: SparseCache | Unpatched | None = UNPATCHED,
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -43,6 +53,7 @@ def sparse_attention_forward(
         Factor on q.k; ``head_dim ** -0.5`` if None.
     sparse_cache
         The cache that holds ``key`` and ``value``; None for a forward pass that is dense, with or without a cache.
+        The hook of a patched decoder hands it on.
     rotation
         Of a dense pass with queries and keys before RoPE: cosine and sine, [batch or 1, length, head_dim] each.
 
@@ -50,7 +61,17 @@ def sparse_attention_forward(
     -------
     tuple
         [batch, query tokens, q_heads, head_dim], and None in place of the attention weights.
+
+    Raises
+    ------
+    ValueError
+        The module is of a model that is not patched: its configuration is a copy of a patched model's.
     """
+    if sparse_cache is UNPATCHED:
+        raise ValueError(
+            f"this {type(module).__name__} is of a model that is not patched, whose configuration is a copy of a "
+            "patched model's: call patch_model(model), or model.set_attn_implementation('sdpa') for dense attention"
+        )
     layer_idx: Any = module.layer_idx
     layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
     if not isinstance(layer, SparseLayer):

@@ -17,6 +17,32 @@ from hf_sparse_attn.patched import get_patch, is_patched, patched_method
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
+NO_PAGED_CACHE = (
+    "continuous batching (generate_batch, cache_implementation='paged') has a paged cache of its own, which sparse "
+    "attention cannot read: call generate() with a batch, or unpatch_model(model) first"
+)
+
+
+class RefuseContinuousBatching:
+    """Stands in for ``model.init_continuous_batching``, by which ``generate_batch`` begins.
+
+    Parameters
+    ----------
+    model
+        A patched model.
+    stock
+        The method that it stands in for, for a model that is not patched any more.
+    """
+
+    def __init__(self, model: PreTrainedModel, stock: Callable[..., Any]) -> None:
+        self.model, self.stock = model, stock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise, for a patched model."""
+        if is_patched(self.model):
+            raise ValueError(NO_PAGED_CACHE)
+        return self.stock(*args, **kwargs)
+
 
 class PrepareCache:
     """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`.
@@ -137,7 +163,8 @@ def check_cache(cache: Any, method: SparseMethod) -> None:
     if not isinstance(cache, SparseCache):
         raise TypeError(
             f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
-            "make one with SparseCache.for_model(model)"
+            "make one with SparseCache.for_model(model); for PEFT's prefix tuning, patch the PEFT model, not the base "
+            "model before it is wrapped"
         )
     if cache.method != method:
         raise ValueError(f"past_key_values was made for {cache.method}, but the model is patched with {method}")

@@ -6,7 +6,8 @@ A patched model differs from a stock one in these places, and unpatching takes o
    ``config._attn_implementation`` names our attention function, registered beside SDPA's mask function;
 2. hooks around the decoder hand the cache to that function, refuse what would be silently wrong, and feed long prompts
    in chunks where a method asks for it;
-3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`;
+3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`, and an
+   instance-level ``init_continuous_batching`` refuses, since that reads a paged cache;
 4. where a method caches keys before RoPE, a hook on the decoder's rotary module takes the rotation out.
 """
 
@@ -23,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.methods import SparseMethod, make_method
-from hf_sparse_attn.patch.generation import PrepareCache
+from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
@@ -32,7 +33,11 @@ from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotat
 IMPLEMENTATION = "hf_sparse_attn"
 UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
 IMPLEMENTATIONS = (IMPLEMENTATION, UNMASKED_IMPLEMENTATION)
-PREPARE_CACHE = "_prepare_cache_for_generation"
+STAND_INS = {
+    "_prepare_cache_for_generation": PrepareCache,
+    "init_continuous_batching": RefuseContinuousBatching,
+}
+"""Methods of a model that patching replaces, each by a callable that is made of the model and the method."""
 
 
 def _attention_mask(**arguments: Any) -> torch.Tensor | None:
@@ -158,10 +163,11 @@ def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) ->
         rotary = decoder_rotary(model)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
         patch.hooks.append(rotary.register_forward_hook(rotate_nothing))
-    if hasattr(model, PREPARE_CACHE):  # a bare decoder cannot generate
-        stock = model.__dict__.get(PREPARE_CACHE)
-        patch.stock_attributes = {} if stock is None else {PREPARE_CACHE: stock}
-        setattr(model, PREPARE_CACHE, PrepareCache(model, getattr(model, PREPARE_CACHE)))
+    for name, stand_in in STAND_INS.items():
+        if hasattr(model, name):  # a bare decoder cannot generate
+            if name in model.__dict__:
+                patch.stock_attributes[name] = model.__dict__[name]
+            setattr(model, name, stand_in(model, getattr(model, name)))
 
 
 def _take_out(model: PreTrainedModel) -> Patch:
@@ -169,9 +175,11 @@ def _take_out(model: PreTrainedModel) -> Patch:
     patch = get_patch(model)
     for hook in patch.hooks:
         hook.remove()
-    if isinstance(model.__dict__.get(PREPARE_CACHE), PrepareCache):
-        model.__dict__.pop(PREPARE_CACHE)
-        model.__dict__.update(patch.stock_attributes)
+    for name, stand_in in STAND_INS.items():
+        if isinstance(model.__dict__.get(name), stand_in):
+            model.__dict__.pop(name)
+            if name in patch.stock_attributes:
+                model.__dict__[name] = patch.stock_attributes[name]
     _replace_config(model, patch.config, _config_to_put_back(patch.config, patch.stock_config))
     set_patch(model, None)
     return patch
