@@ -73,7 +73,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._prompt_is_open = False
         self._finished_at = 0
         self.closed_from: int | None = None
-        """Tokens cached before a pass that left padding on the right, behind which nothing can be decoded."""
+        """Tokens cached before a pass that left padding after a token, behind which nothing can be decoded."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed and are not cached; see :meth:`leave_out`."""
         # Transformers itself says which layer is of which kind.
@@ -241,8 +241,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         cached = self.length
         if self.closed_from is not None:
             raise ValueError(
-                "the cache holds padding on the right, behind which nothing can be decoded: pad on the left "
-                f"(tokenizer.padding_side = 'left'), or cut it back to {self.closed_from} tokens with crop or reset"
+                "the cache holds padding after a token, behind which nothing can be decoded: pad on the left "
+                "(tokenizer.padding_side = 'left'); where PEFT puts learned tokens before that padding, give rows of "
+                f"one length; or cut the cache back to {self.closed_from} tokens with crop or reset"
             )
         self.sparse_layers[0].check_room(cached, query_length)
         forward_pass = ForwardPass(self, query_length)
