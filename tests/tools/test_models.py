@@ -50,7 +50,7 @@ def test_a_model_of_a_patched_models_configuration_is_not_silently_dense(method_
     patch_model(model, method_name, **SMALL)
     other = LlamaForCausalLM(model.config).double().eval()
     for use_cache in (True, False):
-        with pytest.raises(ValueError, match=r"of a model that is not patched, .* copy of a patched model's"):
+        with pytest.raises(ValueError, match=r"belongs to a model that is not patched; .* copied from a patched model"):
             other.generate(**prompt, use_cache=use_cache, **GREEDY)
     other.load_state_dict(model.state_dict())
     expected = model.generate(**prompt, **GREEDY)

@@ -110,6 +110,6 @@ def test_a_returned_cache_is_a_sparse_cache_of_the_method(model, tokenizer):
     assert isinstance(cache, SparseCache)
     with (
         sparse_attention(model, "tokenselect", **SMALL),
-        pytest.raises(ValueError, match=r"was made for Quest\(.*patched with TokenSelect\("),
+        pytest.raises(ValueError, match=r"was created for Quest\(.*patched with TokenSelect\("),
     ):
         model.generate(**prompt, past_key_values=cache, **TOKENS)

@@ -62,6 +62,11 @@ def test_a_sparse_draft_is_mostly_right(loaded, messages):
     output = model.generate(**prompt, assistant_model=draft, **greedy(max_new_tokens=24))
     hook.remove()
     assert torch.equal(output, expected)
-    print(len(passes), expected.shape[1] - prompt["input_ids"].shape[1], sparse_attention_stats(draft).kv_fraction, tokenizer.decode(output[0,-24:]))
+    print(
+        len(passes),
+        expected.shape[1] - prompt["input_ids"].shape[1],
+        sparse_attention_stats(draft).kv_fraction,
+        tokenizer.decode(output[0, -24:]),
+    )
     assert len(passes) < (expected.shape[1] - prompt["input_ids"].shape[1]) / 2
     assert sparse_attention_stats(draft).kv_fraction < 1
