@@ -17,6 +17,10 @@ COVERS_ALL = {"token_budget": POSITIONS}
 SMALL = {"token_budget": 48}
 SPARSE_METHODS = [name for name, method in METHODS.items() if method.sparse_phases]
 sparse_methods = pytest.mark.parametrize("method_name", SPARSE_METHODS)
+quest_first = pytest.mark.parametrize(
+    "method_name", [name if name == "quest" else pytest.param(name, marks=pytest.mark.grid) for name in SPARSE_METHODS]
+)
+"""For tools that every method meets in the same place: ``make test`` runs Quest, CI all."""
 
 
 def exact_model(**overrides: Any) -> PreTrainedModel:

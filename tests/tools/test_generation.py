@@ -8,7 +8,16 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from tests.models import random_ids
-from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, padded_batch, sparse_methods
+from tests.tools.checks import (
+    COVERS_ALL,
+    GREEDY,
+    SMALL,
+    check_tool,
+    exact_model,
+    padded_batch,
+    quest_first,
+    sparse_methods,
+)
 
 PROMPT = {"input_ids": random_ids(1, 150), "attention_mask": torch.ones(1, 150, dtype=torch.long)}
 
@@ -36,7 +45,7 @@ OPTIONS = {
 }
 
 
-@sparse_methods
+@quest_first
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_way_to_generate(name, method_name, model):
     def run():

@@ -6,7 +6,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from transformers import AutoModelForCausalLM
 
 from hf_sparse_attn import SparseCache, patch_model
-from tests.tools.checks import GREEDY, SMALL, check_tool, exact_model, padded_batch, sparse_methods
+from tests.tools.checks import GREEDY, SMALL, check_tool, exact_model, padded_batch, quest_first, sparse_methods
 
 LAYERS = {f"model.layers.{layer}": "cpu" if layer < 2 else "disk" for layer in range(4)}
 DEVICE_MAP = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", **LAYERS, "model.norm": "cpu", "lm_head": "cpu"}
@@ -42,7 +42,7 @@ def loaded_with_a_map_of_accelerates(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model", device_map="auto", dtype=torch.float64).eval()
 
 
-@sparse_methods
+@quest_first
 @pytest.mark.parametrize(
     "make", [in_memory, in_memory_with_buffers, on_disk, dispatched, loaded, loaded_with_a_map_of_accelerates]
 )

@@ -9,7 +9,7 @@ from transformers import TextIteratorStreamer, TextStreamer, pipeline
 from hf_sparse_attn import SparseCache, sparse_attention
 from hf_sparse_attn.cli.passkey import FILLER
 from tests.tiny import make_tokenizer
-from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, sparse_methods
+from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, quest_first, sparse_methods
 
 LONG, SHORT = " ".join(FILLER * 3), FILLER[0]
 CHAT = [{"role": "user", "content": LONG}]
@@ -29,7 +29,7 @@ def model(tokenizer):
     return exact_model(vocab_size=len(tokenizer))
 
 
-@sparse_methods
+@quest_first
 @pytest.mark.parametrize(
     "inputs",
     [

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_sparse_attn import patch_model, unpatch_model
 from tests.models import make_model
-from tests.tools.checks import COVERS_ALL, GREEDY, check_tool, padded_batch, sparse_methods
+from tests.tools.checks import COVERS_ALL, GREEDY, check_tool, padded_batch, quest_first, sparse_methods
 
 CONFIGS = {
     "torchao int8": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@sparse_methods
+@quest_first
 @pytest.mark.parametrize("name", CONFIGS)
 def test_quantized_weights(name, method_name, folder):
     model = AutoModelForCausalLM.from_pretrained(
