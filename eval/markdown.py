@@ -89,7 +89,7 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     model = sum(summary["model_seconds"] for summary in summaries)
     methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
     lines = [
-        f"## {methods}: {first['model']}, {first['dtype']}, {first['device']}\n",
+        f"## {methods}: {_model_name(first['model'])}, {first['dtype']}, {first['device']}\n",
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
         f"--out {results.as_posix()}/{name}`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
@@ -240,6 +240,11 @@ def _speed(name: str, report: dict[str, Any]) -> str:
             _table(head, rows, left=2),
         ]
     )
+
+
+def _model_name(name: str) -> str:
+    """A hub id or an alias as it is; of a GGUF file its name, since its folder means nothing elsewhere."""
+    return Path(name).name if name.endswith(".gguf") else name
 
 
 def _column(method: str, token_budget: int | None) -> str:

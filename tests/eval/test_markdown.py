@@ -63,6 +63,10 @@ def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
     assert "selections kept, %" not in text
 
 
+def test_a_gguf_file_is_named_without_its_folder(tmp_path):
+    assert "## quest: tiny.gguf, float32, a CPU\n" in page_of(tmp_path, {"table": [ENTRY], "model": "/data/tiny.gguf"})
+
+
 def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path):
     keeping = {"method": "tokenselect", "token_budget": 64, "selection_hit_rate": 0.25, "kv_fraction": 0.5}
     text = page_of(tmp_path, {"table": [ENTRY, ENTRY | keeping]})
