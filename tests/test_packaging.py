@@ -62,6 +62,14 @@ def test_installed_wheel_imports_from_the_repository_root(installed: Path) -> No
     run_python("import transformers; " + REPORT, ROOT, installed)
 
 
+def test_installed_wheel_declares_its_model_for_lm_eval(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "from importlib.metadata import entry_points; from hf_sparse_attn.lm_eval import MODEL_NAME, TARGET; "
+        "print(entry_points(group='lm_eval.models')[MODEL_NAME].value == TARGET)"
+    )
+    assert run_python(code, tmp_path, installed).split() == ["True"]
+
+
 HIDE_HUB_KERNELS = """
 import importlib.machinery
 import sys
@@ -100,7 +108,7 @@ def test_no_folder_shadows_another_package() -> None:
 
 
 def test_import_needs_no_optional_package(tmp_path: Path) -> None:
-    optional = ("gguf", "psutil", "datasets", "evaluate", "matplotlib")
+    optional = ("gguf", "psutil", "datasets", "evaluate", "matplotlib", "lm_eval")
     code = (
         f"import sys; sys.modules |= dict.fromkeys({optional!r}); import hf_sparse_attn; "
         "assert not {'typer', 'rich'} & sys.modules.keys(), 'too much'; import hf_sparse_attn.cli.app"

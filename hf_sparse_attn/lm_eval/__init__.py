@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 MODEL_NAME = "hf-sparse"
+TARGET = "hf_sparse_attn.lm_eval.model:HFSparseLM"
 
 
 def register() -> None:
@@ -21,7 +22,7 @@ def register() -> None:
         import_module("lm_eval.models")  # registers lm_eval's own models, which it later does only if there are none
         from lm_eval.api.registry import model_registry
     if MODEL_NAME not in model_registry:
-        model_registry.register(MODEL_NAME, target="hf_sparse_attn.lm_eval.model:HFSparseLM")
+        model_registry.register(MODEL_NAME, target=TARGET)
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def lm_eval_needed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
+        if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise ImportError(
             "hf_sparse_attn.lm_eval needs lm-evaluation-harness: pip install 'hf-sparse-attn[lm-eval]'"

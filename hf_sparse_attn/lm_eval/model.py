@@ -203,7 +203,8 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
         for reads in self.reads_by_task.values():
             total = _sum(total, reads)
         by_task = {name: _kv_fraction(reads) for name, reads in self.reads_by_task.items() if name}
-        logger.info("%s: kv_fraction=%s %s", self.method, _kv_fraction(total), by_task or "")
+        shown = [f"{name}: {_shown(fraction)}" for name, fraction in by_task.items()]
+        logger.info("kv_fraction=%s (%s) by %s", _shown(_kv_fraction(total)), ", ".join(shown), self.method)
         return {
             **super().get_model_info(),
             "sparse_attention": {"method": self.method.name, **asdict(self.method), **asdict(self.scheme)},
@@ -223,3 +224,7 @@ def _sum(first: LayerStats, second: LayerStats) -> LayerStats:
 def _kv_fraction(reads: LayerStats) -> float | None:
     """Return the fraction of dense attention's bytes that were read; None where nothing was decoded."""
     return reads.kv_fraction if reads.dense_bytes else None
+
+
+def _shown(fraction: float | None) -> str:
+    return "none, nothing was decoded" if fraction is None else f"{fraction:.4f}"
