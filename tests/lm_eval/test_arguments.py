@@ -67,7 +67,7 @@ def _parsed(text: str) -> dict[str, Any]:
         ({"pretrained": None}, "pretrained is missing"),
         ({"pretrained": "/no/such/model"}, "model '/no/such/model' is not there"),
         ({"pretrained": "nobody/nothing"}, "model 'nobody/nothing' could not be loaded: "),
-        ({"dense_layers": 3}, "dense_layers must leave a layer to make sparse: got 3"),
+        ({"dense_layers": 3}, "dense_layers must leave at least one layer to make sparse, got 3"),
     ],
 )
 def test_bad_arguments(folder: str, arguments: dict[str, Any], message: str) -> None:

@@ -52,13 +52,18 @@ def passage(sentences: int) -> str:
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    documents = [{"passage": passage(sentences), "text": passage(sentences // 6)} for sentences in (18, 12, 15)]
+    documents = [{"passage": passage(sentences), "text": passage(sentences // 6)} for sentences in (9, 6, 8)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
     data = {"data_files": {"test": str(folder / "documents.jsonl")}, "cache_dir": str(folder / "cache")}
     for name, task in TASKS.items():
         whole = {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **task}
         (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_description_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it takes seconds
 
 
 def evaluate(model: LM, tasks: Path) -> dict[str, Any]:
@@ -118,12 +123,12 @@ def test_smollm2_scores_as_dense_attention_where_the_budget_covers_all(tasks: Pa
 
 @pytest.mark.weights
 def test_smollm2_by_the_command(tasks: Path, tmp_path: Path) -> None:
-    given = "pretrained=smollm2,method=quest,token_budget=64,decode_last=4,rolling_prefill=16"
+    given = "pretrained=smollm2,method=quest,token_budget=48,decode_last=4,rolling_prefill=16"
     where = ["--include_path", str(tasks), "--output_path", str(tmp_path), "--log_samples"]
     result = run(["--model_args", given, "--tasks", ",".join(TASKS), "--batch_size", "2", *where])
     assert result.returncode == 0, result.stderr
     config = written(tmp_path)["config"]
     assert config["model"] == "hf-sparse"
-    assert 0 < config["kv_fraction_by_task"]["choices"] < 0.75
+    assert 0 < config["kv_fraction_by_task"]["choices"] < 0.9
     assert f"kv_fraction={config['kv_fraction']:.4f} (" in result.stderr
     assert "|choices" in result.stdout
