@@ -171,11 +171,8 @@ def test_installed_wheel_imports_from_the_repository_root(installed: Path) -> No
 
 
 def test_installed_wheel_declares_its_model_for_lm_eval(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "from importlib.metadata import entry_points; from hf_sparse_attn.lm_eval import MODEL_NAME, TARGET; "
-        "print(entry_points(group='lm_eval.models')[MODEL_NAME].value == TARGET)"
-    )
-    assert run_python(code, tmp_path, installed).split() == ["True"]
+    code = "from importlib.metadata import entry_points; print(entry_points(group='lm_eval.models')['hf-sparse'].value)"
+    assert run_python(code, tmp_path, installed).strip() == "hf_sparse_attn.lm_eval.model:HFSparseLM"
 
 
 HIDE_HUB_KERNELS = """
