@@ -119,4 +119,5 @@ package: $(STAMP)
 	$(BIN)/python -m venv $(EMPTY)
 	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) torch
 	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
-	cd $(EMPTY) && bin/hf-sparse-attn methods && bin/hf-sparse-attn compare --model smollm2 --passkey-tokens 1000 --depths 0.5
+	cd $(EMPTY) && bin/hf-sparse-attn methods
+	cd $(EMPTY) && bin/hf-sparse-attn compare --model smollm2 --token-budget 256 --passkey-tokens 1000 --depths 0.5
