@@ -28,7 +28,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,eval,dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,dev]"
 	touch $@
 
 demo: $(STAMP)
