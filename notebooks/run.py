@@ -11,10 +11,11 @@ from pathlib import Path
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from rich.console import Console
+from rich.text import Text
 
 SOURCES = Path(__file__).resolve().parent
 TARGET = SOURCES.parent / "build" / "notebooks"
@@ -24,7 +25,7 @@ QUIET = {"TORCH_LOGS": "-all", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IP
 FIRST_LINES = "import logging; logging.getLogger('torchao').setLevel('ERROR')"
 
 
-class ThisInterpreter(KernelManager):
+class ThisInterpreter(AsyncKernelManager):
     """A manager of kernels that run in this interpreter, whatever kernels are installed."""
 
     @property
@@ -63,10 +64,13 @@ def execute(
     with tempfile.TemporaryDirectory() as sockets, tempfile.TemporaryDirectory() as empty:
         client = NotebookClient(
             notebook,
-            km=ThisInterpreter(transport="ipc", ip=f"{sockets}/kernel"),
+            kernel_manager_class=ThisInterpreter,
+            shutdown_kernel="immediate",
             timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
             resources={"metadata": {"path": empty}},  # a notebook that was downloaded alone has no file beside it
         )
+        manager = client.create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
         client.execute(env={**os.environ, **QUIET, **(environment or {})})
 
 
@@ -103,7 +107,7 @@ def main() -> int:
         console.print(f"{name:20} {seconds:6.1f} s  {'failed' if failure else 'ok'}")
         if failure:
             failed.append(name)
-            console.print(failure, markup=False)
+            console.print(Text.from_ansi(failure), soft_wrap=True)
     console.print(f"{len(failed)} failed; the notebooks with their outputs: {TARGET}")
     return 1 if failed else 0
 
