@@ -1,9 +1,11 @@
-# `make demo` and `make test` start from a bare machine: Python 3.10+ and make. PYTHON= names another interpreter for
-# test-gpu and bench, which install nothing.
+# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, CONSTRAINTS= the
+# versions in it. PYTHON= names another interpreter for test-gpu and bench, which then install nothing.
 
 BOOTSTRAP ?= python3
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+COMMAND := $(VENV)/.command
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
@@ -11,34 +13,46 @@ SOURCES := hf_sparse_attn kernels eval notebooks tests
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo test test-more test-gpu $(GPU_GROUPS) cuda bench lint format
+.PHONY: help install demo notebooks test test-more test-gpu $(GPU_GROUPS) cuda bench docs package lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
+	@echo "make notebooks execute the notebooks, with their outputs in build/notebooks"
 	@echo "make test      lint, types and the tests that run on CPU"
 	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
-	@echo "make lint      ruff, mypy and import-linter"
+	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
+	@echo "make package   build and check the distributions, and use the wheel in an environment of its own"
+	@echo "make lint      ruff, mypy, import-linter, and the schemas of the workflows and of CITATION.cff"
 	@echo "make format    ruff format, and what ruff can fix"
 
 install: $(STAMP)
 
 # torch comes first and alone, so that its pin decides and nothing else pulls in another build.
-$(STAMP): pyproject.toml constraints.txt
+$(COMMAND): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,dev]"
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[cli]"
 	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(COMMAND)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[dev,docs,eval,lm-eval,notebooks]"
+	touch $@
+
+demo: $(COMMAND)
 	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest --token-budget 256 --passkey-tokens 2000
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/run.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -81,3 +95,20 @@ bench:
 		$(PYTHON) kernels/benchmarks/run.py --end-to-end --method $$method || failed=1; \
 	done; \
 	$(PYTHON) kernels/benchmarks/run.py --readme README.md && test $$failed = 0
+
+# Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(STAMP)
+	$(MKDOCS) build --strict
+	$(BIN)/python -m pytest tests/docs/built_site.py
+
+# The wheel is built from the source distribution, and used where nothing else is installed.
+EMPTY := build/empty
+package: $(STAMP)
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) torch
+	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
+	cd $(EMPTY) && bin/hf-sparse-attn methods && bin/hf-sparse-attn compare --model smollm2 --passkey-tokens 1000 --depths 0.5

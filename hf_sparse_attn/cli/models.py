@@ -88,7 +88,7 @@ def load_model(
     ModelLoadError
         If there is no such model, or it cannot be fetched, verified or read.
     """
-    source, options = _locate(name_or_path)
+    source, options = locate(name_or_path)
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,7 +119,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
     ModelLoadError
         If there is no such model, or it cannot be fetched, verified or read.
     """
-    source, options = _locate(name_or_path)
+    source, options = locate(name_or_path)
 
     from transformers import AutoConfig, AutoTokenizer
 
@@ -248,8 +248,14 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("hf-sparse-attn"))
 
 
-def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """First argument and options for ``from_pretrained``."""
+def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Return the first argument and the options of ``from_pretrained`` for a model; takes what :func:`load_model` does.
+
+    Raises
+    ------
+    ModelLoadError
+        There is no such file, it cannot be fetched, or the package that reads it is missing.
+    """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if name in ALIASES or path.suffix.lower() == ".gguf":

@@ -157,7 +157,7 @@ def test_file_that_is_no_gguf_is_an_error(tmp_path: Path) -> None:
 
 def test_gguf_path_is_split_for_transformers(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(CONTENT)
-    assert models._locate(tmp_path / "a.gguf") == (str(tmp_path), {"gguf_file": "a.gguf"})
+    assert models.locate(tmp_path / "a.gguf") == (str(tmp_path), {"gguf_file": "a.gguf"})
 
 
 def test_bad_device_is_named() -> None:
