@@ -73,11 +73,12 @@ test-gpu-methods:
 test-gpu-models:
 	$(PYTHON) -m pytest -m "not gpu and not grid" tests/test_compiled.py tests/patch tests/cache
 
-# The README's tables are written from whatever results there are, also where a measurement failed.
+# The documentation's tables are made from the results when it is built. README's picture is redrawn here, from
+# whatever results there are, also where a measurement failed.
 bench:
 	failed=0; \
 	$(PYTHON) kernels/benchmarks/run.py || failed=1; \
 	for method in quest tokenselect; do \
 		$(PYTHON) kernels/benchmarks/run.py --end-to-end --method $$method || failed=1; \
 	done; \
-	$(PYTHON) kernels/benchmarks/run.py --readme README.md && test $$failed = 0
+	$(PYTHON) kernels/benchmarks/run.py --overview && test $$failed = 0
