@@ -4,6 +4,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod, TokenSelect
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
 from hf_sparse_attn.patched import sparse_attention_stats
+from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
 __all__ = [
@@ -11,11 +12,13 @@ __all__ = [
     "Full",
     "LayerStats",
     "Quest",
+    "SelectionRecord",
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
     "TokenSelect",
     "patch_model",
+    "record_selections",
     "sparse_attention",
     "sparse_attention_stats",
     "unpatch_model",

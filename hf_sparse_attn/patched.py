@@ -16,6 +16,8 @@ from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from hf_sparse_attn.record import SelectionRecord
+
 _ATTRIBUTE = "_hf_sparse_attn_patch"
 
 
@@ -37,6 +39,8 @@ class Patch:
     """Whether the model is a PEFT model's that puts a prefix of its own into a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()
     """Of the most recently used cache."""
+    recorder: SelectionRecord | None = None
+    """Takes the selections of decode steps, inside ``record_selections``."""
     shared: Shared | None = None
     """The rows' lengths of that cache, without its keys and values."""
 

@@ -81,7 +81,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         for layer_idx, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
-                layers[layer_idx] = SparseLayer(method_here, storage(), self.shared, config.num_attention_heads)
+                layers[layer_idx] = SparseLayer(
+                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx
+                )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
                     f"layer {layer_idx} keeps a {type(layer).__name__}; "

@@ -35,6 +35,8 @@ class ForwardPass:
         self._closed_from = cache.closed_from
         self.moved_rows = False
         """Whether rows that hold tokens begin elsewhere than before the pass."""
+        self._recorder = cache.shared.recorder
+        self._recorded = 0 if self._recorder is None else self._recorder.num_steps
         self._former_padding: list[tuple[Lengths, Padding]] = []
         # A sliding window's updates make new tensors: its attributes are all its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
@@ -107,6 +109,8 @@ class ForwardPass:
         """Put back what the pass has changed, but for the tokens that layers have appended."""
         for lengths, padding in self._former_padding:
             lengths.set_padding(padding)
+        if self._recorder is not None:
+            self._recorder.cut(self._recorded)
         for layer, state in self._windows:
             layer.__dict__.clear()
             layer.__dict__.update(state)

@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
+from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -42,6 +43,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Of the cache that the layer is part of; None for a layer of its own.
     q_heads
         Query heads of the model.
+    layer_idx
+        Index of the layer in the model.
     """
 
     is_sliding = False
@@ -54,13 +57,21 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     rope: Rope
     """Rotations by slot, on the layer's device, where the method has ``rotates_keys``."""
 
-    def __init__(self, method: SparseMethod, storage: Storage, shared: Shared | None = None, q_heads: int = 1) -> None:
+    def __init__(
+        self,
+        method: SparseMethod,
+        storage: Storage,
+        shared: Shared | None = None,
+        q_heads: int = 1,
+        layer_idx: int = 0,
+    ) -> None:
         # Not the base class's constructor, which sets keys and values: here they are the storage's.
         self.method = method
         self.storage = storage
         self.is_compileable = storage.is_compileable
         self.is_initialized = False
         self.q_heads = q_heads
+        self.layer_idx = layer_idx
         self.counter = LayerCounter(method.counts)
         self.rope_tables: RopeTables | None = None
         self._shared = Shared() if shared is None else shared
@@ -227,6 +238,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def mark_written(self) -> None:
         """Say that every token that the lengths count is written."""
         self._held = self.lengths.known_length
+
+    def note(self, selection: Selection | None) -> None:
+        """Note what the current decode step reads, None for everything, where somebody records it."""
+        if self._shared.recorder is not None:
+            self._shared.recorder.add(self, selection)
 
     def rebuild_metadata(self) -> None:
         """Make the metadata of all tokens anew, as after a change of where the rows begin."""

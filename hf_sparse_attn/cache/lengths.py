@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 from hf_sparse_attn.cache.padding import Padding
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.record import SelectionRecord
 
 
 @torch.library.custom_op(
@@ -153,11 +157,15 @@ class Lengths:
 
 
 class Shared:
-    """Shared state of a cache's layers: their lengths on each device, and the padding of rows not yet allocated."""
+    """Shared state of a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
+
+    ``recorder`` takes the selections of decode steps while somebody records them.
+    """
 
     def __init__(self) -> None:
         self.lengths: dict[torch.device, Lengths] = {}
         self.padding: Padding | None = None
+        self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:
         """Raise ``ValueError`` where the mask of an earlier decode step hid cached tokens. Waits for the device."""

@@ -158,7 +158,8 @@ class SparseMethod:
         """Cache a decode step's token, attend from it, and count what was read in ``layer.counter``.
 
         By default ``layer.append``, :meth:`select`, :meth:`metadata_bytes_read` and :meth:`attend`. A method whose
-        selection and attention interleave overrides this; so does one with an op that writes and selects at once.
+        selection and attention interleave overrides this, and calls ``layer.note`` with what it read; so does one with
+        an op that writes and selects at once.
 
         Parameters
         ----------
@@ -226,11 +227,12 @@ class SparseMethod:
         return 0
 
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
-        """Attend to the selected blocks only, and count the step in ``layer.counter``.
+        """Attend to the selected blocks only, count the step in ``layer.counter``, and note the selection.
 
         [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, selected tokens
         get contiguous positions.
         """
+        layer.note(selection)
         output, _ = sparse_decode(
             query,
             layer.keys,

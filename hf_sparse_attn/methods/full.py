@@ -37,6 +37,7 @@ class Full(SparseMethod):
     ) -> torch.Tensor:
         """Append the token and attend to the whole row; see :meth:`SparseMethod.decode`."""
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        layer.note(None)
         if layer.storage.reads_by_bounds():
             output, _ = dense_decode(
                 query,

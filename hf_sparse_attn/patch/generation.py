@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.methods import SparseMethod
-from hf_sparse_attn.patched import is_patched, patched_method
+from hf_sparse_attn.patched import get_patch, is_patched, patched_method
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
@@ -54,7 +54,8 @@ class PrepareCache:
             )
         if cache is not None and wanted is not None:
             raise ValueError(f"cache_implementation={wanted!r} and past_key_values exclude each other; give one")
-        if not _may_compile(self.model, generation_config, generation_mode):
+        is_recorded = get_patch(self.model).recorder is not None
+        if is_recorded or not _may_compile(self.model, generation_config, generation_mode):
             generation_config.disable_compile = True  # of this call alone: generate() works on a copy
         if generation_config.use_cache is False:
             return None  # dense, as a forward pass without a cache is

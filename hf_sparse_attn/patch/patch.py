@@ -102,9 +102,9 @@ def patch_model(
     inner = base_model(model)
     takes_prefix = has_prefix(model)
     check_supported(inner, checked, takes_prefix)
-    if is_patched(inner):
-        _take_out(inner)
+    recorder = _take_out(inner).recorder if is_patched(inner) else None
     _put_in(inner, checked, takes_prefix)
+    get_patch(inner).recorder = recorder
     return model
 
 
@@ -137,10 +137,10 @@ def sparse_attention(
         yield model
     finally:  # without the checks of patch_model: the state that is put back was checked
         inner = base_model(model)
-        if is_patched(inner):
-            _take_out(inner)
+        recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
             _put_in(inner, former, has_prefix(model))
+            get_patch(inner).recorder = recorder
 
 
 def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) -> None:
@@ -164,7 +164,8 @@ def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) ->
         setattr(model, PREPARE_CACHE, PrepareCache(model, getattr(model, PREPARE_CACHE)))
 
 
-def _take_out(model: PreTrainedModel) -> None:
+def _take_out(model: PreTrainedModel) -> Patch:
+    """Take a patch out of a model and return it."""
     patch = get_patch(model)
     for hook in patch.hooks:
         hook.remove()
@@ -173,6 +174,7 @@ def _take_out(model: PreTrainedModel) -> None:
         model.__dict__.update(patch.stock_attributes)
     _replace_config(model, patch.config, _config_to_put_back(patch.config, patch.stock_config))
     set_patch(model, None)
+    return patch
 
 
 def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
