@@ -1,4 +1,4 @@
-"""``docs/results.md`` from the results folders: nothing in it is typed by hand."""
+"""The documentation's tables of results, from the results folders: nothing in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -13,50 +13,30 @@ from eval.store import read_json
 from eval.summary import column_order
 from eval.terminal import number
 
-_HEAD = """# Results
-
-Written by `python -m eval docs` from the files under `{results}`; a test checks that the two agree. Scores are percent,
-higher is better; perplexity is the exception. "Tokens read" is the mean over decode steps, KV heads and the layers that
-a method makes sparse; "KV read" is bytes against dense attention's, metadata included, over all layers; "selections
-kept" is the share of steps and layers in which TokenSelect's Selection Cache saved a vote. Times are medians. Small
-samples: a passkey cell of five samples moves by 20 points when one changes.
-"""
 _NOTHING = "-"
 
 
-def write_results(results: Path, out: Path) -> None:
-    """Write the page.
+def results_tables(results: Path) -> str:
+    """Return the tables of every sweep and every speed report, as Markdown.
 
     Parameters
     ----------
     results : Path
         Holds a folder for each sweep (named as its file in ``eval/configs``; a ``note.txt`` in it is shown), and
         ``speed`` with reports of ``python -m eval speed``.
-    out : Path
-        The Markdown file.
 
     Raises
     ------
     EvalError
-        There are no results, a file cannot be read or is not what it should be, or ``out`` cannot be written.
+        There are no results, or a file cannot be read or is not what it should be.
     """
-    page = results_page(results)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
-
-
-def results_page(results: Path) -> str:
-    """Return the page's text; see :func:`write_results`."""
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*/*/summary.json")):
         summary = read_json(path, "the summary of a run")
         with _named(path, "the summary of a run"):
             _sweep(path.parent.parent.name, [summary], results)  # alone first, so that an error names the file
         sweeps.setdefault(path.parent.parent.name, []).append(summary)
-    parts = [_HEAD.format(results=results.as_posix())]
+    parts = []
     for name, summaries in sweeps.items():
         with _named(results / name, "a sweep whose runs go together"):
             parts.append(_sweep(name, summaries, results))
@@ -67,7 +47,8 @@ def results_page(results: Path) -> str:
         report = read_json(path, "a report of `python -m eval speed`")
         with _named(path, "a report of `python -m eval speed`"):
             parts.append(_speed(path.stem, report))
-    return "\n".join(parts)
+    # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
+    return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @contextmanager
@@ -90,8 +71,7 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
     lines = [
         f"## {methods}: {first['model']}, {first['dtype']}, {first['device']}\n",
-        f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
-        f"--out {results.as_posix()}/{name}`\n",
+        f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
         f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
     ]

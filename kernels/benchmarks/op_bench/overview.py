@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from op_bench.plot import THEMES, Theme, draw_times, dress, heads_of, new_figure, series, svg
+from op_bench.plot import DENSE, THEMES, Theme, draw_times, dress, heads_of, new_figure, series, svg
 from op_bench.results import Record, ResultsError, read
+from op_bench.shapes import length_label
+from op_bench.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +28,8 @@ FOLDER = Path("docs/assets")
 FILES = {"light": "overview.svg", "dark": "overview-dark.svg"}
 
 TITLE = "Accuracy against bytes read, and time of a decode step against length"
-TITLES = {"qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
+TITLES = {"qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct (Q4_K_M)"}
+SWEPT = {"Quest": "token_budget", "TokenSelect": "selection_cache_threshold"}
 NAMES = {"full": "dense attention", "quest": "Quest", "tokenselect": "TokenSelect"}
 
 
@@ -147,13 +150,12 @@ def overview_figure(data: Record, theme: Theme) -> Figure:
 def _draw_accuracy(axes: Axes, points: dict[str, list[list[Any]]], theme: Theme) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    swept = {"Quest": "Quest, by token_budget", "TokenSelect": "TokenSelect, by selection_cache_threshold"}
     for method, found in points.items():
         ordered = sorted(found)
         axes.plot(
             [point[0] for point in ordered],
             [point[1] for point in ordered],
-            **{**theme.line(method), "label": swept.get(method, method)},
+            **{**theme.line(method), "label": f"{method}, by {SWEPT[method]}" if method in SWEPT else method},
         )
         labels: dict[tuple[float, float], list[str]] = {}
         for read_share, score, label in found:
@@ -182,3 +184,36 @@ def _draw_accuracy(axes: Axes, points: dict[str, list[list[Any]]], theme: Theme)
     axes.set_ylabel("score", fontsize=9.5)
     axes.legend(loc="lower right", fontsize=9, frameon=False, labelcolor=theme.text)
     dress(axes, theme)
+
+
+def accuracy_table(root: Path, method: str) -> str:
+    """Return the picture's left panel for one method, such as ``Quest``, beside dense attention, as Markdown.
+
+    Raises
+    ------
+    KeyError
+        The picture does not show the method.
+    """
+    points = overview_data(root)["accuracy"]["points"]
+    rows = [
+        [label or dense, f"{read_share:.1f}", f"{score:.1f}"]
+        for name, dense in (("dense attention", "dense"), (method, ""))
+        for read_share, score, label in points[name]
+    ]
+    return table((SWEPT[method], "KV read, %", "score, %"), rows)
+
+
+def times_table(root: Path, method: str) -> str:
+    """Return the picture's right panel for one method beside the best dense kernel, as Markdown.
+
+    Raises
+    ------
+    KeyError
+        The picture does not show the method.
+    """
+    lines = {name: dict(points) for name, points in overview_data(root)["time"]["lines"].items()}
+    shown = [name for name in lines if name == DENSE or name.split(",")[0] == method]
+    if shown == [DENSE]:
+        raise KeyError(method)
+    rows = [[length_label(length), *(f"{lines[name][length]:.1f}" for name in shown)] for length in lines[DENSE]]
+    return table(("tokens in the cache", *(f"{name}, µs" for name in shown)), rows)
