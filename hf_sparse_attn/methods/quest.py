@@ -47,6 +47,8 @@ class Quest(SparseMethod):
         a channel, so that a score stays an upper bound and a step reads half the bytes; on real weights the selection
         keeps the same attention mass. ``"model"``: exactly, in the model's dtype, as in the paper.
 
+    Notes
+    -----
     The page being filled is always read and counts in the budget.
     """
 

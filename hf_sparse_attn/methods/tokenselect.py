@@ -68,6 +68,8 @@ class TokenSelect(SparseMethod):
         ``"soft"`` (default), or what the paper compares it with in table 4: ``"logits"``, the sum of q.k over the
         heads; ``"head"``, the number of heads that have the token among their own k.
 
+    Notes
+    -----
     All layers are sparse: ``dense_layers`` must be 0, since none may leave the trained positions. A token's K and V are
     counted in the budget; that the vote reads every candidate's key is counted as metadata.
     """
