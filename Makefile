@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels eval tests
+SOURCES := hf_sparse_attn kernels eval tests docs
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo test test-more test-gpu $(GPU_GROUPS) cuda bench lint format
+.PHONY: help install demo test test-more test-gpu $(GPU_GROUPS) cuda bench docs docs-serve lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
+	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
+	@echo "make docs-serve  show the documentation while it is being written"
 	@echo "make lint      ruff, mypy and import-linter"
 	@echo "make format    ruff format, and what ruff can fix"
 
@@ -28,7 +30,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,eval,dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,eval,dev,docs]"
 	touch $@
 
 demo: $(STAMP)
@@ -82,3 +84,12 @@ bench:
 		$(PYTHON) kernels/benchmarks/run.py --end-to-end --method $$method || failed=1; \
 	done; \
 	$(PYTHON) kernels/benchmarks/run.py --overview && test $$failed = 0
+
+# Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(STAMP)
+	$(MKDOCS) build --strict
+	$(BIN)/python -m pytest tests/docs/built_site.py
+
+docs-serve: $(STAMP)
+	$(MKDOCS) serve

@@ -27,7 +27,7 @@ def _rewrite(item: griffe.Object | griffe.Alias) -> None:
         _rewrite(member)
 
 
-def _link(item: griffe.Object, name: str) -> str:
+def _link(item: griffe.Object | griffe.Alias, name: str) -> str:
     """Return an optional reference: a link where the site documents the object."""
     short = name.rpartition(".")[2] if name.startswith("hf_sparse_attn") else name
     try:

@@ -181,7 +181,7 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         heading,
         settings,
         _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
-        "<details><summary>What it cost</summary>\n",
+        "<details markdown=\"1\"><summary>What it cost</summary>\n",
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
     ]

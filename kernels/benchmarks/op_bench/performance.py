@@ -93,7 +93,8 @@ def _kernel_part(report: Record) -> list[str]:
         f"and attends to them. Times are medians inside a CUDA graph of several layers, as in a model's decode step. "
         f'"Alone" is one replay of one step, with the L2 cache flushed. "Best dense" is the fastest of the other '
         f"projects' kernels in the same run. \"Over floor\" is the time over that of moving the step's bytes at "
-        f"{NOMINAL_BYTES_PER_SECOND / 1e12:.2f} TB/s. {made_with(report, steps)}.\n",
+        f"{NOMINAL_BYTES_PER_SECOND / 1e12:.2f} TB/s.\n",
+        f"Measured with {made_with(report, steps)}.\n",
         table((*names, "length", *columns), rows),
         "Faster than the best dense kernel at every measured length from:\n",
         table((*names, "inside a decode step, tokens", "alone, tokens"), even),

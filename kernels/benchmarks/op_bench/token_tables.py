@@ -27,9 +27,9 @@ def token_part(report: Record) -> list[str]:
     parts = [
         f"## TokenSelect, {report['machine']['device']}\n",
         f"All heads of a layer choose {voted:,} tokens together by soft vote. The first {first:,} and the last "
-        f"{last:,} are read too. Selected tokens get contiguous positions. dtype, dense attention and floors "
-        f"are as above. "
-        f"{made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
+        f"{last:,} are read too. Selected tokens get contiguous positions. The dtype, dense attention and "
+        "floors are as above.\n",
+        f"Measured with {made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
     ]
     if found[CHUNK_STEP]:
         parts += _chunk_part(found[CHUNK_STEP])
