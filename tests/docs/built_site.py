@@ -44,6 +44,7 @@ def test_the_site_is_built() -> None:
 
 def open_page(browser: Any, address: str, scheme: str = "light") -> None:
     """Open a page as somebody does who prefers a theme and has not been there before."""
+    browser.get("about:blank")  # an open page would keep the theme that it has
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.execute_cdp_cmd(
