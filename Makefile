@@ -30,7 +30,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[demo,eval,dev,docs]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,dev,docs]"
 	touch $@
 
 demo: $(STAMP)

@@ -1,6 +1,9 @@
 """``python -m eval``."""
 
-from eval.cli import app
+from eval.extras import needs_extra
 
 if __name__ == "__main__":
-    app(prog_name="python -m eval")
+    with needs_extra():
+        from eval.cli import app
+
+        app(prog_name="python -m eval")

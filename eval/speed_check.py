@@ -1,4 +1,4 @@
-"""The check that a patched ``generate()`` computes what dense attention does, where its budget leaves nothing out."""
+"""The check that a patched ``generate()`` equals dense attention if the budget covers everything."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hf_sparse_attn.cli.greedy import forward
 from hf_sparse_attn.rope import max_positions
 
 CHECKED_TOKENS = 4
-"""Tokens that a method with a budget for everything must have in common with dense attention."""
+"""Number of first tokens that a method must share with dense attention if its budget covers everything."""
 
 TIE_ROUNDINGS = 4
-"""Logits that are no further apart than this many roundings of the largest one are a tie."""
+"""Logits at most this many roundings of the largest one apart tie."""
 
 
 def check_covering(
     model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Raise unless the method, with a budget for everything, begins as dense attention over the same tokens does.
+    """Raise unless the method, with a budget for everything, starts with the same tokens as dense attention.
 
-    Dense attention on CUDA does not always agree with itself: two tokens that it rates alike count as the same. Where
-    the method takes the filled buffers for keys before RoPE, dense attention gets them rotated.
+    Dense attention on CUDA is not deterministic, so tokens whose logits tie count as equal. If the method caches keys
+    before RoPE, dense attention gets the filled buffers rotated.
 
     Returns
     -------
     dict
-        The comparison: ``method``, ``token_budget``, ``tokens``, and in words ``against``.
+        The comparison: ``method``, ``token_budget``, ``tokens``, and ``against``, a text.
     """
     everything = covering(method, work, len(dense_ids))
     side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))
@@ -54,7 +54,7 @@ def check_covering(
     differing = [step for step in range(len(expected)) if found[step] != expected[step]]
     if not differing:
         return compared
-    step = differing[0]  # what comes after it has another beginning
+    step = differing[0]  # later tokens follow different texts
     cache = new_dense_cache()
     logits = forward(model, cache, work.input_ids[0, cache.get_seq_length() :].tolist() + expected[:step])
     gap = float(logits[expected[step]] - logits[found[step]])
@@ -67,10 +67,10 @@ def check_covering(
 
 
 def covering(method: SparseMethod, work: Work, new_tokens: int) -> SparseMethod:
-    """The method with a budget for everything; one that rotates by slot has no more slots than the model positions."""
+    """Return the method with a budget for everything; slots are limited to the model's positions."""
     budget = 2 * (work.context + new_tokens)
     if method.rotates_keys:
         budget = min(work.capacity, max_positions(work.model.config))
-    # A method that has both takes the budget in place of k.
+    # A method that has both takes the budget instead of k.
     given = {field.name: getattr(method, field.name) for field in fields(method) if field.name != "k"}
     return type(method)(**{**given, "token_budget": budget})

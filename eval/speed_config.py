@@ -21,21 +21,21 @@ class SpeedConfig:
     model : str or None
         A model for ``hf_sparse_attn.cli.models.load_model``: real weights, and a prompt that ``generate()`` prefills.
     shape : str or None
-        A name in ``SHAPES``, in place of ``model``: random weights, and a cache that is filled without a prefill.
+        A name in ``SHAPES``, instead of ``model``: random weights, and a cache filled without a prefill.
     contexts : tuple of int
         Tokens before the first new one.
     method, token_budget, parameters
-        As in :class:`eval.config.RunConfig`; dense attention runs in any case.
+        As in :class:`eval.config.RunConfig`; dense attention always runs too.
     new_tokens : int
         Tokens that each run generates, at least 2.
     repeats : int
-        Runs of each side that count.
+        Timed runs of each side.
     warmup : int
-        Runs of each side before that, which do not; memory and tokens read are taken there. At least 1.
+        Untimed runs of each side before them, which measure memory and tokens read. At least 1.
     dtype, device : str or None
         As in :class:`eval.config.RunConfig`.
     seed : int
-        Of weights, cache and prompt.
+        Seed of weights, cache and prompt.
     """
 
     model: str | None = None
@@ -73,11 +73,11 @@ class SpeedConfig:
                 if isinstance(entry, bool) or not isinstance(entry, int) or entry < least:
                     raise EvalError(f"{name}={entry!r} is not allowed: a whole number, at least {least}")
         if len(set(self.contexts)) != len(self.contexts):
-            raise EvalError(f"contexts={list(self.contexts)} has the same entry twice")
+            raise EvalError(f"contexts={list(self.contexts)} has duplicate entries")
         self.methods()
 
     def methods(self) -> list[SparseMethod]:
-        """Every method but dense attention, with every budget.
+        """Create every method except dense attention, with every budget.
 
         Raises
         ------

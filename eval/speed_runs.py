@@ -34,22 +34,22 @@ AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
-    """Notes when each token reached the host; that alone waits for the device, as for anyone who streams."""
+    """Records the time at which each token reaches the host, as for any streaming user; nothing else waits."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Note the time; the first call brings the prompt."""
+        """Record the time; the first call brings the prompt."""
         self.marks.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of those that are compared."""
+    """One of the compared configurations of ``generate()``."""
 
     name: str
     method: SparseMethod | None
@@ -58,25 +58,25 @@ class Side:
     compiled: bool = False
     """Whether ``generate()`` compiles its decode step."""
     copies_cache: bool = False
-    """Whether its cache is a copy, beside the one that all sides start from."""
+    """Whether its cache is a copy of the one that all sides start from."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The common start of every side of one context."""
+    """The common starting point of all sides for one context."""
 
     model: PreTrainedModel
     context: int
     capacity: int
-    """Tokens that the longest run caches, and one more."""
+    """Tokens that the longest run caches, plus one."""
     input_ids: torch.Tensor
-    """[1, context], with one token more where the context is cached."""
+    """[1, context], with one more token if the context is cached."""
     filled: SparseCache | None
-    """The cached context; None where each run prefills its own."""
+    """The cached context; None if each run prefills its own."""
 
     @classmethod
     def start(cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int]) -> Work:
-        """Make the prompt, and with ``config.shape`` the filled cache."""
+        """Create the prompt and, with ``config.shape``, the filled cache."""
         capacity = context + config.new_tokens + 1
         if config.shape is None:
             return cls(model, context, capacity, _random_ids(model, context, special_ids, config.seed), None)
@@ -86,17 +86,17 @@ class Work:
             for layer_idx, layer in enumerate(filled.sparse_layers):
                 filled.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv"), layer_idx)
                 for buffer in (layer.keys, layer.values):
-                    buffer[:, :, context:] = 0.0  # a static cache is read to its end, under a mask that NaN passes
+                    buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
         return cls(model, context, capacity, _random_ids(model, context + 1, special_ids, config.seed), filled)
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of the context, or of nothing where each run prefills its own cache."""
+        """Bytes of the cached context's keys and values; 0 if each run prefills its own cache."""
         return 0 if self.filled is None else self._context_bytes()
 
     @property
     def weights_and_kv_bytes(self) -> int:
-        """Bytes of the weights and of the cached context, the least that dense attention needs."""
+        """Bytes of the weights and of the cached context, the minimum for dense attention."""
         weights: dict[int, int] = {
             each.data_ptr(): each.numel() * each.element_size() for each in self.model.parameters()
         }
@@ -110,7 +110,7 @@ class Work:
         return numbers * bits // 8
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
-        """Dense attention over three caches, then each method; where ``generate()`` compiles, also without."""
+        """Return dense attention over three caches, then each method, with and without compilation on CUDA."""
         copies, compiles = self.filled is not None, is_cuda(self.model)
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
@@ -125,9 +125,9 @@ class Work:
         return sides
 
     def new_cache(self, method: SparseMethod | str) -> SparseCache:
-        """A cache as a patched ``generate()`` makes it, over the filled buffers where there are such.
+        """Create a cache as a patched ``generate()`` does, over the filled buffers if there are any.
 
-        Their content is random: it stands for keys after RoPE, and for a method that caches them before it for those.
+        Their random content serves as keys after RoPE, or before it for a method that caches those.
         """
         instance = make_method(method)
         if self.filled is None:
@@ -138,7 +138,7 @@ class Work:
         return filled.fork(instance)
 
     def new_rotated_cache(self) -> SparseCache:
-        """A dense cache of what the filled buffers hold where their keys are those before RoPE."""
+        """Create a dense cache of the filled buffers, with their keys taken as keys before RoPE."""
         assert self.filled is not None
         cache = SparseCache(self.model.config, DENSE, initial_capacity=self.capacity)
         tables = RopeTables(decoder_rotary(self.model), self.context)
@@ -148,15 +148,15 @@ class Work:
         return cache
 
     def new_dynamic_cache(self) -> DynamicCache:
-        """Transformers' own cache, with the tokens in tensors of its own as after a prefill."""
+        """Create Transformers' dynamic cache, with its own copy of the tokens as after a prefill."""
         return self._copied(DynamicCache(config=self.model.config))
 
     def new_growing_cache(self) -> SparseCache:
-        """A preallocated cache that a step reads as far as it is filled."""
+        """Create a preallocated cache, of which a step reads the filled part."""
         return self._copied(SparseCache(self.model.config, DENSE, initial_capacity=self.capacity))
 
     def new_static_cache(self) -> StaticCache:
-        """Transformers' static cache, over the filled buffers where there are such."""
+        """Create Transformers' static cache, over the filled buffers if there are any."""
         cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
         if self.filled is None:
             return cache
@@ -165,7 +165,7 @@ class Work:
             layer.max_cache_len = 0  # so that it allocates nothing
             layer.lazy_initialization(no_tokens, no_tokens)
             layer.max_cache_len = self.capacity
-            # As tensors of their own, without the marks for torch.compile that ours carry.
+            # New tensors, without the marks for torch.compile on the filled buffers.
             layer.keys, layer.values = ours.keys.detach(), ours.values.detach()
             torch._dynamo.mark_static_address(layer.keys, guard=False)
             torch._dynamo.mark_static_address(layer.values, guard=False)
@@ -178,7 +178,7 @@ class Work:
         return cache
 
     def _kept(self, new_cache: Callable[[], Cache]) -> Callable[[], Cache]:
-        """Make the cache once and cut it back to the context for each run: what is compiled is for its addresses."""
+        """Create the cache once and cut it back for each run, since compiled code relies on its addresses."""
         if self.filled is None:
             return new_cache
         kept: list[Cache] = []
@@ -199,15 +199,15 @@ class Run:
     token_ids: list[int]
     ttft_ms: float
     token_ms: list[float]
-    """Of every token but the first."""
+    """Times of every token except the first."""
     costs: dict[str, float | None]
     seconds: float
-    """Of the whole call."""
+    """Time of the whole call."""
 
 
 def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) -> Run:
-    """One call of ``generate()``, timed, and checked to have decoded from where the cache ended."""
-    gc.collect()  # not while the clock runs, and the former run's cache goes before the next one is made
+    """Time one call of ``generate()``, and check that it decoded from the end of the cache."""
+    gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
     with nullcontext() if side.method is None else sparse_attention(model, side.method):
         if model.device.type == "cuda":
@@ -227,13 +227,13 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         reads = None if side.method is None else sparse_reads(model, cache)
     prompt_tokens = work.input_ids.shape[1]
     token_ids = output[0, prompt_tokens:].tolist()
-    times = clock.marks[1:]  # without the prompt's
+    times = clock.marks[1:]  # without that of the prompt
     steps = int(cache.get_seq_length()) - work.context  # decode steps: each cached the token that it was fed
     found = (len(token_ids), len(times), work.context + steps)
     expected = (new_tokens, new_tokens, prompt_tokens + new_tokens - 1)
     if found != expected:
         raise EvalError(
-            f"{side.name}, context={work.context}: generate() made {found[0]} tokens in {found[1]} parts and left "
+            f"{side.name}, context={work.context}: generate() returned {found[0]} tokens in {found[1]} parts and left "
             f"{found[2]} in the cache, expected {expected}"
         )
     if reads is None or side.method is None:
@@ -246,25 +246,25 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
 
 
 def is_cuda(model: PreTrainedModel) -> bool:
-    """Whether the model is where ``generate()`` compiles decode steps over static caches."""
+    """Whether the model is on CUDA, where ``generate()`` compiles decode steps over static caches."""
     return str(model.device.type) == "cuda"
 
 
 def forget_compiled(model: PreTrainedModel) -> None:
-    """Drop what ``generate()`` has compiled: a second size of anything would be compiled for all sizes, and slower."""
+    """Drop compiled code: a second size would be compiled as a dynamic shape, which is slower."""
     if model.__dict__.pop("_compiled_call", None) is not None:
         torch._dynamo.reset()
 
 
 def _empty_cache(model: PreTrainedModel, method: SparseMethod | str, capacity: int) -> SparseCache:
-    """As a patched ``generate()`` makes it: on CUDA one that is compiled."""
+    """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
     if is_cuda(model):
         return SparseCache(model.config, method, max_cache_len=capacity)
     return SparseCache(model.config, method, initial_capacity=capacity)
 
 
 def _cut(cache: Cache, length: int) -> None:
-    """Forget all tokens after the first ``length``, in place."""
+    """Remove all tokens after the first ``length``, in place."""
     if isinstance(cache, StaticCache):
         for layer in cache.layers:
             layer.cumulative_length.fill_(length)
@@ -275,7 +275,7 @@ def _cut(cache: Cache, length: int) -> None:
 
 
 def _random_ids(model: PreTrainedModel, length: int, special_ids: Collection[int], seed: int) -> torch.Tensor:
-    """[1, length] ordinary tokens."""
+    """Return random ordinary tokens [1, length]."""
     allowed = torch.tensor(sorted(set(range(model.config.vocab_size)) - set(special_ids)))
     chosen = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
     return allowed[chosen].to(model.device)

@@ -1,4 +1,4 @@
-"""Architectures of published models, with random weights: what speed is measured on where there are none."""
+"""Architectures of published models, built with random weights to measure speed without the real ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-_SHAPE_POSITIONS = 1 << 20  # RoPE keeps no table, so that positions cost nothing
+_SHAPE_POSITIONS = 1 << 20  # RoPE keeps no table, so positions cost nothing
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The architecture of a published model, in the names of its Transformers configuration; no weights."""
+    """The architecture of a published model, with the field names of its Transformers configuration."""
 
     model_type: str
     hidden_size: int
@@ -39,9 +39,10 @@ SHAPES: dict[str, Shape] = {
 
 
 def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """Make a model of a shape with random weights, in place on its device, in evaluation mode and with SDPA.
+    """Build a model of a shape with random weights on its device, in evaluation mode and with SDPA.
 
-    It has a million positions, and no token ends its text. Weights are as small as for training: outputs are finite.
+    It has a million positions and no end-of-sequence token. Weights have the scale of a training start, so outputs are
+    finite.
     """
     settings = asdict(shape)
     rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
@@ -61,7 +62,7 @@ def build_model(shape: Shape, dtype: torch.dtype, device: torch.device, seed: in
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from the device's own generator, and leave it as it was."""
+    """Seed the device's generator, and restore its state afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""The printed table of a speed measurement; rich is imported with it alone, so that measuring does without."""
+"""The printed table of a speed measurement, in its own module so that measuring needs no rich."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def speed_table(report: dict[str, Any]) -> Table:
-    """Show a report of :func:`measure` as a table, with quartiles in parentheses."""
+    """Format a report of :func:`measure` as a table, with quartiles in parentheses."""
     from rich.table import Table
 
     from hf_sparse_attn.cli.terminal import literal

@@ -1,4 +1,4 @@
-"""A results folder: its configuration, its rows, what is done already, and the merge of several processes' rows."""
+"""A results folder: its configuration, its records, and the merge of the records of several processes."""
 
 from __future__ import annotations
 
@@ -12,44 +12,53 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from eval.errors import EvalError
-from eval.row_check import is_whole, read_rows
+from eval.record_check import is_whole, read_records
 
-RowKey = tuple[str, int | None, str, str, int | None]
+RecordKey = tuple[str, int | None, str, str, int | None]
 """Task, length, sample id, method, token budget."""
 
-_UNRELATED = ("device", "protocol_dir")  # where a run ran, and where its protocol lay: the protocol's hash is compared
+_UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
 
 
-__all__ = ["RowKey", "Store", "encode_row", "read_json", "read_rows", "row_key", "write_json", "write_lines"]
+__all__ = [
+    "RecordKey",
+    "Store",
+    "encode_record",
+    "read_json",
+    "read_records",
+    "record_key",
+    "write_json",
+    "write_lines",
+]
 
 
-def row_key(row: Mapping[str, Any]) -> RowKey:
-    """The key that names a row within its folder."""
-    return row["task"], row["length"], row["sample_id"], row["method"], row["token_budget"]
+def record_key(record: Mapping[str, Any]) -> RecordKey:
+    """Return the key that identifies a record within its folder."""
+    return record["task"], record["length"], record["sample_id"], record["method"], record["token_budget"]
 
 
 class Store:
     """The results folder of one run.
 
-    Every process of a run appends to a file of its own; the main one merges them into ``rows.jsonl``.
+    Every process of a run appends records to its own file; the main one merges the files into ``rows.jsonl``.
 
     Parameters
     ----------
     folder : Path
-        Made where it is missing.
+        The folder, created if it is missing.
     rank, world_size : int
-        This process's number, and how many there are.
+        This process's number, and the number of processes.
     """
 
     def __init__(self, folder: Path, rank: int = 0, world_size: int = 1) -> None:
         self.folder = folder
         self.rank = rank
         name = "rows.jsonl" if world_size == 1 else f"rows-{rank:05d}-of-{world_size:05d}.jsonl"
-        self.own_rows = folder / name
+        self.own_file = folder / name
         self._lock = FileLock(folder / ".lock")
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """See whether a configuration can have the folder, and write nothing.
+        """Check that a configuration can use the folder, without writing.
 
         Raises
         ------
@@ -58,9 +67,9 @@ class Store:
         """
         path = self.folder / "config.json"
         try:
-            config = json.loads(json.dumps(config, allow_nan=False))  # as it is read back: lists for tuples
+            config = json.loads(json.dumps(config, allow_nan=False))  # as read back, with lists instead of tuples
         except (TypeError, ValueError) as error:
-            raise EvalError(f"the run's settings cannot be kept as JSON: {error}") from error
+            raise EvalError(f"the run's settings cannot be stored as JSON: {error}") from error
         try:
             is_claimed = path.exists()
             others = self.folder.is_dir() and any(entry.name != ".lock" for entry in self.folder.iterdir())
@@ -74,12 +83,12 @@ class Store:
             )
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Take the folder for a configuration: a new one, or one that began with the same.
+        """Lock the folder for a configuration: a new folder, or one of the same configuration.
 
         Raises
         ------
         EvalError
-            As :meth:`check`; or another running process has the folder, or it cannot be written.
+            See :meth:`check`; or another running process has the folder, or it cannot be written.
         """
         self.check(config)
         try:
@@ -94,7 +103,7 @@ class Store:
             raise EvalError(f"out={str(self.folder)!r} cannot be written: {error}") from error
 
     def release(self) -> None:
-        """Let other runs have the folder."""
+        """Unlock the folder."""
         self._lock.release()
 
     def _check_same(self, path: Path, config: Mapping[str, Any]) -> None:
@@ -107,66 +116,66 @@ class Store:
         if differing:
             raise EvalError(
                 f"out={str(self.folder)!r} belongs to another configuration: {'; '.join(differing)}. "
-                "Name another folder, or delete this one"
+                "Choose another folder, or delete this one"
             )
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows so far, of all processes, each key once: the newest, since a row with an error is run again."""
-        newest: dict[RowKey, dict[str, Any]] = {}
+    def records(self) -> list[dict[str, Any]]:
+        """Return the newest record of each key, of all processes. Records with an error may have been run again."""
+        newest: dict[RecordKey, dict[str, Any]] = {}
         for path in [self.folder / "rows.jsonl", *sorted(self.folder.glob("rows-*-of-*.jsonl"))]:
             if path.exists():
-                newest.update((row_key(row), row) for row in read_rows(path))
+                newest.update((record_key(record), record) for record in read_records(path))
         return list(newest.values())
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row, whole, before the next one begins.
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a whole record to disk before returning.
 
         Raises
         ------
         ValueError, TypeError
-            The row cannot be JSON.
+            The record cannot be JSON.
         EvalError
-            It cannot be written: the disk is full, say. The rows so far stay.
+            The record cannot be written, for example to a full disk. Earlier records are kept.
         """
-        line = encode_row(row) + b"\n"
+        line = encode_record(record) + b"\n"
         try:
-            whole = _mend_end(self.own_rows)
+            whole = _mend_end(self.own_file)
             try:
-                with self.own_rows.open("ab") as file:
+                with self.own_file.open("ab") as file:
                     file.write(line)
                     file.flush()
             except OSError:
                 with suppress(OSError):
-                    os.truncate(self.own_rows, whole)
+                    os.truncate(self.own_file, whole)
                 raise
         except OSError as error:
-            raise EvalError(f"{self.own_rows} cannot be written: {error}; the rows so far are kept") from error
+            raise EvalError(f"{self.own_file} cannot be written: {error}; the records so far are kept") from error
 
-    def merge(self, order: Sequence[RowKey]) -> list[dict[str, Any]]:
-        """Put all rows into ``rows.jsonl``, in ``order`` (others after them), and remove the processes' own files."""
+    def merge(self, order: Sequence[RecordKey]) -> list[dict[str, Any]]:
+        """Write all records to ``rows.jsonl``, in ``order`` (others after them), and remove the processes' files."""
         rank = {key: number for number, key in enumerate(order)}
-        rows = sorted(self.rows(), key=lambda row: rank.get(row_key(row), len(rank)))
+        records = sorted(self.records(), key=lambda record: rank.get(record_key(record), len(rank)))
         path = self.folder / "rows.jsonl"
         try:
-            write_lines(path, map(encode_row, rows))
+            write_lines(path, map(encode_record, records))
         except OSError as error:
-            raise EvalError(f"{path} cannot be written: {error}; the rows so far are kept") from error
+            raise EvalError(f"{path} cannot be written: {error}; the records so far are kept") from error
         for part in self.folder.glob("rows-*-of-*.jsonl"):
             part.unlink()
-        return rows
+        return records
 
 
-def encode_row(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of JSON, without its newline.
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """Encode a record as one line of JSON, without the newline.
 
-    A lone surrogate, which UTF-8 lacks, becomes its JSON escape, so that it is read back as it was.
+    A lone surrogate, which UTF-8 lacks, becomes its JSON escape, so it is read back unchanged.
 
     Raises
     ------
     ValueError, TypeError
-        It holds what JSON lacks, such as NaN.
+        The record holds a value that JSON lacks, such as NaN.
     """
-    return _encode(json.dumps(row, ensure_ascii=False, allow_nan=False))
+    return _encode(json.dumps(record, ensure_ascii=False, allow_nan=False))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -177,12 +186,12 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     path : Path
         The file, in UTF-8.
     what : str
-        Named in the error: what the file should be.
+        What the file should be, for the error message.
 
     Raises
     ------
     EvalError
-        The file cannot be read, or holds something else.
+        The file cannot be read, or does not hold an object.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -196,12 +205,12 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON for people to read; the file is there whole or not at all."""
+    """Write indented JSON atomically."""
     write_lines(path, [_encode(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))])
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Write lines to a file that is there whole or not at all; a former one stays where that fails."""
+    """Write lines to a file atomically; on failure, an existing file is kept."""
     scratch = path.with_name(f".{path.name}.new")
     try:
         with scratch.open("wb") as file:
@@ -214,11 +223,11 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")  # of JSON: surrogates stand in strings alone
+    return text.encode("utf-8", "backslashreplace")  # a valid escape, since in JSON surrogates occur only in strings
 
 
 def _mend_end(path: Path) -> int:
-    """End a file of rows with a whole line, and return its size: what a killed run left unfinished is cut off."""
+    """Cut off a last line that a killed run left unfinished, and return the file's size."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

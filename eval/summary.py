@@ -1,4 +1,4 @@
-"""Rows put together: one entry for each benchmark, task, length, method and budget."""
+"""Aggregates of records: one entry for each benchmark, task, length, method and budget."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from eval.config import DENSE
 _KEY = ("benchmark", "task", "length", "method", "token_budget")
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per benchmark, task, length, method and token budget, with what ``aggregate`` says of its rows.
+def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return an entry per benchmark, task, length, method and token budget, with the ``aggregate`` of its records.
 
-    Ordered by benchmark, task, length, dense before the other methods, method, budget.
+    Entries are ordered by benchmark, task, length, method (dense first) and budget.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[tuple(row[name] for name in _KEY)].append(row)
+    for record in records:
+        groups[tuple(record[name] for name in _KEY)].append(record)
     entries = [{**dict(zip(_KEY, key, strict=True)), **aggregate(group)} for key, group in groups.items()]
     return sorted(entries, key=_order)
 
 
-def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Aggregate the rows of one method and budget.
+def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Aggregate the records of one method and budget.
 
     Returns
     -------
     dict
-        ``samples`` (all rows) and ``errors`` (those of them that failed); of the others, each None where no row has it:
+        ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
         means of ``score`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
-        ``prompt_tokens``; ``perplexity`` as the geometric mean, every row with the same weight; medians of
-        ``ttft_seconds`` and ``tpot_ms``; the largest ``peak_memory_bytes``.
+        ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
+        ``ttft_seconds`` and ``tpot_ms``; maximum of ``peak_memory_bytes``.
     """
-    measured = [row for row in rows if row.get("error") is None]
+    measured = [record for record in records if record.get("error") is None]
 
     def values(name: str) -> list[Any]:
-        return [row[name] for row in measured if row.get(name) is not None]
+        return [record[name] for record in measured if record.get(name) is not None]
 
     def mean(name: str) -> float | None:
         return fmean(found) if (found := values(name)) else None
@@ -48,8 +48,8 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return float(median(found)) if (found := values(name)) else None
 
     return {
-        "samples": len(rows),
-        "errors": len(rows) - len(measured),
+        "samples": len(records),
+        "errors": len(records) - len(measured),
         "score": mean("score"),
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
         "kv_fraction": mean("kv_fraction"),
@@ -63,12 +63,12 @@ def aggregate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def geometric_mean(perplexities: Sequence[float]) -> float:
-    """``exp`` of the mean logarithm: the perplexity that belongs to the mean likelihood."""
+    """Return ``exp`` of the mean logarithm, which is the perplexity of the mean log-likelihood."""
     return math.exp(fmean(math.log(value) for value in perplexities))
 
 
 def column_order(method: str, token_budget: int | None) -> tuple[bool, str, int]:
-    """Sort key of a method and its budget: dense first, then by name, then by budget."""
+    """Return the sort key of a method and its budget: dense first, then by name, then by budget."""
     return method != DENSE, method, token_budget or 0
 
 

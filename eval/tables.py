@@ -1,4 +1,4 @@
-"""Tables of the papers: what they ran and what they print, and our results beside their figures."""
+"""Tables of the papers: their runs and figures, and the comparison with our results."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ _NOTHING = "–"  # noqa: RUF001
 
 @dataclass(frozen=True)
 class Paper:
-    """The place where a table is printed."""
+    """The publication of a table."""
 
     title: str
     arxiv: str
     """Number on arXiv, such as ``2406.10774``."""
     table: str
-    """One of its tables or figures."""
+    """Table or figure of the paper."""
     note: str
-    """The source of the figures, or the reason for their absence, and differences from the paper's setting."""
+    """Source of the figures, or the reason for their absence, and differences from the paper's setting."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure as the paper prints it: a ``score`` or a ``perplexity``, never both."""
+    """One figure printed in the paper: either a ``score`` or a ``perplexity``."""
 
     benchmark: str
     method: str
-    """Our name of the method, which need not be in ``METHODS``; ``full`` for dense attention."""
+    """This package's name of the method, which need not be in ``METHODS``; ``full`` for dense attention."""
     model: str
     task: str | None = None
     """None for the mean over ``tasks``."""
     length: int | None = None
-    """In tokens; None where each row has its own."""
+    """In tokens; None if each sample has its own."""
     token_budget: int | None = None
     """In tokens; None for dense attention and for methods without one."""
     score: float | None = None
     """In percent."""
     perplexity: float | None = None
     tasks: tuple[str, ...] = ()
-    """The tasks that a mean is over, those of the file's run; empty for all that were measured."""
+    """Tasks averaged by a mean, those of the file's run; empty for all measured tasks."""
 
     @property
     def value(self) -> float:
         """The score in percent, or the perplexity."""
         value = self.perplexity if self.score is None else self.score
-        assert value is not None  # _read_figure lets none through that has neither
+        assert value is not None  # _read_figure rejects figures with neither
         return value
 
 
@@ -71,44 +71,44 @@ class PaperTable:
 
     name: str
     paper: Paper | None
-    """None for a sweep of our own."""
+    """None for a sweep that no paper has."""
     figures: tuple[Figure, ...]
     path: Path
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A paper's figure, and what was measured under the same name."""
+    """A paper's figure, and the measurement to compare with it."""
 
     figure: Figure
     model: str
     """The model that was run here."""
     ours: float | None
-    """In the figure's unit; None for what was not measured."""
+    """Measured value in the figure's unit; None if not measured."""
     samples: int = 0
     errors: int = 0
-    """Samples among them that failed, and are not in ``ours``."""
+    """Number of failed samples, which are not in ``ours``."""
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's, in points of percent or of perplexity; None for what was not measured."""
+        """Ours minus the paper's, in points of percent or of perplexity; None if not measured."""
         return None if self.ours is None else self.ours - self.figure.value
 
     @property
     def status(self) -> str:
-        """The words in place of a missing figure of ours; empty where there is one."""
+        """Text shown instead of a missing figure of ours; empty if it exists."""
         if self.ours is not None:
             return ""
         return "not measured" if self.figure.method in METHODS else "not here yet"
 
 
 def table_names(folder: Path = CONFIGS) -> list[str]:
-    """Names of the files that ``read_table`` reads."""
+    """List the names of the tables that ``read_table`` reads."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
-    """Read a table's file, and check it as a whole.
+    """Read and check a table's file.
 
     Parameters
     ----------
@@ -118,8 +118,8 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     Raises
     ------
     EvalError
-        There is no such table (the message lists those that are), or its paper, a figure or a run is malformed (the
-        message names file and entry).
+        Unknown table (the message lists the known ones), or a malformed paper, figure or run (the message names file
+        and entry).
     """
     known = table_names(folder)
     if name not in known:
@@ -134,33 +134,33 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     if not isinstance(listed, list):
         raise EvalError(f"{path}: figures must be a list, got {type(listed).__name__}")
     if listed and paper is None:
-        raise EvalError(f"{path}: there are figures, but no paper that prints them")
+        raise EvalError(f"{path}: paper is missing; it must name the source of the figures")
     figures = [_read_figure(entry, f"{path}: figure {number}", runs) for number, entry in enumerate(listed, start=1)]
     return PaperTable(name=name, paper=paper, figures=tuple(figures), path=path)
 
 
 def figures_of_run(figures: Iterable[Figure], run: RunConfig) -> list[Figure]:
-    """The figures of the model and benchmark of one of the file's runs, which is taken as before overrides."""
+    """Return the figures of the model and benchmark of one of the file's runs, given without overrides."""
     return [figure for figure in figures if (figure.model, figure.benchmark) == (run.model, run.benchmark)]
 
 
 def runnable_methods(config_methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part a file's methods into those that exist here and those that do not (yet), each in the file's order."""
+    """Split a file's methods into implemented and missing ones, each in the file's order."""
     runnable = [method for method in config_methods if method in METHODS]
     return runnable, [method for method in config_methods if method not in METHODS]
 
 
 def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, Any]], model: str) -> list[Comparison]:
-    """Put our results beside a paper's figures: one comparison for each figure, in order, measured or not.
+    """Compare our results with a paper's figures: one comparison for each figure, in order, measured or not.
 
     Parameters
     ----------
     figures : iterable of Figure
     summary_entries : sequence of dict
-        The entries of ``eval.summary.summarise`` for rows of ``model``.
+        The entries of ``eval.summary.summarise`` for records of ``model``.
     model : str
-        The model that was run. Where the paper has figures of it, only those are compared; a model that the paper does
-        not have stands beside all of them, and ``paper_table`` says so.
+        The model that was run. If the paper has figures of it, only those are compared. Otherwise it is compared with
+        all figures, which ``paper_table`` points out.
     """
     figures = list(figures)
     in_paper = any(figure.model == model for figure in figures)
@@ -171,7 +171,7 @@ def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, An
 
 
 def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -> Table:
-    """Comparisons as a table for the terminal; ``paper`` is named above it, and its note stands below."""
+    """Format comparisons as a table for the terminal, with ``paper`` as title and its note as caption."""
     title = f"{paper.title} (arXiv {paper.arxiv}), {paper.table}" if paper else None
     note = f"\n{paper.note}" if paper else ""
     caption = f"{_caption(comparisons)}{note}"
@@ -212,7 +212,7 @@ def _caption(comparisons: Sequence[Comparison]) -> str:
         return "There are no figures of a paper to compare with."
     lines = []
     if any(figure.score is not None for figure in figures):
-        lines.append("Scores in percent; difference: ours less the paper's.")
+        lines.append("Scores in percent; difference: ours minus the paper's.")
     if any(figure.perplexity is not None for figure in figures):
         lines.append("Perplexity: lower is better.")
     others = sorted({comparison.figure.model for comparison in comparisons if comparison.ours is not None})
@@ -220,7 +220,7 @@ def _caption(comparisons: Sequence[Comparison]) -> str:
         if different := [other for other in others if other != model]:
             lines.append(f"Another model than the paper's: ours is {model}, the paper's {', '.join(different)}.")
     if any(comparison.errors for comparison in comparisons):
-        lines.append("Some samples failed: they are neither in ours nor among the samples.")
+        lines.append("Some samples failed; they are excluded from our figures and from the number of samples.")
     if missing := runnable_methods(sorted({figure.method for figure in figures}))[1]:
         lines.append(f"Methods of the paper that are not here yet: {', '.join(missing)}.")
     return "\n".join(lines)
@@ -238,7 +238,7 @@ def _compare_one(figure: Figure, entries: Sequence[Mapping[str, Any]], model: st
     kind = "perplexity" if figure.score is None else "score"
     values = [entry[kind] for entry in matching]
     complete = set(tasks) <= {entry["task"] for entry in matching}
-    # A mean over some of the tasks is another figure than the paper's, so it is none at all.
+    # A mean over only some of the tasks is not comparable with the paper's.
     if not values or not complete or None in values:
         return Comparison(figure, model, ours=None)
     return Comparison(
@@ -280,7 +280,7 @@ def _read_figure(entry: Any, place: str, runs: Sequence[RunConfig]) -> Figure:
         if problem := _problem(name, value):
             raise EvalError(f"{place}: {name}={value!r} is not allowed in {entry}: {problem}")
     if len([name for name in _NUMBER_FIELDS if name in given]) != 1:
-        raise EvalError(f"{place}: either a score or a perplexity is needed in {entry}")
+        raise EvalError(f"{place}: exactly one of score and perplexity is needed in {entry}")
     of_run = [run.tasks for run in runs if (run.benchmark, run.model) == (given["benchmark"], given["model"])]
     if not of_run:
         raise EvalError(f"{place}: no run of the file has benchmark and model of {entry}")
@@ -288,7 +288,7 @@ def _read_figure(entry: Any, place: str, runs: Sequence[RunConfig]) -> Figure:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """Return the rule that a figure's field breaks; None where it breaks none."""
+    """Return the rule that a figure's field breaks; None if it breaks none."""
     if name in _TEXT_FIELDS:
         return None if isinstance(value, str) and value else "text"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""The harness's terminal output, and the lists that its command line takes."""
+"""The harness's terminal output, and parsing of its command line's lists."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.table import Table
 from hf_sparse_attn.cli.terminal import fail, literal, one_line, visible
 
 WIDTH = 140
-"""Characters of a table where the output is a file."""
+"""Width of a table in characters if the output is a file."""
 
 
 @contextmanager
 def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | None], None]]:
-    """Show a progress bar on stderr; the yielded function takes how many are done, of how many, and a label."""
+    """Show a progress bar on stderr; the yielded function takes the numbers done and in total, and a label."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as bar:
@@ -32,13 +32,15 @@ def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | N
         yield update
 
 
-def on_row(update: Callable[[int, int, str | None], None]) -> Callable[[int, int, dict[str, Any] | None], None]:
-    """Return the function that a run calls after each row: it moves the bar and prints the error of a failed row."""
+def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, int, dict[str, Any] | None], None]:
+    """Return a function to call after each record, which moves the bar and prints the record's error, if any."""
 
-    def show(done: int, total: int, row: dict[str, Any] | None) -> None:
+    def show(done: int, total: int, record: dict[str, Any] | None) -> None:
         update(done, total, None)
-        if row is not None and row["error"] is not None:
-            typer.echo(one_line(f"{row['task']} {row['sample_id']} {row['method']}: {row['error']}"), err=True)
+        if record is not None and record["error"] is not None:
+            typer.echo(
+                one_line(f"{record['task']} {record['sample_id']} {record['method']}: {record['error']}"), err=True
+            )
 
     return show
 
@@ -68,17 +70,17 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number; a dash for none."""
+    """Format a number; None becomes a dash."""
     return "-" if value is None else form.format(value)
 
 
 def split(text: str | None) -> tuple[str, ...]:
-    """Read a comma-separated list."""
+    """Parse a comma-separated list."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
 
 
 def integers(option: str, text: str | None) -> tuple[int, ...]:
-    """Read a comma-separated list of whole numbers; anything else ends the command with an error that names it."""
+    """Parse a comma-separated list of whole numbers; exit with an error that names ``option`` if it is not one."""
     try:
         return tuple(int(part) for part in split(text))
     except ValueError:

@@ -7,6 +7,8 @@ from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
+__version__ = "0.1.0"
+
 __all__ = [
     "METHODS",
     "Full",

@@ -1,5 +1,14 @@
-"""``python -m hf_sparse_attn``."""
+"""``hf-sparse-attn`` and ``python -m hf_sparse_attn``: the command line, or one line that says what it needs."""
 
-from hf_sparse_attn.cli.app import app
+from hf_sparse_attn.cli.extras import install_command, needs
 
-app(prog_name="hf-sparse-attn")
+
+def main() -> None:
+    """Run the command line."""
+    with needs("the command line", ("rich", "typer"), install_command("cli")):
+        from hf_sparse_attn.cli.app import app
+    app(prog_name="hf-sparse-attn")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,27 +24,27 @@ def sparse_attention_forward(
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Hand a decode step to the method's ``decode``, several tokens to its ``prefill``, anything else to SDPA.
+    """Run a decode step by the method's ``decode``, a prompt by its ``prefill``, anything else by SDPA.
 
     Parameters
     ----------
     module
-        The attention module; its ``layer_idx`` says which cache layer is its own.
+        The attention module; ``layer_idx`` is the index of its cache layer.
     query
-        [batch, q_heads, query tokens, head_dim], after RoPE; before it where the method has ``rotates_keys``.
+        [batch, q_heads, query tokens, head_dim], after RoPE, or before it if the method sets ``rotates_keys``.
     key, value
-        [batch, kv_heads, length, head_dim], the new tokens included: what the cache layer's ``update`` returned.
-        Methods read the layer itself.
+        [batch, kv_heads, length, head_dim], as returned by the cache layer's ``update``, new tokens included. Methods
+        read the layer instead.
     attention_mask
-        A mask as SDPA takes it, which broadcasts to [batch, q_heads, query tokens, length], or None.
+        SDPA's mask, broadcastable to [batch, q_heads, query tokens, length], or None.
     dropout
-        0.0: patched models do not train.
+        Always 0.0: patched models do not train.
     scaling
         Factor on q.k; ``head_dim ** -0.5`` if None.
     sparse_cache
-        The cache that holds ``key`` and ``value``; None for a forward pass that is dense, with or without a cache.
+        The cache that holds ``key`` and ``value``; None for a dense pass, with or without a cache.
     rotation
-        Of a dense pass with queries and keys before RoPE: cosine and sine, [batch or 1, length, head_dim] each.
+        Cosine and sine, [batch or 1, length, head_dim] each, for a dense pass over queries and keys before RoPE.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def sparse_attention_forward(
 def _count_window(
     cache: SparseCache, layer_idx: int, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
-    """Count a decode step of a layer with a sliding window: the tokens that its mask leaves."""
+    """Count the tokens that a sliding-window layer reads in a decode step."""
     counter = cache.counters[layer_idx]
     batch, kv_heads, length, _ = key.shape
     counter.allocate(key.device, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""Dense attention over a layer of the cache, by the stock model's own function."""
+"""Dense attention over a layer of the cache, by the stock model's function."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attend from the last tokens of every row to all that the layer holds, as the unpatched model does.
+    """Attend from the last tokens of every row to all tokens of the layer, as the unpatched model does.
 
-    Where keys are cached before RoPE, queries and keys are rotated here, by their places in their rows.
+    Rotates queries and keys by their positions in the rows if the method caches keys before RoPE.
 
     Parameters
     ----------
     query
-        [batch, q_heads, tokens, head_dim], of the tokens that were cached last.
+        [batch, q_heads, tokens, head_dim], of the newest cached tokens.
     layer
-        Holds their K and V already.
+        Holds K and V of these tokens too.
     scale
         Factor on q.k.
     mask
-        bool, broadcasts to [batch, q_heads, tokens, length]; None for causal attention without padding. Keys before
-        RoPE are masked by the rows' bounds instead.
+        bool, broadcastable to [batch, q_heads, tokens, length]; None for causal attention without padding. Ignored for
+        keys before RoPE, which are masked by the row bounds.
 
     Returns
     -------
     torch.Tensor
-        Of query's shape.
+        Same shape as ``query``.
     """
     keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
     if layer.method.rotates_keys:

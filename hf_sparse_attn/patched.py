@@ -1,4 +1,4 @@
-"""The record of a patched model. Below both the patching and the cache, so that neither needs the other."""
+"""The record of a patched model. Both the patching and the cache import it, so neither imports the other."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _ATTRIBUTE = "_hf_sparse_attn_patch"
 
 @dataclass
 class Patch:
-    """All that patching put into a model, and what it takes to take it out."""
+    """Everything that patching put into a model, and the stock state to restore."""
 
     method: SparseMethod
     stock_config: PreTrainedConfig
     """The model's own configuration object, which other models may share."""
     config: PreTrainedConfig
-    """The copy of it that the model has while it is patched."""
+    """Copy of ``stock_config`` that the patched model uses."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     stock_attributes: dict[str, Any] = field(default_factory=dict)
-    """Attributes of the instance that patching replaced."""
+    """Instance attributes that patching replaced."""
     rope_tables: RopeTables | None = None
-    """Of a method that caches keys before RoPE."""
+    """Rotations for a method that caches keys before RoPE."""
     takes_prefix: bool = False
-    """Whether the model is a PEFT model's that puts a prefix of its own into a ``DynamicCache``."""
+    """Whether the model belongs to a PEFT model that passes a learned prefix in a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()
-    """Of the most recently used cache."""
+    """Counters of the most recently used cache."""
     recorder: SelectionRecord | None = None
-    """Takes the selections of decode steps, inside ``record_selections``."""
+    """Receives the selections of decode steps inside ``record_selections``."""
     shared: Shared | None = None
-    """The rows' lengths of that cache, without its keys and values."""
+    """Row lengths of that cache, without its keys and values."""
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the Transformers model in a PEFT model; any other model as it is."""
+    """Return the Transformers model inside a PEFT model; return any other model unchanged."""
     get_base_model = getattr(model, "get_base_model", None)
     if get_base_model is None:
         return model
@@ -55,7 +55,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Whether ``patch_model`` is in force on this model."""
+    """Whether the model is patched."""
     return _ATTRIBUTE in getattr(base_model(model), "__dict__", {})
 
 
@@ -74,7 +74,7 @@ def get_patch(model: PreTrainedModel) -> Patch:
 
 
 def set_patch(model: PreTrainedModel, patch: Patch | None) -> None:
-    """Write the record to a model, or take it away."""
+    """Set the record of a model, or remove it if ``patch`` is None."""
     if patch is None:
         model.__dict__.pop(_ATTRIBUTE)
     else:
@@ -93,9 +93,9 @@ def patched_method(model: PreTrainedModel) -> SparseMethod:
 
 
 def sparse_attention_stats(model: PreTrainedModel) -> SparseAttentionStats:
-    """Tell what the decode steps of the most recently used cache read, per layer and in total.
+    """Return what decode steps of the most recently used cache read, per layer and in total.
 
-    ``generate()`` makes a new cache for each call; with a cache of your own the counts go on over its calls. This call
+    ``generate()`` creates a new cache for each call; counts of a cache of your own add up over calls. This function
     waits for the device; counting itself does not.
 
     Raises

@@ -1,7 +1,7 @@
-"""Rotary position embeddings by slot: tables of our own, and a hook that takes the model's rotation out.
+"""Rotary position embeddings by slot: rotation tables, and a hook that disables the model's own rotation.
 
-A method with ``rotates_keys`` caches keys as they are before RoPE and rotates the tokens that it reads to contiguous
-positions, their slots. The model's own rotation must then do nothing.
+A method with ``rotates_keys`` caches keys before RoPE and rotates the tokens that it reads to contiguous positions,
+their slots. The model's own rotation must then do nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Rope(NamedTuple):
 
 
 class RopeTables:
-    """A model's rotations, as its own rotary module makes them, once for each device.
+    """The rotations of a model's rotary module, cached for each device.
 
     Parameters
     ----------
     rotary
         The decoder's rotary module.
     slots
-        How many positions are needed.
+        Number of positions.
     """
 
     def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
@@ -41,9 +41,9 @@ class RopeTables:
         self._on: dict[torch.device, Rope] = {}
 
     def take(self, rope: Rope) -> Rope:
-        """Return tables on the device of others: the others themselves where they hold the same.
+        """Return the tables on the device of ``rope``: ``rope`` itself if its values are equal.
 
-        What stays at its address spares compiled steps another recording.
+        Keeping the address spares compiled steps another recording.
         """
         own = self.on(rope.cos.device)
         if own is not rope and all(map(torch.equal, own, rope)):
@@ -51,7 +51,7 @@ class RopeTables:
         return own
 
     def on(self, device: torch.device) -> Rope:
-        """Return the tables on a device; all layers there share them."""
+        """Return the tables on a device, which all its layers share."""
         if device not in self._on:
             with lasting_tensors():
                 tables = _half_tables(self.rotary, self._slots)
@@ -62,30 +62,30 @@ class RopeTables:
 def rotate_nothing(
     module: torch.nn.Module, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine 1 and sine 0 in place of a rotary module's output: a forward hook, keys then stay as they are."""
+    """Replace a rotary module's output by cosine 1 and sine 0, as a forward hook."""
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the two halves of x's last dimension against each other.
+    """Apply RoPE to ``x`` [..., head_dim] by tables broadcastable to [..., head_dim // 2].
 
-    [..., head_dim] by tables that broadcast to [..., head_dim // 2]; float32, float64 for float64.
+    Computes and returns float32, or float64 for float64.
     """
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
-    """Rotate as Transformers does, roundings included: in x's dtype.
+    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] at positions [batch or 1, tokens].
 
-    [batch, heads, tokens, head_dim] by positions [batch or 1, tokens].
+    Rounds as Transformers does, in the dtype of ``x``.
     """
     return rotated_by(x, *(torch.cat([table, table], dim=-1)[positions].to(x.dtype) for table in rope))
 
 
 def rotated_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [batch, heads, tokens, head_dim] by a rotary module's output, [batch or 1, tokens, head_dim] each."""
+    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] by tables [batch or 1, tokens, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
@@ -97,19 +97,18 @@ def decoder_rotary(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: str) -> None:
-    """Raise where rotating by slot would not be what the model was trained with.
+    """Check that a model's RoPE allows rotation by slot.
 
     Raises
     ------
     ValueError
-        The RoPE variant changes with the length (dynamic NTK, LongRoPE's switch), is unknown, or leaves a part of the
-        head unrotated.
+        The RoPE variant depends on the length (dynamic NTK, LongRoPE), is unknown, or rotates only a part of the head.
     """
     rope_type = _rope_settings(config).get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ValueError(
-            f"{method_name} rotates keys by slot, which rope_type={rope_type!r} does not allow: its frequencies follow "
-            f"the length of the sequence (dynamic NTK, LongRoPE) or are unknown; supported: "
+            f"{method_name} rotates keys by slot, which rope_type={rope_type!r} does not allow: its frequencies depend "
+            f"on the length of the sequence (dynamic NTK, LongRoPE) or are unknown; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     rotated_dims = 2 * _half_tables(rotary, 1)[0].shape[-1]
@@ -121,16 +120,16 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
 
 
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]; halves are equal."""
+    """Return cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]."""
     device = next(iter(rotary.buffers())).device
-    with torch.no_grad():  # not the module's call: its hooks are for the model
+    with torch.no_grad():  # forward, not __call__: a hook may disable the rotation
         tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
     cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)
     return cos, sin
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Return how many positions a model can tell apart, with RoPE scaling counted in where the config leaves it out."""
+    """Return the number of positions that a model supports, including RoPE scaling that the config leaves out."""
     rope = _rope_settings(config)
     limit: int = config.max_position_embeddings
     if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
@@ -140,7 +139,7 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """The width of a head, which older configurations leave to be worked out."""
+    """Return the width of a head, which older configurations do not state."""
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return head_dim
 

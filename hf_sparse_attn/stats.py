@@ -1,4 +1,4 @@
-"""Bytes and tokens that decoding really read, beside those that dense attention would have read."""
+"""Tokens and bytes that decoding read, compared with dense attention."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 
 
 class LayerCounter:
-    """Counts one layer's reads on its device, so that decoding never waits for the host.
+    """Counter of one layer's reads, kept on its device so that decoding never waits for the host.
 
-    The ops of the decode step add to :attr:`totals` themselves. It holds no keys or values: the counts outlive the
-    cache that they are of.
+    The ops of the decode step add to :attr:`totals` themselves. A counter holds no keys or values, so it can outlive
+    its cache.
 
     Parameters
     ----------
     names
-        The method's own counts; see ``SparseMethod.counts``.
+        Names of the method's own counts; see ``SparseMethod.counts``.
     """
 
     totals: torch.Tensor
     """int64 [4]: tokens read, tokens that dense attention would have read, metadata bytes read, decode steps."""
 
     own: torch.Tensor
-    """int64 [names]: the method's own counts, in the order of their names."""
+    """int64 [len(names)]: the method's own counts, in the order of ``names``."""
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self._names = names
         self._token_bytes = 0
-        # Where the host knows what a step reads, no op need count it.
+        # No op counts the reads that the host knows.
         self._host_tokens = 0
         self._host_steps = 0
 
     def allocate(self, device: torch.device, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make the counts on the layer's device; a layer that is allocated anew goes on with those it has."""
+        """Create the counts on the layer's device; keep existing ones when a layer is reallocated."""
         if not hasattr(self, "totals"):
             self.totals = pin(torch.zeros(4, dtype=torch.int64, device=device))
             self.own = pin(torch.zeros(len(self._names), dtype=torch.int64, device=device))
 
     def set_token_bytes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take the size of one token's K and V in one KV head from tensors [..., head_dim]."""
+        """Set the size of one token's K and V in one KV head from tensors [..., head_dim]."""
         self._token_bytes = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
 
     def count_dense(self, tokens: torch.Tensor | int) -> None:
-        """Add one decode step that no op counts, of dense attention over so many tokens of all rows and KV heads."""
+        """Add one dense decode step that no op counts; ``tokens`` are summed over rows and KV heads."""
         self._host_steps += 1
         if isinstance(tokens, int):
             self._host_tokens += tokens
@@ -53,7 +53,7 @@ class LayerCounter:
             self.totals[:2] += tokens
 
     def count_metadata(self, read: torch.Tensor | int) -> None:
-        """Add bytes of metadata that a decode step reads."""
+        """Add the bytes of metadata that a decode step reads."""
         self.totals[2] += read
 
     def read(self) -> LayerStats:
@@ -72,13 +72,13 @@ class LayerCounter:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Reads of the decode steps in one layer, or in all of them together.
+    """Reads of the decode steps in one layer, or in all layers.
 
-    Only single-token steps count; a prefill, dense or not, does not. Padding is counted on neither side.
+    Only single-token steps count, not prefill. Padding is excluded, also from dense attention's bytes.
     """
 
     decode_steps: int = 0
-    """Single-token steps, whatever the batch size."""
+    """Single-token steps; a step of a batch counts once."""
     tokens_read: int = 0
     """Cached tokens whose K and V were read, summed over steps, rows and KV heads."""
     kv_bytes: int = 0
@@ -86,26 +86,26 @@ class LayerStats:
     metadata_bytes: int = 0
     """Bytes of the method's metadata read."""
     dense_bytes: int = 0
-    """Bytes of K and V that dense attention would have read; in a sliding-window layer, those of its window."""
+    """Bytes of K and V that dense attention would have read; only the window's in a sliding-window layer."""
     method_counts: dict[str, int] = field(default_factory=dict)
-    """The method's own counts, by the names in ``SparseMethod.counts``."""
+    """The method's own counts, keyed by the names in ``SparseMethod.counts``."""
 
     @property
     def kv_fraction(self) -> float:
-        """All bytes read over dense attention's; 1.0 where nothing was decoded yet."""
+        """KV and metadata bytes read, divided by dense attention's; 1.0 before the first decode step."""
         return (self.kv_bytes + self.metadata_bytes) / self.dense_bytes if self.dense_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class SparseAttentionStats(LayerStats):
-    """The totals over all layers, dense ones included, and each layer's own."""
+    """Totals over all layers, dense ones included, and the stats of each layer."""
 
     layers: tuple[LayerStats, ...] = field(default=())
-    """One for each layer of the model, in its order."""
+    """Stats of each layer of the model, in order."""
 
     @classmethod
     def from_counters(cls, counters: Sequence[LayerCounter]) -> SparseAttentionStats:
-        """Read the layers' counters and sum them up. Waits for the device."""
+        """Sum the layers' counters. Waits for the device."""
         layers = tuple(counter.read() for counter in counters)
         counts: Counter[str] = Counter()
         for layer in layers:

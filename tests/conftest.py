@@ -16,7 +16,7 @@ IN_CI = os.environ.get("HF_SPARSE_ATTN_CI") == "1"
 
 
 def may_skip(reason: str) -> bool:
-    """Whether a test may be skipped in CI: for want of CUDA alone."""
+    """Whether a test may be skipped in CI: only without CUDA."""
     return "needs CUDA" in reason and not torch.cuda.is_available()
 
 

@@ -1,4 +1,4 @@
-"""Layers of a cache on their own, without a model."""
+"""Layers of a cache without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage
 def make_layer(
     method: SparseMethod, max_cache_len: int | None = None, q_heads: int = 1, padding: list[int] | None = None
 ) -> SparseLayer:
-    """An empty layer; ``padding`` holds the rows' left padding."""
+    """Create an empty layer; ``padding`` holds the rows' left padding."""
     storage = GrowingStorage() if max_cache_len is None else StaticStorage(max_cache_len)
     layer = SparseLayer(method, storage, q_heads=q_heads)
     if padding is not None:

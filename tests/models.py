@@ -38,7 +38,7 @@ METHOD_CLASSES: dict[str, type[SparseMethod]] = {
 
 
 def make_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
-    """A fresh random model; weights large enough for attention and the choice of tokens to be sharp."""
+    """Create a random model, with weights large enough for sharp attention and sharp token probabilities."""
     config_class, model_class, heads = FAMILIES[family]
     settings = {
         "vocab_size": VOCABULARY,
@@ -62,7 +62,7 @@ def make_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
 
 @cache
 def shared_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model that tests share; each leaves it unpatched."""
+    """Return a model shared by tests, which all leave it unpatched."""
     return make_model(family, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Decode steps that generate() compiles: the tokens of eager ones, one compilation, and nothing left behind."""
+"""Decode steps that generate() compiles: the same tokens as eager steps, one compilation, no state left."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """All models share the code that is compiled, and Dynamo gives up on code that it compiled too often."""
+    """Reset Dynamo: all models share the compiled code, and Dynamo limits recompilations."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -36,10 +36,10 @@ def fresh_compiler():
 
 
 def make_model(family, **overrides):
-    """Two dense layers and one more, since compiling takes as long as there are layers.
+    """Create a model of two dense layers and a sparse one, since compile time grows with the layers.
 
-    On a CPU in float64: dense layers of growing and of static caches add in another order there, which must not decide
-    which tokens are chosen. On CUDA both run the same kernels.
+    On a CPU it is float64: there, growing and static caches add in different orders, which must not change tokens. On
+    CUDA both use the same kernels.
     """
     dtype = torch.float64 if models.DEVICE == "cpu" else torch.float32
     return models.make_model(family, dtype=dtype, **{"num_hidden_layers": 3, **overrides})
@@ -96,7 +96,7 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         assert torch.equal(model.generate(**inputs, **compiled()), expected)
         stats = sparse_attention_stats(model)
     assert stats.kv_bytes == stats.dense_bytes > 0
-    assert stats.metadata_bytes > 0  # the host does not know that everything is within the budget
+    assert stats.metadata_bytes > 0  # the host cannot know that the budget covers everything
     assert graphs() == 1
 
 
@@ -130,7 +130,7 @@ def test_sampling_compiles_and_one_row_too():
 
 @pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
 def test_tensors_that_last_are_marked_and_rows_advance_once(method):
-    """CUDA graphs copy every input at each replay, but for parameters and what is marked."""
+    """CUDA graphs copy every input at each replay, except parameters and marked tensors."""
     fed, advances = [], []
 
     def backend(graph, inputs):
@@ -152,7 +152,7 @@ def test_tensors_that_last_are_marked_and_rows_advance_once(method):
     )  # tokens, and positions where the model's own rotary module reads them
 
 
-def test_cache_of_ones_own_serves_several_turns():
+def test_users_own_cache_serves_several_turns():
     model = patch_model(make_model("llama"), SMALL)
     first, rest = padded((70, 41)), random_ids(2, 55, seed=7)
 
@@ -176,7 +176,7 @@ def test_cache_of_ones_own_serves_several_turns():
     assert stats == expected_stats
     assert graphs() == 1
     assert static.layers[0].capacity == 160
-    # Eager steps go on where compiled ones ended.
+    # Eager steps continue where compiled ones ended.
     step = random_ids(2, 1, seed=4)
     grown = SparseCache.for_model(model)
     model.generate(rest, past_key_values=grown, **GREEDY)
@@ -186,7 +186,7 @@ def test_cache_of_ones_own_serves_several_turns():
 
 
 @torch.no_grad()
-def test_a_loop_of_ones_own_may_compile_the_step():
+def test_users_own_loop_may_compile_the_step():
     """Without position ids: the model asks the cache for them, and must get the length before the step."""
     model = patch_model(make_model("llama"), SMALL)
     compiled_step = torch.compile(model, backend="eager", fullgraph=True)
@@ -206,8 +206,8 @@ def test_a_loop_of_ones_own_may_compile_the_step():
 @pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
 @pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
 @torch.no_grad()
-def test_a_loop_of_ones_own_may_compile_the_prompt_too(method, max_cache_len):
-    """The buffers are made outside the graph; an eager step goes on where compiled ones ended."""
+def test_users_own_loop_may_compile_the_prompt_too(method, max_cache_len):
+    """The buffers are allocated outside the graph; an eager step continues where compiled ones ended."""
     model = patch_model(make_model("llama"), method)
     logits = []
     for call in (torch.compile(model, backend="eager"), model):
@@ -220,7 +220,7 @@ def test_a_loop_of_ones_own_may_compile_the_prompt_too(method, max_cache_len):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_fork_of_a_compiled_cache_goes_on_as_the_cache_does():
+def test_a_fork_of_a_compiled_cache_continues_like_the_cache():
     model = patch_model(make_model("llama"), SMALL)
     cache = SparseCache.for_model(model, max_cache_len=200)
     ids = model.generate(random_ids(1, 100), past_key_values=cache, **compiled())
@@ -230,7 +230,7 @@ def test_a_fork_of_a_compiled_cache_goes_on_as_the_cache_does():
     assert fork.get_seq_length() == cache.get_seq_length() == 123
 
 
-def test_what_does_not_fit_raises_before_any_work():
+def test_prompts_that_do_not_fit_raise_before_any_work():
     model = patch_model(make_model("llama"), SMALL)
     cache = SparseCache.for_model(model, max_cache_len=64)
     with pytest.raises(ValueError, match=r"may cache 65 tokens, .* max_cache_len=64, .*disable_compile=True"):
@@ -254,7 +254,7 @@ def test_what_does_not_fit_raises_before_any_work():
     ids=str,
 )
 @pytest.mark.parametrize("own_cache", [False, True])
-def test_what_is_not_compiled_is_still_right(options, own_cache):
+def test_uncompiled_generation_is_still_right(options, own_cache):
     model = make_model("llama")
     inputs = padded((90,) if "prompt_lookup_num_tokens" in options else (90, 41))
     expected = model.generate(**inputs, **GREEDY, **options)
@@ -270,7 +270,7 @@ def test_what_is_not_compiled_is_still_right(options, own_cache):
 def test_chunks_of_one_token_would_hide_the_padding():
     model = patch_model(make_model("llama"), SMALL)
     cache = SparseCache.for_model(model, max_cache_len=128)
-    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 does not go with a static cache"):
+    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 is not supported by a static cache"):
         model.generate(**padded((9, 4)), past_key_values=cache, **GREEDY, prefill_chunk_size=1)
 
 

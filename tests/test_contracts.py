@@ -1,7 +1,7 @@
 """The contracts of every method on every supported family: a budget that covers everything changes no token.
 
-Tests that compare what is computed under a smaller budget run in float64, by the torch references: which tokens a tiny
-random model chooses must not depend on how a processor rounds.
+Tests that compare results under a smaller budget use float64 and the torch references: the tokens of a tiny random
+model must not depend on a processor's rounding.
 """
 
 import copy
@@ -23,7 +23,7 @@ GREEDY = {
     "pad_token_id": 0,
     "disable_compile": True,  # compiled decoding has tests of its own; on CUDA these would take minutes with it
 }
-COVERS_ALL = POSITIONS  # the most that a method which packs positions may read
+COVERS_ALL = POSITIONS  # maximum for a method that packs positions
 
 families = pytest.mark.parametrize("family", FAMILIES)
 some_families = pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def exact_model(family="llama"):
 
 
 def always_sparse(method_name, monkeypatch, **hyperparameters):
-    """A method that never takes the dense short cut, so that its kernels do the work even where all is selected."""
+    """Create a method that never takes the dense shortcut, so its kernels run even if everything is selected."""
     method_class = METHOD_CLASSES[method_name]
     monkeypatch.setattr(method_class, "covers", lambda self, length: False)
     return method_class(**{"token_budget": COVERS_ALL, **hyperparameters})
@@ -162,7 +162,7 @@ def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
 
 
 def assert_first_difference_is_a_near_tie(actual, expected, model, mask):
-    """Kernels that add in another order may only swap tokens that bfloat16 cannot tell apart in the dense model."""
+    """Kernels that add in another order may only swap tokens that tie in the dense model's bfloat16."""
     steps, logits = len(expected.logits), torch.stack(expected.logits, dim=1).float()
     prompt_tokens = expected.sequences.shape[1] - steps
     whole_mask = torch.ones_like(expected.sequences)
@@ -184,7 +184,7 @@ def assert_first_difference_is_a_near_tie(actual, expected, model, mask):
 @some_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.inference_mode()
-def test_low_precision_sparse_step_errs_no_more_than_dense(dtype, family, method_name, monkeypatch):
+def test_low_precision_error_of_a_sparse_step_is_at_most_dense(dtype, family, method_name, monkeypatch):
     ids = random_ids(8, 70)
 
     def last_logits(model):

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md against the code: its method works, and the files and targets that it names exist."""
+"""CONTRIBUTING.md: its example method works, and the files and targets that it names exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 
 @pytest.fixture(scope="module")
 def middle(tmp_path_factory) -> type[SparseMethod]:
-    """The page's method, from a file of its own."""
+    """Import the page's method from its own file."""
     (source,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     assert source[source.index("@dataclass") :].count("\n") < 40
     path = tmp_path_factory.mktemp("methods") / "middle.py"

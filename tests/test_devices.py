@@ -1,4 +1,4 @@
-"""Models that are spread over several devices."""
+"""Models spread over several devices."""
 
 import pytest
 import torch

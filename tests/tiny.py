@@ -1,4 +1,4 @@
-"""A tokenizer and a random Llama that are made in a moment, offline."""
+"""A tokenizer and a random Llama, created offline in a moment."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hf_sparse_attn.cli.passkey import FILLER
 
 
 def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level, with a few of the filler's words as tokens of their own."""
+    """Create a byte-level tokenizer with some of the filler's words as tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", *alphabet]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))

@@ -1,4 +1,4 @@
-"""The benchmarks, by name. To add one: write its file, its class, and a line in ``BENCHMARKS``."""
+"""The benchmarks, by name. To add one, write a class in its own file and add it to ``BENCHMARKS``."""
 
 from __future__ import annotations
 

@@ -18,73 +18,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in tokens, split where the material ends and the question begins.
+    """One prompt in tokens, split into material and question.
 
-    The material is prefilled once for all methods that leave prefill dense; the question and the answer run with the
-    method on.
+    The material is prefilled once for all methods with a dense prefill; the question and the answer run with the
+    method.
     """
 
     material_ids: Sequence[int]
     question_ids: Sequence[int]
-    """Never empty: the forward pass over its last token gives the answer's first."""
+    """Tokens of the question, at least one: the pass over the last one gives the first token of the answer."""
     references: Any
-    """References for ``eval.metrics.score``; None where nothing is generated (``forced_ids``)."""
+    """References for ``eval.metrics.score``; None if nothing is generated (``forced_ids``)."""
     max_new_tokens: int
     all_classes: Sequence[str] | None = None
     stop_at_newline: bool = False
-    """Whether a newline ends the answer, beside the model's own end-of-sequence tokens."""
+    """Whether a newline ends the answer, in addition to the model's end-of-sequence tokens."""
     min_new_tokens: int = 0
-    """Tokens that the answer has at least: before, none that would end it is chosen."""
+    """Minimum number of tokens of the answer; tokens that would end it earlier are suppressed."""
     forced_ids: Sequence[int] = ()
-    """Tokens after the question whose likelihood is measured in place of an answer (perplexity)."""
+    """Tokens after the question whose likelihood is measured instead of an answer (perplexity)."""
     forced_chunk: int = 1
-    """Tokens a forward pass while measuring; with 1, a method that makes decoding sparse is in force for each."""
+    """Forced tokens per forward pass; with 1, methods with sparse decoding apply to each of them."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sample that is not made yet: what names its row in the results, and how to make it.
+    """A sample before it is built: the key of its records, and the function that builds it.
 
-    ``task``, ``length`` and ``sample_id`` together name it within a benchmark, on every machine and in every run.
+    ``task``, ``length`` and ``sample_id`` identify it within a benchmark, on every machine and in every run.
     """
 
     task: str
     sample_id: str
     build: Callable[[], Sample]
-    """Makes the sample; what it raises is recorded as the row's error, and the run goes on."""
+    """Builds the sample. An exception is stored as the records' error, and the run continues."""
     length: int | None = None
-    """The requested prompt length in tokens; None where the row has its own."""
+    """The requested prompt length in tokens; None if the sample has its own."""
     depth: float | None = None
-    """Place of the answer in the material, 0 to 1; None where that is not one place."""
+    """Position of the answer in the material, 0 to 1; None if it has no single position."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that a benchmark makes its items from."""
+    """The settings from which a benchmark creates its items."""
 
     tokenizer: PreTrainedTokenizerBase
     max_positions: int
-    """The most tokens, answer included, that the model can hold."""
+    """Maximum number of tokens that the model supports, answer included."""
     tasks: Sequence[str] = ()
     """The requested tasks, checked against the benchmark's; never empty."""
     lengths: Sequence[int] = ()
     """The requested lengths in tokens; empty for the benchmark's default."""
     limit: int | None = None
-    """The most samples of each task and length; None for all."""
+    """Maximum number of samples per task and length; None for all."""
     seed: int = 0
     data_dir: Path | None = None
     protocol_dir: Path | None = None
     chat: bool = False
-    """Whether prompts are wrapped in the tokenizer's chat template, where the benchmark's protocol allows it."""
+    """Whether prompts use the tokenizer's chat template, if the benchmark's protocol allows it."""
     options: dict[str, Any] | None = None
     """The benchmark's own settings (``--set name=value``), already checked against ``Benchmark.options``."""
 
     def option(self, name: str, default: Any) -> Any:
-        """One of the benchmark's own settings."""
+        """Return one of the benchmark's own settings."""
         return (self.options or {}).get(name, default)
 
     def check_length(self, length: int) -> None:
-        """Raise where the model cannot hold ``length`` tokens.
+        """Check that the model supports ``length`` tokens.
 
         Raises
         ------
@@ -94,18 +94,18 @@ class Setup:
         if length < 1:
             raise EvalError(f"length={length} is not allowed: at least 1 token")
         if length > self.max_positions:
-            raise EvalError(f"length={length} is beyond what the model holds: {self.max_positions} positions")
+            raise EvalError(f"length={length} is not allowed: at most the model's {self.max_positions} positions")
 
 
 class Benchmark(ABC):
-    """A benchmark: its tasks, and the items that a run goes through. No state."""
+    """A benchmark: its tasks, and the items of a run. It has no state."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line for ``python -m eval list``."""
     tasks: ClassVar[tuple[str, ...]]
     default_tasks: ClassVar[tuple[str, ...]] = ()
-    """The tasks that run where none is named; empty for all of them."""
+    """The tasks that run by default; empty for all of them."""
     default_lengths: ClassVar[tuple[int, ...]] = ()
     protocol: ClassVar[str | None] = None
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""
@@ -113,20 +113,20 @@ class Benchmark(ABC):
     """The benchmark's own settings and their defaults."""
 
     def check_methods(self, methods: Sequence[SparseMethod], setup: Setup) -> None:  # noqa: B027 -- most take any
-        """Raise where a method's rows would not mean what they say.
+        """Check that the benchmark's settings suit the methods.
 
         Raises
         ------
         EvalError
-            A method does not go with the benchmark's settings.
+            With these settings, a method's records would be misleading.
         """
 
     @abstractmethod
     def items(self, setup: Setup) -> list[Item]:
-        """Everything a run goes through, in order; the same for the same ``setup``.
+        """Return the items of a run, in order; the same for the same ``setup``.
 
         Raises
         ------
         EvalError
-            Data or protocol is missing or malformed, or a length does not fit the model. Raised here, before any work.
+            Data or protocol is missing or malformed, or a length does not fit the model. Raised before any work.
         """

@@ -14,17 +14,17 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)]))\s+(?=[\
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of an English text, whitespace made single; by punctuation alone, so an abbreviation may end one."""
+    """Split an English text into sentences, by punctuation only, and collapse whitespace."""
     return [sentence for part in _SENTENCE_END.split(text) if (sentence := " ".join(part.split()))]
 
 
 def text_haystack(task: str, setup: Setup) -> list[str]:
-    """Sentences that a haystack of a task is made of: ``book`` (the books of ``--data-dir``) or ``essay``.
+    """Return the sentences of a task's haystack: ``book`` (the books of ``--data-dir``) or ``essay``.
 
     Raises
     ------
     EvalError
-        The text is not there.
+        The text is missing.
     """
     if task == "essay":
         return split_sentences(essays(setup.data_dir))
@@ -32,18 +32,18 @@ def text_haystack(task: str, setup: Setup) -> list[str]:
 
 
 def rotated(sentences: Sequence[str], seed: str) -> list[str]:
-    """The sentences from another start, so that samples do not all have the same haystack."""
+    """Return the sentences from a random start, so that samples have different haystacks."""
     start = random.Random(seed).randrange(len(sentences))
     return [*sentences[start:], *sentences[:start]]
 
 
 def check_depths(depths: object) -> tuple[float, ...]:
-    """Depths as a tuple of floats.
+    """Convert depths to a tuple of floats.
 
     Raises
     ------
     EvalError
-        They are not numbers from 0 to 1.
+        A depth is not a number from 0 to 1.
     """
     values = depths if isinstance(depths, (list, tuple)) else (depths,)
     if not values or not all(

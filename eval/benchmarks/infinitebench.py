@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 from eval.benchmarks import infinitebench_synthetic as synthetic
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
+from eval.examples import ExamplesNotFoundError, load_examples, unique_ids
 from eval.prompts import encode_prompt
 from eval.protocols import load_protocol, render_prompt
-from eval.rows import RowsNotFoundError, load_rows, unique_ids
 
 CHOICE_TASKS = frozenset({"code_debug", "longbook_choice_eng"})
 SINGLE_ANSWER_TASKS = frozenset({"kv_retrieval", "longbook_sum_eng"})
 LETTERS = "ABCD"
 GENERATED_LENGTHS = (4096,)
 WITHOUT_CHAT_TEMPLATE = frozenset({"yarn_mistral_templates"})
-"""Sets for a base model: most prompts end with the beginning of the answer, and new tokens are counted from there."""
+"""Template sets for base models: most prompts end with the beginning of the answer."""
 GENERATED_SAMPLES = 50
 
 _FUNCTION_CALL = re.compile(r"(func_\d+)\(-?\d+\)")
@@ -30,7 +30,7 @@ _ASKED_NUMBER = re.compile(r"The (?:\w+ )+number")
 
 @dataclass(frozen=True)
 class _Task:
-    """The settings that a task's samples share."""
+    """Settings shared by a task's samples."""
 
     name: str
     template: str
@@ -39,37 +39,37 @@ class _Task:
     chat: bool
 
     def room(self, length: int) -> int:
-        """Tokens for the prompt where prompt and answer have ``length``."""
+        """Return the tokens left for the prompt if prompt and answer have ``length``."""
         if length - self.max_new_tokens < 2:
             raise EvalError(
                 f"length={length} leaves no room for a prompt: {self.name} generates max_new_tokens="
-                f"{self.max_new_tokens}; ask for more, or leave the task out"
+                f"{self.max_new_tokens}; choose a larger length, or leave out the task"
             )
         return length - self.max_new_tokens
 
-    def encode(self, row: dict[str, Any], max_tokens: int | None) -> tuple[list[int], list[int]]:
-        """Tokens of a row's prompt: material and question."""
-        text, question_chars = render_prompt(self.template, row["context"], **prompt_fields(self.name, row))
+    def encode(self, example: dict[str, Any], max_tokens: int | None) -> tuple[list[int], list[int]]:
+        """Encode an example's prompt: material and question."""
+        text, question_chars = render_prompt(self.template, example["context"], **prompt_fields(self.name, example))
         return encode_prompt(self.setup.tokenizer, text, question_chars, chat=self.chat, max_tokens=max_tokens)
 
-    def build(self, row: dict[str, Any], max_tokens: int | None) -> Sample:
-        """The sample of a row, its prompt cut in the middle."""
-        material, question = self.encode(row, max_tokens)
-        return Sample(material, question, answers_of(self.name, row), self.max_new_tokens)
+    def build(self, example: dict[str, Any], max_tokens: int | None) -> Sample:
+        """Build the sample of an example, with the prompt cut in the middle."""
+        material, question = self.encode(example, max_tokens)
+        return Sample(material, question, answers_of(self.name, example), self.max_new_tokens)
 
     def build_generated(self, length: int, index: int) -> Sample:
-        """A sample with as much filler as fits."""
-        make_row = synthetic.row_maker(self.name, self.setup.seed, length, index)
+        """Build a sample with as much filler as fits."""
+        make_example = synthetic.example_maker(self.name, self.setup.seed, length, index)
         units = synthetic.most_units(
-            lambda count: sum(len(part) for part in self.encode(make_row(count), None)), self.room(length)
+            lambda count: sum(len(part) for part in self.encode(make_example(count), None)), self.room(length)
         )
-        return self.build(make_row(units), None)
+        return self.build(make_example(units), None)
 
 
 class InfiniteBench(Benchmark):
-    """InfiniteBench, from its official rows; the retrieval tasks and Math.Find are generated where there are none.
+    """InfiniteBench, from its official examples; retrieval tasks and Math.Find without any are generated.
 
-    An item's ``sample_id`` says which it is: ``row-<id>`` or ``generated-<number>``.
+    An item's ``sample_id`` is ``row-<id>`` for an official example, and ``generated-<number>`` otherwise.
     """
 
     name: ClassVar[str] = "infinitebench"
@@ -92,7 +92,7 @@ class InfiniteBench(Benchmark):
     options: ClassVar[dict[str, Any]] = {"template_set": "yarn_mistral_templates"}
 
     def items(self, setup: Setup) -> list[Item]:
-        """Rows of the requested tasks; ``setup.lengths`` are lengths to which prompt and answer are cut or made."""
+        """Return the items of the requested tasks; ``setup.lengths`` are those of prompt and answer together."""
         prompts = load_protocol("infinitebench", setup.protocol_dir).values["prompts"]
         template_set = setup.option("template_set", self.options["template_set"])
         if template_set not in prompts["templates"]:
@@ -106,7 +106,7 @@ class InfiniteBench(Benchmark):
             task = _Task(name, template, max_new_tokens, setup, chat)
             try:
                 items += _official_items(task)
-            except RowsNotFoundError as error:
+            except ExamplesNotFoundError as error:
                 if name not in synthetic.MAKERS:
                     raise
                 logging.getLogger(__name__).warning("generating the samples of %s: %s", name, error)
@@ -116,7 +116,7 @@ class InfiniteBench(Benchmark):
 
 def _official_items(task: _Task) -> list[Item]:
     setup = task.setup
-    rows, origin = load_rows(
+    examples, origin = load_examples(
         f"{task.name}.jsonl",
         hub_id="xinrongzhang2022/InfiniteBench",
         hub_filename=f"{task.name}.jsonl",
@@ -124,19 +124,19 @@ def _official_items(task: _Task) -> list[Item]:
         benchmark="infinitebench",
         required=("context", "input", "answer", *(("options",) if task.name in CHOICE_TASKS else ())),
     )
-    for number, row in enumerate(rows, start=1):
+    for number, example in enumerate(examples, start=1):
         try:
-            prompt_fields(task.name, row)
-            answers_of(task.name, row)
+            prompt_fields(task.name, example)
+            answers_of(task.name, example)
         except ValueError as error:
-            raise EvalError(f"{origin}: row {number}: {error}") from error
-    ids = unique_ids(rows, "id")
+            raise EvalError(f"{origin}: example {number}: {error}") from error
+    ids = unique_ids(examples, "id")
     items = []
     for length in setup.lengths or (None,):
         max_tokens = task.room(length or setup.max_positions)
         items += [
-            Item(task.name, f"row-{row_id}", partial(task.build, row, max_tokens), length)
-            for row_id, row in list(zip(ids, rows, strict=True))[: setup.limit]
+            Item(task.name, f"row-{example_id}", partial(task.build, example, max_tokens), length)
+            for example_id, example in list(zip(ids, examples, strict=True))[: setup.limit]
         ]
     return items
 
@@ -160,15 +160,15 @@ def _generated_items(task: _Task) -> list[Item]:
     return items
 
 
-def prompt_fields(task: str, row: dict[str, Any]) -> dict[str, str]:
-    """Return the fields of the task's template beside the context.
+def prompt_fields(task: str, example: dict[str, Any]) -> dict[str, str]:
+    """Return the fields of the task's template, except the context.
 
     Raises
     ------
     ValueError
-        The row's ``input`` or ``options`` do not have what the task needs.
+        The example's ``input`` or ``options`` lack what the task needs.
     """
-    question = row["input"]
+    question = example["input"]
     fields = {"input": question, "question": question}
     if task == "code_run":
         call = _FUNCTION_CALL.search(question)
@@ -181,25 +181,25 @@ def prompt_fields(task: str, row: dict[str, Any]) -> dict[str, str]:
             raise ValueError(f"input={question!r:.80} does not say 'The ... number'")
         fields["prefix"] = f"What is {asked[0].lower()} in the following list?"
     elif task in CHOICE_TASKS:
-        fields |= {f"OPTION_{letter}": str(option) for letter, option in zip(LETTERS, _options(row), strict=True)}
+        fields |= {f"OPTION_{letter}": str(option) for letter, option in zip(LETTERS, _options(example), strict=True)}
     return fields
 
 
-def answers_of(task: str, row: dict[str, Any]) -> Any:
-    """A row's answer, in the form that ``eval.metrics.score`` takes.
+def answers_of(task: str, example: dict[str, Any]) -> Any:
+    """Return an example's answer in the form that ``eval.metrics.score`` takes.
 
     Raises
     ------
     ValueError
-        The answer is empty, not a number where one is asked for, or not one of the options.
+        The answer is empty, not one of the options, or not a number although the task requires one.
     """
-    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    answers = example["answer"] if isinstance(example["answer"], list) else [example["answer"]]
     if len(answers) == 1 and isinstance(answers[0], list):
         answers = answers[0]
     if not answers:
         raise ValueError("answer is empty")
     if task in CHOICE_TASKS:
-        return _choice(answers, row)
+        return _choice(answers, example)
     if task in {"code_run", "math_calc"}:
         return [int(answer) for answer in answers]
     if task == "math_find":
@@ -207,8 +207,8 @@ def answers_of(task: str, row: dict[str, Any]) -> Any:
     return str(answers[0]) if task in SINGLE_ANSWER_TASKS else [str(answer) for answer in answers]
 
 
-def _choice(answers: Sequence[Any], row: dict[str, Any]) -> list[str]:
-    text, options = str(answers[0]), _options(row)
+def _choice(answers: Sequence[Any], example: dict[str, Any]) -> list[str]:
+    text, options = str(answers[0]), _options(example)
     if len(answers) == 2 and answers[1] in tuple(LETTERS):
         return [text, answers[1]]
     if text not in options:
@@ -216,8 +216,8 @@ def _choice(answers: Sequence[Any], row: dict[str, Any]) -> list[str]:
     return [text, LETTERS[options.index(text)]]
 
 
-def _options(row: dict[str, Any]) -> list[str]:
-    options = [str(option) for option in row["options"]]
+def _options(example: dict[str, Any]) -> list[str]:
+    options = [str(option) for option in example["options"]]
     if len(options) != len(LETTERS):
         raise ValueError(f"options has {len(options)} entries, not {len(LETTERS)}")
     return options

@@ -1,4 +1,4 @@
-"""InfiniteBench's synthetic tasks made locally, at any length, in the form of the official rows."""
+"""InfiniteBench's synthetic tasks, generated at any length in the form of the official examples."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-Row = dict[str, Any]
-RowMaker = Callable[[int], Row]
-"""Makes a row with so many units of filler; more units change nothing else but the length."""
+Example = dict[str, Any]
+ExampleMaker = Callable[[int], Example]
+"""Creates an example with a number of units of filler; more units change only the length."""
 
 # The filler and needles of the official data.
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -40,31 +40,31 @@ def needle_depth(task: str, index: int) -> float | None:
     return None if task == "math_find" else (index + 0.5) * _GOLDEN_RATIO % 1.0
 
 
-def row_maker(task: str, seed: int, length: int, index: int) -> RowMaker:
-    """Return a function that makes a sample's row, the same for the same arguments on every machine.
+def example_maker(task: str, seed: int, length: int, index: int) -> ExampleMaker:
+    """Return a function that creates a sample's example, the same for the same arguments on every machine.
 
     Parameters
     ----------
     task : str
         A key of ``MAKERS``.
     seed, length, index : int
-        Of the run, the requested length in tokens, and the sample's number.
+        The run's seed, the requested length in tokens, and the sample's number.
     """
     rng = random.Random(f"infinitebench {task} {seed} {length} {index}")
     return MAKERS[task](rng, index)
 
 
 def most_units(tokens_with: Callable[[int], int], budget: int) -> int:
-    """The most units of filler whose prompt stays within ``budget`` tokens, found in a handful of tries.
+    """Find the maximum units of filler whose prompt stays within ``budget`` tokens, in a few tries.
 
     Raises
     ------
     ValueError
-        Even without filler the prompt is longer.
+        The prompt is longer even without filler.
     """
     bare = tokens_with(0)
     if bare > budget:
-        raise ValueError(f"a prompt without filler has {bare} tokens, more than the {budget} there is room for")
+        raise ValueError(f"a prompt without filler has {bare} tokens, but only {budget} are allowed")
     per_unit = max(1.0, (tokens_with(_PROBE_UNITS) - bare) / _PROBE_UNITS)
     fits = int((budget - bare) / per_unit)
     step = 1
@@ -83,12 +83,12 @@ def most_units(tokens_with: Callable[[int], int], budget: int) -> int:
     return fits
 
 
-def _passkey(rng: random.Random, index: int) -> RowMaker:
+def _passkey(rng: random.Random, index: int) -> ExampleMaker:
     key = "".join(rng.choices("0123456789", k=5))
     return _in_noise("passkey", index, PASSKEY.format(key=key), "What is the pass key?", key)
 
 
-def _number_string(rng: random.Random, index: int) -> RowMaker:
+def _number_string(rng: random.Random, index: int) -> ExampleMaker:
     digits = rng.choices("0123456789", k=5)
     while len(digits) < 10:
         place = rng.randrange(len(digits))
@@ -97,21 +97,21 @@ def _number_string(rng: random.Random, index: int) -> RowMaker:
     return _in_noise("number_string", index, DIGITS.format(key=key), "What is the sequence of digits?", key)
 
 
-def _in_noise(task: str, index: int, needle: str, question: str, key: str) -> RowMaker:
+def _in_noise(task: str, index: int, needle: str, question: str, key: str) -> ExampleMaker:
     depth = needle_depth(task, index) or 0.0
 
-    def make(units: int) -> Row:
+    def make(units: int) -> Example:
         before = round(depth * units)
         return {"context": NOISE * before + needle + NOISE * (units - before), "input": question, "answer": [key]}
 
     return make
 
 
-def _kv_retrieval(rng: random.Random, index: int) -> RowMaker:
+def _kv_retrieval(rng: random.Random, index: int) -> ExampleMaker:
     depth = needle_depth("kv_retrieval", index) or 0.0
     pairs: list[tuple[str, str]] = []
 
-    def make(units: int) -> Row:
+    def make(units: int) -> Example:
         while len(pairs) <= units:
             pairs.append((_random_uuid(rng), _random_uuid(rng)))
         key, value = pairs[int(depth * (units + 1))]
@@ -126,16 +126,16 @@ def _random_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _math_find(rng: random.Random, index: int) -> RowMaker:
+def _math_find(rng: random.Random, index: int) -> ExampleMaker:
     asked = list(RANKS)[index % len(RANKS)]
     low, high = 0, LARGEST
     if "largest" in asked or (asked == "median" and rng.random() < 0.5):
         high -= rng.randrange(FIFTH)
     else:
         low += rng.randrange(FIFTH)
-    numbers = rng.sample(range(low, high + 1), FEWEST_NUMBERS)  # distinct, so that there is a third largest
+    numbers = rng.sample(range(low, high + 1), FEWEST_NUMBERS)  # distinct, so that a third largest exists
 
-    def make(units: int) -> Row:
+    def make(units: int) -> Example:
         count = FEWEST_NUMBERS + units
         while len(numbers) < count:
             numbers.append(rng.randint(low, high))
@@ -149,7 +149,7 @@ def _ranked(numbers: list[int], rank: int) -> int:
     return sorted(set(numbers))[rank]
 
 
-MAKERS: dict[str, Callable[[random.Random, int], RowMaker]] = {
+MAKERS: dict[str, Callable[[random.Random, int], ExampleMaker]] = {
     "passkey": _passkey,
     "number_string": _number_string,
     "kv_retrieval": _kv_retrieval,

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
+from eval.examples import load_examples, unique_ids
 from eval.prompts import encode_prompt
 from eval.protocols import load_protocol, render_prompt
-from eval.rows import load_rows, unique_ids
 
 ENGLISH_TASKS = (
     "narrativeqa",
@@ -33,7 +33,7 @@ ENGLISH_TASKS = (
 )
 CHINESE_TASKS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 
-# The official code leaves these as they are: few-shot examples and code are continued, not answered.
+# The official code does not wrap these: few-shot examples and code are continued, not answered.
 WITHOUT_CHAT_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 ENDING_AT_NEWLINE = frozenset({"samsum"})
 
@@ -48,14 +48,14 @@ class LongBench(Benchmark):
     protocol: ClassVar[str | None] = "longbench"
 
     def items(self, setup: Setup) -> list[Item]:
-        """Rows of the requested tasks; ``setup.lengths`` are lengths to which prompt and answer are cut."""
+        """Return the items of the requested tasks; ``setup.lengths`` are those of prompt and answer after the cut."""
         values = load_protocol("longbench", setup.protocol_dir).values
         for length in setup.lengths:
             setup.check_length(length)
         items = []
         for task in setup.tasks:
             template, max_new_tokens = values["dataset2prompt"][task], values["dataset2maxlen"][task]
-            rows, origin = load_rows(
+            examples, origin = load_examples(
                 f"{task}.jsonl",
                 hub_id="THUDM/LongBench",
                 hub_filename="data.zip",
@@ -63,10 +63,10 @@ class LongBench(Benchmark):
                 benchmark="longbench",
                 required=("context", "input", "answers", "all_classes"),
             )
-            for row in rows:
+            for example in examples:
                 for field in ("answers", "all_classes"):
-                    row[field] = _as_list(row[field], f"{origin}: {field} of row {row.get('_id')!r}")
-            ids = unique_ids(rows, "_id")
+                    example[field] = _as_list(example[field], f"{origin}: {field} of example {example.get('_id')!r}")
+            ids = unique_ids(examples, "_id")
             lengths: Sequence[int | None] = setup.lengths or (None,)
             for requested in lengths:
                 max_tokens = (requested or setup.max_positions) - max_new_tokens
@@ -77,14 +77,16 @@ class LongBench(Benchmark):
                     )
                 build = partial(_build, setup, task, template, max_new_tokens, max_tokens)
                 items += [
-                    Item(task=task, sample_id=sample_id, build=partial(build, row), length=requested)
-                    for sample_id, row in list(zip(ids, rows, strict=True))[: setup.limit]
+                    Item(task=task, sample_id=sample_id, build=partial(build, example), length=requested)
+                    for sample_id, example in list(zip(ids, examples, strict=True))[: setup.limit]
                 ]
         return items
 
 
-def _build(setup: Setup, task: str, template: str, max_new_tokens: int, max_tokens: int, row: dict[str, Any]) -> Sample:
-    text, question_chars = render_prompt(template, row["context"], input=row["input"])
+def _build(
+    setup: Setup, task: str, template: str, max_new_tokens: int, max_tokens: int, example: dict[str, Any]
+) -> Sample:
+    text, question_chars = render_prompt(template, example["context"], input=example["input"])
     material, question = encode_prompt(
         setup.tokenizer,
         text,
@@ -95,16 +97,16 @@ def _build(setup: Setup, task: str, template: str, max_new_tokens: int, max_toke
     return Sample(
         material_ids=material,
         question_ids=question,
-        references=row["answers"],
+        references=example["answers"],
         max_new_tokens=max_new_tokens,
-        all_classes=row["all_classes"] or None,
+        all_classes=example["all_classes"] or None,
         stop_at_newline=task in ENDING_AT_NEWLINE,
-        min_new_tokens=int(task in ENDING_AT_NEWLINE),  # as there, where the answer would else often be empty
+        min_new_tokens=int(task in ENDING_AT_NEWLINE),  # as in the official code: answers would often be empty
     )
 
 
 def _as_list(value: Any, place: str) -> list[str]:
-    """A list of strings; some copies of the data keep it as its Python source, or nothing for an empty one."""
+    """Return a list of strings; some copies of the data store its Python source, or nothing if it is empty."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = ast.literal_eval(value.strip())

@@ -26,7 +26,7 @@ _ANSWER_PREFIX = "The best thing to carry on a walk through {place} is"
 
 
 class Needle(Benchmark):
-    """One out-of-place sentence in natural text; the score is the share of the answer's words that are found."""
+    """One out-of-place sentence in natural text; the score is the share of the answer's words in the prediction."""
 
     name: ClassVar[str] = "needle"
     summary: ClassVar[str] = "one sentence in essays or books, length x depth"
@@ -36,7 +36,7 @@ class Needle(Benchmark):
     options: ClassVar[dict[str, Any]] = {"depths": (0.0, 0.25, 0.5, 0.75, 1.0)}
 
     def items(self, setup: Setup) -> list[Item]:
-        """One sample for each task, length and depth; a length is the whole prompt's and the answer's, in tokens."""
+        """Return an item for each task, length and depth; a length covers prompt and answer, in tokens."""
         depths = check_depths(setup.option("depths", self.options["depths"]))
         items = []
         for task in setup.tasks:
@@ -46,7 +46,7 @@ class Needle(Benchmark):
                 for depth in depths[: setup.limit]:
                     make = partial(_build, setup, sentences, length, depth, f"{setup.seed}-{task}-{length}-{depth:g}")
                     items.append(Item(task, f"{depth:g}", make, length, depth))
-                items[-1].build()  # the length may be too small: better said now
+                items[-1].build()  # raises now if the length is too small
         return items
 
 
@@ -70,14 +70,14 @@ def _build(setup: Setup, sentences: Sequence[str], length: int, depth: float, se
     room = length - MAX_NEW_TOKENS
     used = sum(map(len, encode(hay)))
     if used > room:
-        raise EvalError(f"length={length} is not allowed: prompt and answer take {used + MAX_NEW_TOKENS} tokens alone")
+        raise EvalError(f"length={length} is not allowed: at least {used + MAX_NEW_TOKENS}, for prompt and answer")
     ordered = rotated(sentences, seed)
     for sentence, ids in zip(itertools.cycle(ordered), encode_endlessly(setup.tokenizer, ordered), strict=False):
         used += len(ids)
         if used > room:
             break
         hay.append(sentence)
-    while sum(map(len, (encoded := encode(hay)))) > room:  # sentences, joined, can encode to a few tokens more
+    while sum(map(len, (encoded := encode(hay)))) > room:  # joined sentences may encode to more tokens
         hay.pop()
     return Sample(
         *encoded,

@@ -28,7 +28,7 @@ class PasskeyRetrieval(Benchmark):
     options: ClassVar[dict[str, Any]] = {"depths": (0.1, 0.3, 0.5, 0.7, 0.9), "repeats": 1}
 
     def items(self, setup: Setup) -> list[Item]:
-        """``repeats`` rounds over the depths for each task and length; a length is the material's, in tokens."""
+        """Return ``repeats`` items per depth for each task and length; a length is the material's, in tokens."""
         depths = check_depths(setup.option("depths", self.options["depths"]))
         repeats = setup.option("repeats", self.options["repeats"])
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:

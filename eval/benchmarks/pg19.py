@@ -1,4 +1,4 @@
-"""PG19: perplexity of books, with the method in force for every token that is scored."""
+"""PG19: perplexity of books, with the method applied to every scored token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
-from eval.rows import load_hub_dataset
+from eval.examples import load_hub_dataset
 from eval.sources import books, read_book
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ HUB_ID = "emozilla/pg19-test"
 
 
 class PG19(Benchmark):
-    """Perplexity of the last ``scored`` tokens of a book's first ``length`` ones.
+    """Perplexity of the last ``scored`` tokens of a book's first ``length`` tokens.
 
-    The tokens before them are prefilled; they are fed ``chunk`` at a time, so that with 1 a method that makes decoding
-    sparse chooses anew for each. Several lengths give perplexity by position.
+    The tokens before them are prefilled; the scored ones are fed ``chunk`` at a time. With 1, methods with sparse
+    decoding select for each token. Several lengths give perplexity by position.
     """
 
     name: ClassVar[str] = "pg19"
@@ -32,14 +32,14 @@ class PG19(Benchmark):
     options: ClassVar[dict[str, Any]] = {"scored": 256, "chunk": 1}
 
     def check_methods(self, methods: Sequence[SparseMethod], setup: Setup) -> None:
-        """Raise where tokens are fed in chunks to a method that is sparse in single-token steps alone."""
+        """Raise if tokens are fed in chunks to a method that is sparse in single-token steps only."""
         chunk = setup.option("chunk", self.options["chunk"])
         for method in methods:
             if chunk != 1 and method.sparse_phases == ("decode",):
-                raise EvalError(f"chunk={chunk} is not allowed with {method.name}, which is dense in chunks: only 1")
+                raise EvalError(f"chunk={chunk} is not allowed with {method.name}: only 1, since it is dense in chunks")
 
     def items(self, setup: Setup) -> list[Item]:
-        """One sample for each length and book."""
+        """Return an item for each length and book."""
         scored, chunk = (setup.option(name, self.options[name]) for name in ("scored", "chunk"))
         for name, value in (("scored", scored), ("chunk", chunk)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -57,11 +57,14 @@ class PG19(Benchmark):
 
 
 def _books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
-    """Names of the books, and how to read each: from the data folder, else PG19's test set from the hub."""
+    """Return names and readers of the books: from the data folder, else PG19's test set from the hub."""
     if data_dir is not None:
         return [(path.stem, partial(read_book, path)) for path in books(data_dir)]
-    rows = _hub_books()
-    return [(f"test-{number}", partial(lambda row: str(row["text"]), row)) for number, row in enumerate(rows)]
+    examples = _hub_books()
+    return [
+        (f"test-{number}", partial(lambda example: str(example["text"]), example))
+        for number, example in enumerate(examples)
+    ]
 
 
 @cache
@@ -72,7 +75,7 @@ def _hub_books() -> Any:
 
 
 def _build(setup: Setup, read: Callable[[], str], title: str, length: int, scored: int, chunk: int) -> Sample:
-    text = read()[: 16 * length]  # tokens of more than 16 characters on average are not English
+    text = read()[: 16 * length]  # English tokens average fewer than 16 characters
     token_ids = list(setup.tokenizer(text)["input_ids"])[:length]
     if len(token_ids) < length:
         raise EvalError(f"book {title!r} has {len(token_ids)} tokens, fewer than length={length}")

@@ -1,4 +1,4 @@
-"""The common part of the metrics: everything but their benchmark and their words."""
+"""The common part of the metrics: everything except their benchmark and their texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scores(TypedDict):
 
 
 class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
-    """``eval.metrics.score`` over many predictions of one task. Subclasses say for which benchmark."""
+    """Metric that applies ``eval.metrics.score`` to many predictions of one task. Subclasses name the benchmark."""
 
     benchmark: ClassVar[str]
     summary: ClassVar[str]
@@ -50,7 +50,7 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
         references : sequence, optional
             For each prediction a str, an int, a float, or a list of these.
         **kwargs
-            ``task``, which is needed, and ``all_classes``, as in ``eval.metrics.score``.
+            ``task`` (required) and ``all_classes``, as in ``eval.metrics.score``.
 
         Returns
         -------
@@ -60,7 +60,7 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
         Raises
         ------
         EvalError
-            The task is unknown, or a reference is not what the task has.
+            Unknown task, or a reference of a wrong type for the task.
         """
         check_task(self.benchmark, kwargs.get("task"))
         result: Scores | None = super().compute(predictions=predictions, references=references, **kwargs)
@@ -80,7 +80,7 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
             citation=self.citation_text,
             homepage=self.homepage_url,
             inputs_description=_INPUTS.format(tasks=", ".join(tasks(self.benchmark))),
-            # One type for all tasks and for rows that differ: `score` reads numbers from texts too.
+            # One type serves all tasks and mixed references, since `score` also reads numbers from texts.
             features=datasets.Features(
                 predictions=datasets.Value("string"), references=datasets.Sequence(datasets.Value("string"))
             ),

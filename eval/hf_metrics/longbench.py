@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The module and not its class: evaluate.load takes the first metric class that it finds in this file.
+# Imports the module, not its class: evaluate.load takes the first metric class that it finds in this file.
 from eval.hf_metrics import base
 
 

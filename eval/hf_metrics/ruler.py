@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The module and not its class: evaluate.load takes the first metric class that it finds in this file.
+# Imports the module, not its class: evaluate.load takes the first metric class that it finds in this file.
 from eval.hf_metrics import base
 
 
@@ -10,6 +10,6 @@ class RULER(base.BenchmarkMetric):
     """Mean score of one RULER task, by the benchmark's own measure for it."""
 
     benchmark = "ruler"
-    summary = "Which share of the references stands in the prediction; for questions, whether one of them does."
+    summary = "Share of the references that the prediction contains; for questions, whether it contains one."
     citation_text = "Hsieh et al. (2024). RULER: What's the Real Context Size of Your Long-Context Language Models?"
     homepage_url = "https://arxiv.org/abs/2404.06654"

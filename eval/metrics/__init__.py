@@ -23,8 +23,8 @@ def score(
 ) -> float:
     """Score a prediction with the benchmark's official scorer.
 
-    LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b;
-    ``eval/metrics/retrieval.py`` says how passkey and needle are.
+    LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b. See
+    ``eval/metrics/retrieval.py`` for passkey and needle.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ def score(
     task : str
         One of ``tasks(benchmark)``.
     prediction : str
-        The model's answer, unchanged: cutting to the first line and the like is done here.
+        The model's unprocessed answer; this function does cuts such as the one to the first line.
     references : str, int, float, or a list of these
-        The right answers, as the benchmark's data has them.
+        The right answers from the benchmark's data.
     all_classes : sequence of str, optional
-        The names of all classes; needed by LongBench's ``trec`` and ``lsht``, and ignored by the others.
+        The names of all classes; required by LongBench's ``trec`` and ``lsht``, ignored by other tasks.
 
     Returns
     -------
@@ -47,7 +47,7 @@ def score(
     Raises
     ------
     EvalError
-        The benchmark or task is unknown, or the references are not what the task has.
+        Unknown benchmark or task, or references of a wrong type for the task.
     """
     check_task(benchmark, task)
     try:
@@ -57,7 +57,7 @@ def score(
 
 
 def tasks(benchmark: str) -> tuple[str, ...]:
-    """The tasks of a benchmark that ``score`` knows, in the benchmark's own order.
+    """Return the tasks of a benchmark that ``score`` knows, in the benchmark's order.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def tasks(benchmark: str) -> tuple[str, ...]:
 
 
 def check_task(benchmark: str, task: Any) -> None:
-    """Raise where a benchmark has no such task.
+    """Check that a benchmark has a task.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def check_task(benchmark: str, task: Any) -> None:
     """
     allowed = tasks(benchmark)
     if task not in allowed:
-        raise EvalError(f"task={task!r} is not one of {benchmark}'s; allowed are {', '.join(allowed)}")
+        raise EvalError(f"{benchmark} has no task={task!r}; allowed are {', '.join(allowed)}")
 
 
 __all__ = ["check_task", "score", "tasks"]

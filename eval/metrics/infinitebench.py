@@ -1,4 +1,4 @@
-"""InfiniteBench's scores (arXiv 2402.13718); where a task has one answer, the first reference is it."""
+"""InfiniteBench's scores (arXiv 2402.13718). Tasks with a single answer use the first reference."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ _CHOICE_MARKS = ("\n", '"', "'", ".", ",", "?", "!", "{", "}")
 _CODE_RUN_MARKS = ("\n", ".", "`", "'", '"', ":")
 _CODE_DEBUG_MARKS = ("\n", "`", "'", '"', "-", "*", "Option", "option")
 
-# What may announce an answer, in the order in which it is looked for.
+# Phrases that may announce an answer, in the order of the search.
 _CHOICE_ANNOUNCEMENTS = ("answer is:", "answer:", "answer is", "option is")
 _CODE_DEBUG_ANNOUNCEMENTS = ("answer is:", "is:", "answer:", "correct option is:")
 
 
 def first_integer(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the first run of digits is the reference, leading zeros included."""
+    """Return whether the first run of digits is the reference, leading zeros included."""
     found = re.search(r"[0-9]+", prediction)
     return float(found is not None and found[0] == references[0])
 
 
 def word(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the reference is one of the prediction's words."""
+    """Return whether the reference is one of the prediction's words."""
     return float(references[0] in _blank(prediction, _RETRIEVAL_MARKS).split())
 
 
 def upper_case_word(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the reference, a name in capitals, is one of the prediction's words in capitals; never if it is two."""
+    """Return whether the reference, a name in capitals, is one of the prediction's words; False if it has two words."""
     return float(references[0] in _blank(prediction, _RETRIEVAL_MARKS).upper().split())
 
 
 def summary(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """ROUGE-Lsum F."""
+    """Return the ROUGE-Lsum F."""
     from rouge_score.rouge_scorer import RougeScorer  # loads nltk, which no other task needs
 
-    # Sentences stand between newlines, words are not stemmed: the defaults of the `rouge` metric of `evaluate`.
+    # Newlines separate sentences, words are not stemmed: the defaults of the `rouge` metric of `evaluate`.
     scorer = RougeScorer(["rougeLsum"])
     return float(max(scorer.score(reference, prediction)["rougeLsum"].fmeasure for reference in references))
 
 
 def qa(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """The best F1 over normalised words."""
+    """Return the best F1 over normalised words."""
     return max(text.f1(text.words(prediction), text.words(reference)) for reference in references)
 
 
 def qa_zh(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """The best F1 over characters."""
+    """Return the best F1 over characters."""
     return max(text.f1(text.characters(prediction), text.characters(reference)) for reference in references)
 
 
 def choice(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the chosen option is one of the references, which are the right option's text and letter.
+    """Return whether the chosen option is one of the references, which are the right option's text and letter.
 
-    A capital A to D at the very beginning decides; else the whole prediction, if it is a reference; else what follows
-    the first announcement found; else the first word made of consecutive option letters.
+    A capital A to D at the very beginning decides; else the whole prediction, if it is a reference; else the text after
+    the first announcement found; else the first word that consists of consecutive option letters.
     """
     prediction = prediction.strip()
     if not prediction:
@@ -76,12 +76,12 @@ def choice(prediction: str, references: list[str], _: Sequence[str]) -> float:
 
 
 def code_debug(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the option at the very beginning, or after the first announcement found, is the right one.
+    """Return whether the option at the very beginning, or after the first announcement found, is the right one.
 
     Raises
     ------
     EvalError
-        The references are not two, function name and letter.
+        The references are not exactly two, a function name and a letter.
     """
     if len(references) < 2:
         raise EvalError(f"references={references!r} must be the function's name and the option's letter")
@@ -94,7 +94,7 @@ def code_debug(prediction: str, references: list[str], _: Sequence[str]) -> floa
 
 
 def code_run(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the last word is the right integer."""
+    """Return whether the last word is the right integer."""
     wanted = as_number(references[0])
     last = _blank(prediction, _CODE_RUN_MARKS).split()[-1:]
     try:
@@ -104,10 +104,10 @@ def code_run(prediction: str, references: list[str], _: Sequence[str]) -> float:
 
 
 def math_find(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether the first number is the right one.
+    """Return whether the first number is the right one.
 
-    Numbers are compared by value whatever the reference's type: the official scorer stops with an error where a whole
-    number is wanted and the prediction has a decimal point.
+    Numbers are compared by value, for any type of reference. The official scorer fails if the reference is a whole
+    number and the prediction has a decimal point.
     """
     wanted = as_number(references[0])
     found = re.search(r"\d+(?:\.\d+)?", prediction)
@@ -135,7 +135,7 @@ def _squeeze(prediction: str) -> str:
 
 
 def _announced(prediction: str, announcements: Sequence[str]) -> str | None:
-    """Return the text behind the first announcement and the character after it; None where there is none."""
+    """Return the text after the first announcement and the character that follows it; None without an announcement."""
     for announcement in announcements:
         _, found, rest = prediction.partition(announcement)
         if found:

@@ -1,4 +1,4 @@
-"""LongBench's scores (arXiv 2308.14508, table 1); where there are several references, the best one counts."""
+"""LongBench's scores (arXiv 2308.14508, table 1). The best of several references counts."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _Pair = Callable[[str, str, Sequence[str]], float]
 
 
 def qa_f1(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """F1 over normalised words."""
+    """Return the F1 over normalised words."""
     return text.f1(text.words(prediction), text.words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """F1 over normalised words as jieba cuts them."""
+    """Return the F1 over normalised words, segmented by jieba."""
     return text.f1(text.words_zh(prediction), text.words_zh(reference))
 
 
 def rouge(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """ROUGE-L F."""
+    """Return the ROUGE-L F."""
     return text.rouge_l(prediction, reference)
 
 
 def rouge_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """ROUGE-L F over words as jieba cuts them."""
+    """Return the ROUGE-L F over words segmented by jieba."""
     return text.rouge_l_zh(prediction, reference)
 
 
 def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """One over the number of classes that the prediction names, if the right one is among them.
+    """Return one over the number of classes that the prediction names, or 0 if the right one is not among them.
 
     Raises
     ------
@@ -46,36 +46,36 @@ def classification(prediction: str, reference: str, all_classes: Sequence[str]) 
         ``all_classes`` is empty.
     """
     if not all_classes:
-        raise EvalError("all_classes is empty or missing; it must name all classes, the reference among them")
+        raise EvalError("all_classes is empty or missing; it must name all classes, including the reference")
     named = [name for name in all_classes if name in prediction]
     position = 0
     while position < len(named):
         name = named[position]
         if name != reference and name in reference:
-            named.remove(name)  # named only as a part of the right one's name
-        # Moving on after a removal too leaves the next class unchecked: the official scores are made so.
+            named.remove(name)  # it matched only as a part of the right class's name
+        # Advancing after a removal too skips the next class, as the official scorer does.
         position += 1
     return 1.0 / len(named) if reference in named else 0.0
 
 
 def count(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """Return the share of right ones among the numbers in the prediction."""
+    """Return the share of the prediction's numbers that are right."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """``count`` of the number that the reference has after the word for a paragraph."""
+    """Return ``count`` for the number after the word for a paragraph in the reference."""
     return count(prediction, _number_after("Paragraph ", reference), ())
 
 
 def retrieval_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """``retrieval`` for references in Chinese."""
+    """Return ``retrieval`` for references in Chinese."""
     return count(prediction, _number_after("段落", reference), ())
 
 
 def code_similarity(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """Edit similarity, in whole hundredths, of the prediction's first line that has no mark of a comment or fence."""
+    """Return the edit similarity, in whole hundredths, of the first predicted line without comment or fence marks."""
     lines = prediction.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in _NO_CODE_MARKS)), "")
     return round(fuzz.ratio(code, reference)) / 100
@@ -84,7 +84,7 @@ def code_similarity(prediction: str, reference: str, _: Sequence[str]) -> float:
 def _number_after(word: str, reference: str) -> str:
     found = re.search(rf"{word}(\d+)", reference)
     if found is None:
-        raise EvalError(f"reference {reference!r} is not of the form {word + 'N'!r}, as this task's are")
+        raise EvalError(f"reference {reference!r} is not allowed for this task: only the form {word + 'N'!r}")
     return found[1]
 
 

@@ -1,4 +1,4 @@
-"""Right answers, which the benchmarks' data give in many types, as a list of texts."""
+"""Conversion of right answers, which have many types in the benchmarks' data, to a list of texts."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 from eval.errors import EvalError
 
 Scorer = Callable[[str, list[str], Sequence[str]], float]
-"""From prediction, references and class names to a score."""
+"""Function of prediction, references and class names that returns a score."""
 
 
 def as_texts(references: Any) -> list[str]:
-    """References of any allowed type as a list of texts; nested lists are flattened.
+    """Convert references of any allowed type to a list of texts; flatten nested lists.
 
     Raises
     ------
     EvalError
-        There is no reference, or one that is neither text nor number.
+        There is no reference, or one is neither text nor number.
     """
     texts = list(_flat(references))
     if not texts:
-        raise EvalError(f"references={references!r} holds no answer; at least one is needed")
+        raise EvalError(f"references={references!r} has no answer; at least one is needed")
     return texts
 
 
 def as_number(reference: str) -> Decimal:
-    """A reference as the number it stands for.
+    """Convert a reference to a number.
 
     Raises
     ------
     EvalError
-        It stands for none.
+        The reference is not a number.
     """
     try:
         return Decimal(reference)
     except InvalidOperation:
-        raise EvalError(f"reference {reference!r} is not a number, as this task's are") from None
+        raise EvalError(f"reference {reference!r} is not allowed for this task: only a number") from None
 
 
 def _flat(references: Any) -> list[str]:

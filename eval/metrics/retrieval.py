@@ -9,15 +9,15 @@ from eval.metrics.references import Scorer
 
 
 def contains(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether a reference stands in the prediction, to the letter."""
+    """Return whether the prediction contains a reference literally."""
     return float(any(reference in prediction for reference in references))
 
 
 def words_found(prediction: str, references: list[str], _: Sequence[str]) -> float:
     """Return the share of the reference's distinct words in the prediction; the best of several references counts.
 
-    Words are those of ``eval.metrics.text.words``: lower case, no punctuation, no articles. Their order and number do
-    not matter, nor what else the prediction says.
+    Words are those of ``eval.metrics.text.words``: lower case, no punctuation, no articles. Order, repetition and other
+    words of the prediction do not matter.
     """
     predicted = set(text.words(prediction))
     wanted = [set(text.words(reference)) for reference in references]

@@ -1,4 +1,4 @@
-"""RULER's scores (arXiv 2404.06654): whether the references stand in the prediction, in any case of letters."""
+"""RULER's scores (arXiv 2404.06654): case-insensitive search for the references in the prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def match_all(prediction: str, references: list[str], _: Sequence[str]) -> float
 
 
 def match_any(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Whether at least one of the references stands in the prediction."""
+    """Return whether the prediction contains at least one of the references."""
     return float(any(_found(prediction, references)))
 
 

@@ -1,4 +1,4 @@
-"""The report: plots, and one page that holds everything a run found."""
+"""The report: plots, and one page with all results of a run."""
 
 from eval.report.page import write_report
 

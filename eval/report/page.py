@@ -1,4 +1,4 @@
-"""The page: everything in one file, nothing fetched from anywhere."""
+"""The report's self-contained page, in one file without external resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib import rc_context
 
 from eval.errors import EvalError
 from eval.report.plots import Picture, draw
-from eval.report.rows import Row, Run, counted_once, load_runs
+from eval.report.records import Record, Run, counted_once, load_runs
 from eval.report.sections import Section, make_sections
 from eval.report.style import Styles
 from eval.report.tables import agreement_table, cost_table, failed_samples, lost_samples, score_table
@@ -22,14 +22,14 @@ _SAMPLE = ("model", "benchmark", "task", "length", "sample_id", "seed")
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Write the plots and one self-contained page about every run in a folder and the folders below it.
+    """Write the plots and one self-contained page about all runs in a folder and its subfolders.
 
     Parameters
     ----------
     directory : Path
-        Has the runs, each with ``rows.jsonl`` (or the parts ``rows-*.jsonl`` that are not merged yet).
+        Folder with the runs, each with ``rows.jsonl`` or the unmerged parts ``rows-*.jsonl``.
     out : Path, optional
-        Where the PNG files and ``index.html`` go; ``directory / "report"`` by default.
+        Folder for the PNG files and ``index.html``; ``directory / "report"`` by default.
 
     Returns
     -------
@@ -39,25 +39,25 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     Raises
     ------
     EvalError
-        There is no row, or one is malformed (the message has file and line), or ``out`` cannot be written.
+        There is no record, one is malformed (the message names file and line), or ``out`` cannot be written.
     """
     runs = load_runs(directory)
-    found = [row for run in runs for row in run.rows]
-    rows = counted_once(found)
-    sections = make_sections(rows)
+    found = [record for run in runs for record in run.records]
+    records = counted_once(found)
+    sections = make_sections(records)
     styles = Styles([column for section in sections for column in section.columns])
     out = directory / "report" if out is None else out
     failures = [failure for section in sections for failure in failed_samples(section)]
     try:
-        return _write_page(out, found, rows, sections, styles, failures, runs)
+        return _write_page(out, found, records, sections, styles, failures, runs)
     except OSError as error:
         raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
 
 
 def _write_page(
     out: Path,
-    found: Sequence[Row],
-    rows: Sequence[Row],
+    found: Sequence[Record],
+    records: Sequence[Record],
     sections: Sequence[Section],
     styles: Styles,
     failures: Sequence[list[str]],
@@ -65,19 +65,19 @@ def _write_page(
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     page = _template().render(
-        head=_head(rows, repeated=len(found) - len(rows)),
+        head=_head(records, repeated=len(found) - len(records)),
         sections=[_section(section, styles, out) for section in sections],
         failures=failures[:_MOST_FAILURES],
         more_failures=max(0, len(failures) - _MOST_FAILURES),
         runs=[_run(run) for run in runs],
     )
     path = out / "index.html"
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of folders may be of any bytes
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may hold any bytes
     return path
 
 
 def _template() -> Any:
-    # Predictions are whatever a model wrote: everything is escaped, whatever the template's name ends in.
+    # Predictions may hold any text, so everything is escaped, regardless of the template's suffix.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -88,24 +88,27 @@ def _template() -> Any:
     return environment.get_template("page.html.j2")
 
 
-def _head(rows: Sequence[Row], repeated: int) -> list[tuple[str, list[str]]]:
-    """Return the settings of the rows by name, each with all its values."""
+def _head(records: Sequence[Record], repeated: int) -> list[tuple[str, list[str]]]:
+    """Return all values of each setting of the records, by name."""
     versions = sorted(
-        {f"{name} {version}" for row in rows for name, version in (row.get("versions") or {}).items()}, key=str.lower
+        {f"{name} {version}" for record in records for name, version in (record.get("versions") or {}).items()},
+        key=str.lower,
     )
     protocols = _different(
-        f"{row['protocol']}: sha256 {row.get('protocol_sha256') or 'unknown'}" for row in rows if row.get("protocol")
+        f"{record['protocol']}: sha256 {record.get('protocol_sha256') or 'unknown'}"
+        for record in records
+        if record.get("protocol")
     )
-    errors = sum(row["error"] is not None for row in rows)
-    samples = {tuple(row[name] for name in _SAMPLE) for row in rows}
+    errors = sum(record["error"] is not None for record in records)
+    samples = {tuple(record[name] for name in _SAMPLE) for record in records}
     head = [
-        ("model", _different(row["model"] for row in rows)),
-        ("device", _different(f"{row['device']}, {row['dtype']}" for row in rows)),
-        ("question", _different(row["question"] for row in rows)),
-        ("seed", _different(str(row["seed"]) for row in rows)),
+        ("model", _different(record["model"] for record in records)),
+        ("device", _different(f"{record['device']}, {record['dtype']}" for record in records)),
+        ("question", _different(record["question"] for record in records)),
+        ("seed", _different(str(record["seed"]) for record in records)),
         ("versions", [", ".join(versions)] if versions else []),
         ("protocol", protocols),
-        ("samples", [f"{len(samples):,}, in {len(rows):,} rows"]),
+        ("samples", [f"{len(samples):,}, in {len(records):,} records"]),
         ("errors", [f"{errors:,}"]),
         ("repeats left out", [f"{repeated:,}"] if repeated else []),
     ]
@@ -113,7 +116,9 @@ def _head(rows: Sequence[Row], repeated: int) -> list[tuple[str, list[str]]]:
 
 
 def _section(section: Section, styles: Styles, out: Path) -> dict[str, Any]:
-    measures = _different(row["peak_memory_measures"] for row in section.rows if row.get("peak_memory_measures"))
+    measures = _different(
+        record["peak_memory_measures"] for record in section.records if record.get("peak_memory_measures")
+    )
     return {
         "title": section.title,
         "slug": section.slug,
@@ -128,7 +133,7 @@ def _section(section: Section, styles: Styles, out: Path) -> dict[str, Any]:
 
 
 def _pictures(section: Section, styles: Styles, out: Path) -> list[dict[str, Any]]:
-    with rc_context({"text.parse_math": False}):  # names are text, also where they hold dollar signs
+    with rc_context({"text.parse_math": False}):  # names may hold dollar signs
         return [_embed(picture, out) for picture in draw(section, styles)]
 
 
@@ -145,7 +150,7 @@ def _embed(picture: Picture, out: Path) -> dict[str, Any]:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    return {"name": run.name, "rows": len(run.rows), "files": ", ".join(run.files), "config": run.config}
+    return {"name": run.name, "records": len(run.records), "files": ", ".join(run.files), "config": run.config}
 
 
 def _different(values: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.config import DENSE
-from eval.report.rows import Row
+from eval.report.records import Record
 from eval.report.sections import Column, Section, label
 from eval.report.style import Styles, from_zero, legend_below, log2_ticks, panels, percent_ticks, score_axis, wrapped
 from eval.summary import aggregate
@@ -27,12 +27,12 @@ _MOST_DEPTHS = 12
 _MOST_NOTES = 9
 _MOST_WRITTEN_CELLS = 80
 _MOST_LOSS = 600.0
-"""In nats; the perplexity of more cannot be drawn."""
+"""Largest loss in nats whose perplexity can be drawn."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot, and what it says for those who do not see it."""
+    """A plot with its alternative text."""
 
     name: str
     caption: str
@@ -41,18 +41,18 @@ class Picture:
 
     @property
     def page_width(self) -> int:
-        """The width on the page, in CSS pixels: letters are the same size in all pictures."""
+        """Width on the page in CSS pixels, which gives all pictures the same letter size."""
         return round(float(self.figure.get_size_inches()[0]) * _PAGE_PIXELS_PER_INCH)
 
     def png(self) -> bytes:
-        """The picture's file."""
+        """Render the picture as a PNG file."""
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
         return buffer.getvalue()
 
 
 def draw(section: Section, styles: Styles) -> list[Picture]:
-    """Every plot that the section's rows allow, in the order of the page."""
+    """Draw every plot that the section's records allow, in the order of the page."""
     plots: tuple[Callable[[Section, Styles], Picture | None], ...] = (
         score_by_budget,
         score_by_kv_read,
@@ -64,13 +64,13 @@ def draw(section: Section, styles: Styles) -> list[Picture]:
 
 
 def by_method(columns: Sequence[Column]) -> Iterator[tuple[str, list[Column]]]:
-    """Each method with its columns, in order of budget."""
+    """Yield each method with its columns, in order of budget."""
     for method, members in groupby(columns, key=lambda column: column[0]):
         yield method, list(members)
 
 
 def score_by_budget(section: Section, styles: Styles) -> Picture | None:
-    """The figure against token budget, a panel per length, dense as a level line."""
+    """Plot the figure against token budget, a panel per length, dense attention as a horizontal line."""
     budgets = [float(budget) for method, budget in section.columns if method != DENSE and budget]
     averages = {length: found for length in section.lengths if (found := section.averages(length))}
     if not budgets or not averages:
@@ -96,7 +96,7 @@ def score_by_budget(section: Section, styles: Styles) -> Picture | None:
 
 
 def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
-    """The figure against the part of the KV cache that was read, a point per method and budget."""
+    """Plot the figure against the share of the KV cache that was read, a point per method and budget."""
     average = section.averages()
     reads = {column: _kv_percent(section, column) for column in section.columns}
     points = {column: (read, average[column]) for column, read in reads.items() if read and average}
@@ -120,11 +120,11 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
 
 
 def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
-    """The perplexity at each measured position, over the samples."""
+    """Plot the perplexity at each measured position, over the samples."""
     nll: dict[Column, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in section.rows:
-        for position, value in row.get("nll_by_position") or []:
-            nll[row["method"], row["token_budget"]][position].append(value)
+    for record in section.records:
+        for position, value in record.get("nll_by_position") or []:
+            nll[record["method"], record["token_budget"]][position].append(value)
     if not nll:
         return None
     figure, (axis,) = panels(1)
@@ -147,33 +147,36 @@ def _perplexity(losses: Sequence[float]) -> float:
 
 
 def score_by_depth(section: Section, styles: Styles) -> Picture | None:
-    """A heatmap of depth and length for each method and budget, over the tasks that have one answer at one depth."""
-    rows = [row for row in section.rows if None not in (row["depth"], row["length"], row["score"])]
-    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    """Plot a heatmap of depth and length for each method and budget, over tasks with one answer at one depth."""
+    records = [record for record in section.records if None not in (record["depth"], record["length"], record["score"])]
+    lengths, depths = sorted({record["length"] for record in records}), sorted({record["depth"] for record in records})
     if len(lengths) * len(depths) < 2:
         return None
     if len(depths) > _MOST_DEPTHS:  # depths drawn at random: tenths
         depths = [(tenth + 0.5) / 10 for tenth in range(10)]
-    columns = [column for column in section.columns if any((r["method"], r["token_budget"]) == column for r in rows)]
+    columns = [column for column in section.columns if any((r["method"], r["token_budget"]) == column for r in records)]
     height = max(2.6, 1.3 + 0.3 * len(depths))
     figure, axes = panels(len(columns), width=max(3.6, 1.6 + 0.7 * len(lengths)), height=height)
     for axis, column in zip(axes, columns, strict=True):
-        grid = _grid([r for r in rows if (r["method"], r["token_budget"]) == column], lengths, depths)
+        grid = _grid([r for r in records if (r["method"], r["token_budget"]) == column], lengths, depths)
         image = _heatmap(axis, grid, [_short(n) for n in lengths], [f"{100 * depth:.0f}" for depth in depths])
         axis.set_title(wrapped(label(column), 30), fontsize="medium")
     figure.colorbar(image, ax=axes, label="score (%)", location="top", shrink=0.5, aspect=40, pad=0.01)
-    tasks = ", ".join(sorted({row["task"] for row in rows}))
+    tasks = ", ".join(sorted({record["task"] for record in records}))
     caption = f"Score by depth of the answer and length ({tasks})"
-    means = {c: 100 * fmean(row["score"] for row in rows if (row["method"], row["token_budget"]) == c) for c in columns}
+    means = {
+        c: 100 * fmean(record["score"] for record in records if (record["method"], record["token_budget"]) == c)
+        for c in columns
+    }
     return Picture(f"{section.slug}-depth", caption, f"{caption}. Mean over all cells: {_list(means)}.", figure)
 
 
-def _grid(rows: Sequence[Row], lengths: list[int], depths: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Mean scores in percent, [depth, length], nan where there is no row."""
+def _grid(records: Sequence[Record], lengths: list[int], depths: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return mean scores in percent, [depth, length], nan without a record."""
     cells: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for row in rows:
-        nearest = min(range(len(depths)), key=lambda index: abs(depths[index] - row["depth"]))
-        cells[nearest, lengths.index(row["length"])].append(row["score"])
+    for record in records:
+        nearest = min(range(len(depths)), key=lambda index: abs(depths[index] - record["depth"]))
+        cells[nearest, lengths.index(record["length"])].append(record["score"])
     grid = np.full((len(depths), len(lengths)), np.nan)
     for place, scores in cells.items():
         grid[place] = 100 * fmean(scores)
@@ -189,7 +192,7 @@ def _heatmap(
             axis.axhline(edge - 0.5, color="white", linewidth=1)
         if edge < grid.shape[1]:
             axis.axvline(edge - 0.5, color="white", linewidth=1)
-    axis.set_facecolor("#eeeeee")  # where there is no row
+    axis.set_facecolor("#eeeeee")  # shows in cells without a record
     image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     axis.set_xticks(range(len(lengths)), lengths, rotation=0 if len(lengths) < 8 else 90)
     axis.set_yticks(range(len(depths)), depths)
@@ -205,13 +208,13 @@ def _heatmap(
 
 
 def latency_by_length(section: Section, styles: Styles) -> Picture | None:
-    """Time per output token and time to first token against the prompt's tokens."""
-    buckets: dict[tuple[Column, int], list[Row]] = defaultdict(list)
-    for row in section.rows:
-        if row["error"] is None and row.get("prompt_tokens"):
-            bucket = row["length"] or _nearest_power_of_two(row["prompt_tokens"])
-            buckets[(row["method"], row["token_budget"]), bucket].append(row)
-    points = {key: aggregate(rows) for key, rows in sorted(buckets.items(), key=lambda item: item[0][1])}
+    """Plot time per output token and time to first token against the prompt's tokens."""
+    buckets: dict[tuple[Column, int], list[Record]] = defaultdict(list)
+    for record in section.records:
+        if record["error"] is None and record.get("prompt_tokens"):
+            bucket = record["length"] or _nearest_power_of_two(record["prompt_tokens"])
+            buckets[(record["method"], record["token_budget"]), bucket].append(record)
+    points = {key: aggregate(records) for key, records in sorted(buckets.items(), key=lambda item: item[0][1])}
     panes = {"tpot_ms": "time per output token (ms)", "ttft_seconds": "time to first token (s)"}
     panes = {name: title for name, title in panes.items() if any(point[name] is not None for point in points.values())}
     if not panes:
@@ -241,9 +244,11 @@ def latency_by_length(section: Section, styles: Styles) -> Picture | None:
 
 
 def _kv_percent(section: Section, column: Column) -> float | None:
-    places = section.shared_places()  # the rows that the averages are taken over
-    rows = [row for row in section.rows if (row["task"], row["length"]) in places]
-    found = aggregate([row for row in rows if (row["method"], row["token_budget"]) == column])["kv_fraction"]
+    places = section.shared_places()  # the records that the averages are taken over
+    records = [record for record in section.records if (record["task"], record["length"]) in places]
+    found = aggregate([record for record in records if (record["method"], record["token_budget"]) == column])[
+        "kv_fraction"
+    ]
     return None if found is None else 100 * found
 
 
@@ -256,7 +261,7 @@ def _short(length: int) -> str:
 
 
 def length_name(length: int | None) -> str:
-    """A requested length, or that rows have their own."""
+    """Return the name of a requested length; None means that samples have their own."""
     return "own length" if length is None else f"{length:,} tokens"
 
 

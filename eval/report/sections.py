@@ -1,4 +1,4 @@
-"""The rows cut into sections whose numbers may stand side by side, and what a section's tables and plots show."""
+"""Sections of records with comparable numbers, and the data of a section's tables and plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.config import DENSE
-from eval.report.rows import Row
+from eval.report.records import Record
 from eval.summary import aggregate, column_order, geometric_mean, summarise
 
 Column = tuple[str, "int | None"]
@@ -33,18 +33,18 @@ def label(column: Column) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """The rows of one benchmark under one setting: model, dtype, device, question mode and protocol."""
+    """The records of one benchmark under one setting: model, dtype, device, question mode and protocol."""
 
     title: str
     slug: str
-    rows: Sequence[Row]
+    records: Sequence[Record]
 
     @cached_property
     def entries(self) -> dict[tuple[Place, Column], dict[str, Any]]:
-        """The aggregate of each task, length, method and budget, in ``summarise``'s order."""
+        """The aggregates by task, length, method and budget, in the order of ``summarise``."""
         return {
             ((entry["task"], entry["length"]), (entry["method"], entry["token_budget"])): entry
-            for entry in summarise(self.rows)
+            for entry in summarise(self.records)
         }
 
     @cached_property
@@ -59,13 +59,13 @@ class Section:
 
     @cached_property
     def lengths(self) -> list[int | None]:
-        """The requested lengths; None where rows have their own."""
+        """The requested lengths; None for samples with their own."""
         return sorted({length for _, length in self.places}, key=lambda length: length or 0)
 
     @cached_property
     def is_perplexity(self) -> bool:
-        """Whether the figure is a perplexity, lower is better, in place of a score."""
-        return any(row.get("perplexity") is not None for row in self.rows)
+        """Whether the figure is a perplexity (lower is better) instead of a score."""
+        return any(record.get("perplexity") is not None for record in self.records)
 
     @property
     def figure_name(self) -> str:
@@ -73,18 +73,18 @@ class Section:
         return "perplexity" if self.is_perplexity else "score (%)"
 
     def figure(self, place: Place, column: Column) -> float | None:
-        """The mean score in percent, or the perplexity; None where there is none."""
+        """Return the mean score in percent, or the perplexity; None if there is none."""
         return self.figure_of(self.entries.get((place, column), {}))
 
     def figure_of(self, entry: dict[str, Any]) -> float | None:
-        """The figure of an entry of ``aggregate``."""
+        """Return the figure of an entry of ``aggregate``."""
         if self.is_perplexity:
             return entry.get("perplexity")
         score = entry.get("score")
         return None if score is None else 100 * score
 
     def shared_places(self, length: int | None = None) -> list[Place]:
-        """The tasks and lengths that every column has a figure for; only those can be averaged side by side."""
+        """Return the tasks and lengths for which every column has a figure; only their averages are comparable."""
         return [
             place
             for place in self.places
@@ -92,7 +92,7 @@ class Section:
         ]
 
     def averages(self, length: int | None = None) -> dict[Column, float]:
-        """Each column's average over ``shared_places``, every place with the same weight; empty where none is."""
+        """Return each column's average over ``shared_places``, with equal weights; empty without shared places."""
         places = self.shared_places(length)
         if not places:
             return {}
@@ -103,33 +103,33 @@ class Section:
         }
 
     def costs(self) -> Iterator[tuple[int | None, Column, dict[str, Any]]]:
-        """Length, column, and what all rows of both have in common, over the tasks."""
-        groups: dict[tuple[int | None, Column], list[Row]] = defaultdict(list)
-        for row in self.rows:
-            groups[row["length"], (row["method"], row["token_budget"])].append(row)
+        """Yield each length and column with the aggregate of its records over all tasks."""
+        groups: dict[tuple[int | None, Column], list[Record]] = defaultdict(list)
+        for record in self.records:
+            groups[record["length"], (record["method"], record["token_budget"])].append(record)
         for length in self.lengths:
             for column in self.columns:
                 if (length, column) in groups:
                     yield length, column, aggregate(groups[length, column])
 
-    def twins(self) -> Iterator[tuple[Row, Row]]:
-        """Each measured row of a sparse method with the dense row of the same sample."""
-        measured = [row for row in self.rows if row["error"] is None]
-        dense = {_sample(row): row for row in measured if row["method"] == DENSE}
-        for row in measured:
-            if row["method"] != DENSE and _sample(row) in dense:
-                yield row, dense[_sample(row)]
+    def twins(self) -> Iterator[tuple[Record, Record]]:
+        """Yield each measured record of a sparse method with the dense record of the same sample."""
+        measured = [record for record in self.records if record["error"] is None]
+        dense = {_sample(record): record for record in measured if record["method"] == DENSE}
+        for record in measured:
+            if record["method"] != DENSE and _sample(record) in dense:
+                yield record, dense[_sample(record)]
 
 
-def _sample(row: Row) -> tuple[Any, ...]:
-    return row["task"], row["length"], row["sample_id"], row["seed"]
+def _sample(record: Record) -> tuple[Any, ...]:
+    return record["task"], record["length"], record["sample_id"], record["seed"]
 
 
-def make_sections(rows: Sequence[Row]) -> list[Section]:
-    """One section for each benchmark and setting; the title names what sets it apart from its neighbours."""
-    groups: dict[str, dict[tuple[Any, ...], list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in _with_parameters_in_method(rows):
-        groups[row["benchmark"]][tuple(row.get(name) for name in _SETTING)].append(row)
+def make_sections(records: Sequence[Record]) -> list[Section]:
+    """Return a section for each benchmark and setting; its title names the settings that differ."""
+    groups: dict[str, dict[tuple[Any, ...], list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in _with_parameters_in_method(records):
+        groups[record["benchmark"]][tuple(record.get(name) for name in _SETTING)].append(record)
     sections: list[Section] = []
     for benchmark, by_setting in sorted(groups.items()):
         differing = [i for i in range(len(_SETTING)) if len({setting[i] for setting in by_setting}) > 1]
@@ -148,17 +148,19 @@ def _describe(name: str, value: Any) -> str:
     return str(value)
 
 
-def _with_parameters_in_method(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose method names the parameters that differ, where one method was run with several sets of them."""
+def _with_parameters_in_method(records: Sequence[Record]) -> list[Record]:
+    """Add differing parameters to the method's name in records of a method that was run with several sets of them."""
     values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    names = {name for row in rows for name in row["parameters"]} - {"token_budget"}  # the budget has a field of its own
-    for row in rows:
+    names = {name for record in records for name in record["parameters"]} - {
+        "token_budget"
+    }  # the budget has its own field
+    for record in records:
         for name in names:
-            values[row["method"]][name].add(json.dumps(row["parameters"].get(name)))
-    renamed: list[Row] = []
-    for row in rows:
-        differing = sorted(name for name, found in values[row["method"]].items() if len(found) > 1)
-        own = [f"{name}={row['parameters'].get(name)}" for name in differing]
-        keeps_name = row["method"] == DENSE or not own
-        renamed.append(row if keeps_name else {**row, "method": f"{row['method']} ({', '.join(own)})"})
+            values[record["method"]][name].add(json.dumps(record["parameters"].get(name)))
+    renamed: list[Record] = []
+    for record in records:
+        differing = sorted(name for name, found in values[record["method"]].items() if len(found) > 1)
+        own = [f"{name}={record['parameters'].get(name)}" for name in differing]
+        keeps_name = record["method"] == DENSE or not own
+        renamed.append(record if keeps_name else {**record, "method": f"{record['method']} ({', '.join(own)})"})
     return renamed

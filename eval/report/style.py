@@ -1,4 +1,4 @@
-"""The look of methods: one colour and marker each, in every plot of a report."""
+"""Style of methods: one colour and marker each, in every plot of a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from eval.config import DENSE
 from eval.report.sections import Column, label
 
-# Okabe and Ito's colours, which people with colour-blindness can tell apart; their yellow is too pale on white.
+# Okabe and Ito's colours, which colour-blind people can tell apart, without their yellow, too pale on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DENSE_COLOUR = "#222222"
 _DENSE_MARKER = "X"
@@ -23,26 +23,26 @@ _DASHES = ("-", "--", "-.", ":")
 _PERCENT_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _FACE = "#ffffff"
 PAGE_INCHES = 11.0
-"""The widest figure: the page's width at its pixels per inch."""
+"""Maximum width of a figure: the page's width at its pixels per inch."""
 
 
 class Styles:
-    """Colours and markers by method, dashes by budget, the same in all plots of a report."""
+    """Colours and markers by method, and dashes by budget, for all plots of a report."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._methods = sorted({method for method, _ in columns if method != DENSE})
         self._budgets = sorted({budget or 0 for method, budget in columns if method != DENSE}, reverse=True)
 
     def colour(self, method: str) -> str:
-        """The method's colour."""
+        """Return the method's colour."""
         return _DENSE_COLOUR if method == DENSE else _COLOURS[self._methods.index(method) % len(_COLOURS)]
 
     def marker(self, method: str) -> str:
-        """The method's marker, so that colour is not all there is to go by."""
+        """Return the method's marker, so that methods differ by more than colour."""
         return _DENSE_MARKER if method == DENSE else _MARKERS[self._methods.index(method) % len(_MARKERS)]
 
     def note(self, method: str) -> dict[str, Any]:
-        """Options of ``Axes.annotate`` for a note at a method's point; methods take turns left and right."""
+        """Return options of ``Axes.annotate`` for a note at a method's point; methods alternate left and right."""
         right = method != DENSE and self._methods.index(method) % 2 == 1
         return {
             "xytext": (7 if right else -7, 0),
@@ -54,18 +54,18 @@ class Styles:
         }
 
     def line(self, column: Column) -> dict[str, Any]:
-        """Options of ``Axes.plot`` for one method and budget."""
+        """Return options of ``Axes.plot`` for one method and budget."""
         method, budget = column
         dash = "-" if method == DENSE else _DASHES[self._budgets.index(budget or 0) % len(_DASHES)]
         return {**self.points(method), "linestyle": dash, "label": label(column)}
 
     def points(self, method: str) -> dict[str, Any]:
-        """Options of ``Axes.plot`` for one method over its budgets."""
+        """Return options of ``Axes.plot`` for one method over its budgets."""
         return {
             "color": self.colour(method),
             "marker": self.marker(method),
             "linewidth": 1.6,
-            # Open markers, so that one under another still shows.
+            # Open markers, so that overlapping ones all show.
             "markersize": 7,
             "markerfacecolor": "none",
             "markeredgewidth": 1.6,
@@ -73,7 +73,7 @@ class Styles:
 
 
 def panels(count: int, width: float = 5.4, height: float = 3.7, most_across: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure with so many panels side by side, then below each other; sizes in inches, ``width`` the most of each."""
+    """Create a figure with ``count`` panels, in lines of ``most_across``; sizes in inches, ``width`` is a maximum."""
     across = 2 if count == 4 else min(count, most_across)
     down = -(-count // across)
     size = (min(width * across, PAGE_INCHES), height * down)
@@ -87,7 +87,7 @@ def panels(count: int, width: float = 5.4, height: float = 3.7, most_across: int
 
 
 def log2_ticks(axis: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis in tokens, with ticks where values are and nowhere else."""
+    """Make the x axis logarithmic in tokens, with ticks only at the values."""
     axis.set_xscale("log", base=2)
     axis.set_xlim(min(values) / 1.25, max(values) * 1.25)
     axis.xaxis.set_major_locator(FixedLocator(_apart(sorted(set(values)))))
@@ -96,7 +96,7 @@ def log2_ticks(axis: Axes, values: Sequence[float]) -> None:
 
 
 def percent_ticks(axis: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis in percent up to dense attention's 100, with round ticks."""
+    """Make the x axis logarithmic in percent, up to dense attention's 100, with round ticks."""
     lowest = min(values)
     axis.set_xscale("log")
     axis.set_xlim(lowest / 1.6, max(130, *values))
@@ -106,7 +106,7 @@ def percent_ticks(axis: Axes, values: Sequence[float]) -> None:
 
 
 def _apart(values: list[float]) -> list[float]:
-    """Those of the rising values that leave room for their labels."""
+    """Return the ascending values whose labels do not overlap."""
     room = (values[-1] / values[0]) ** 0.08
     kept: list[float] = []
     for value in values:
@@ -116,24 +116,24 @@ def _apart(values: list[float]) -> list[float]:
 
 
 def score_axis(axis: Axes, name: str) -> None:
-    """Name the y axis, and leave scores near the ends of their range unclipped."""
+    """Name the y axis, and avoid clipping scores near the ends of their range."""
     axis.set_ylabel(name)
     if "%" in name:
         axis.set_ylim(-3, 103)
 
 
 def from_zero(axis: Axes, values: Sequence[float]) -> None:
-    """A y axis that starts at zero, with room above the highest value."""
+    """Start the y axis at zero, with room above the highest value."""
     axis.set_ylim(0, (1.1 * max(values)) or 1)
 
 
 def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for all panels, under them."""
+    """Draw one legend for all panels below them."""
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    if not handles:  # matplotlib leaves out names that begin with an underscore
+    if not handles:  # matplotlib omits names that begin with an underscore
         return
     width = figure.get_size_inches()[0]
     longest = max(len(name) for name in handles)
@@ -142,5 +142,5 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def wrapped(title: str, width: int = 44) -> str:
-    """A panel's title, broken where it is longer than the panel is wide."""
+    """Wrap a panel's title to the panel's width."""
     return textwrap.fill(title, width)

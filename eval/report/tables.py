@@ -1,4 +1,4 @@
-"""The tables of a section, as text ready for the page."""
+"""The tables of a section, as text for the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.config import DENSE
 from eval.report.plots import length_name
-from eval.report.rows import Row
+from eval.report.records import Record
 from eval.report.sections import Column, Place, Section, label
 
 _NOTHING = "–"  # noqa: RUF001
@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 400
 
 @dataclass
 class Table:
-    """Text cells; the first ``text_columns`` are words, the others numbers."""
+    """A table of text cells; the first ``text_columns`` columns are words, the others numbers."""
 
     header: list[str]
     rows: list[list[str]]
@@ -30,7 +30,7 @@ class Table:
 
 
 def score_table(section: Section) -> Table:
-    """Tasks and lengths against methods and budgets, averages below."""
+    """Tabulate tasks and lengths against methods and budgets, with averages below."""
     by_length = section.lengths != [None]
     header = ["task", *(["length"] if by_length else []), "samples", "errors", *map(label, section.columns)]
     rows = []
@@ -50,7 +50,7 @@ def score_table(section: Section) -> Table:
 
 
 def _cell(section: Section, place: Place, column: Column) -> str:
-    """The figure, with the number of samples behind it where some failed."""
+    """Format the figure, with its number of samples if some failed."""
     entry = section.entries.get((place, column))
     figure = None if entry is None else section.figure_of(entry)
     if entry is None or figure is None:
@@ -102,8 +102,8 @@ def cost_table(section: Section) -> Table:
 
 
 def agreement_table(section: Section) -> Table | None:
-    """Count the samples that a method answers as dense does; None where nothing is answered."""
-    pairs: dict[Column, list[tuple[Row, Row]]] = defaultdict(list)
+    """Count the samples with the same answer as dense attention's; return None without answers."""
+    pairs: dict[Column, list[tuple[Record, Record]]] = defaultdict(list)
     for sparse, dense in section.twins():
         if sparse["score"] is not None and dense["score"] is not None:
             pairs[sparse["method"], sparse["token_budget"]].append((sparse, dense))
@@ -124,13 +124,13 @@ def agreement_table(section: Section) -> Table | None:
 
 
 def lost_samples(section: Section) -> list[dict[str, str]]:
-    """For each method and budget, the sample that it lost most on where dense did well."""
+    """Return, for each method and budget, the sample with the largest loss against dense attention."""
     lost = [
         (dense["score"] - sparse["score"], sparse, dense)
         for sparse, dense in section.twins()
         if None not in (sparse["score"], dense["score"]) and dense["score"] - sparse["score"] >= _LOST_BY
     ]
-    worst: dict[Column, tuple[float, Row, Row]] = {}
+    worst: dict[Column, tuple[float, Record, Record]] = {}
     for loss, sparse, dense in sorted(lost, key=lambda item: -item[0]):
         worst.setdefault((sparse["method"], sparse["token_budget"]), (loss, sparse, dense))
     return [
@@ -148,17 +148,17 @@ def lost_samples(section: Section) -> list[dict[str, str]]:
 
 
 def failed_samples(section: Section) -> list[list[str]]:
-    """Section, sample, method and error of every row that failed."""
+    """Return section, sample, method and error of every failed record."""
     return [
-        [section.title, _name(row), label((row["method"], row["token_budget"])), shorten(row["error"])]
-        for row in section.rows
-        if row["error"] is not None
+        [section.title, _name(record), label((record["method"], record["token_budget"])), shorten(record["error"])]
+        for record in section.records
+        if record["error"] is not None
     ]
 
 
-def _name(row: Row) -> str:
-    length = "" if row["length"] is None else f" at {row['length']:,} tokens"
-    return f"{row['task']} {row['sample_id']}{length}"
+def _name(record: Record) -> str:
+    length = "" if record["length"] is None else f" at {record['length']:,} tokens"
+    return f"{record['task']} {record['sample_id']}{length}"
 
 
 def _references(references: Any) -> str:
@@ -168,7 +168,7 @@ def _references(references: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text's beginning, with what was cut counted."""
+    """Return the beginning of the text and the number of characters cut off."""
     more = len(text) - _MOST_CHARACTERS
     return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}… ({more:,} characters more)"
 

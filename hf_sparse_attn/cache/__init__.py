@@ -1,1 +1,1 @@
-"""The KV cache of a patched model. Imports nothing, so that the modules above and below it may import its parts."""
+"""The KV cache of a patched model. Import its modules directly: this one imports nothing, which avoids cycles."""

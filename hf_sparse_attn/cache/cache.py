@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class SparseCache(Cache):  # type: ignore[misc]
     """The cache of a patched model: a :class:`SparseLayer` for each full-attention layer.
 
-    ``generate()`` and a plain ``forward(use_cache=True)`` make their own; make one yourself to keep it over several
-    calls, as with any Transformers cache. Sliding-window layers keep Transformers' own layer, and stay dense.
+    ``generate()`` and a plain ``forward(use_cache=True)`` create their own. Create one yourself to keep it across
+    calls, as with any Transformers cache. Sliding-window layers keep Transformers' own layer and stay dense.
 
-    With ``max_cache_len`` the cache is static: its buffers keep their addresses and no Python value follows the length,
-    so that ``generate()`` compiles the decode step, and on CUDA captures it in a graph. What does not fit raises: a
-    prompt before any work, decoding at the step that finds the cache full, and ``generate()`` where it compiles before
-    the prompt, since a compiled step cannot tell that the cache is full.
+    With ``max_cache_len`` the cache is static: buffers keep their addresses and no Python value depends on the length.
+    ``generate()`` can then compile the decode step and, on CUDA, capture it in a graph. A prompt that does not fit
+    fails before any work, a decode step fails when the cache is full. A compiled step cannot tell that the cache is
+    full, so ``generate()`` checks for room before the prompt if it compiles.
 
     A forward pass that fails leaves the cache as it was before that pass.
 
@@ -41,12 +41,11 @@ class SparseCache(Cache):  # type: ignore[misc]
     config
         The model's configuration.
     method
-        The sparse-attention method, or its name; the same as the model is patched with.
+        The sparse-attention method, or its name. It must equal the method that the model is patched with.
     max_cache_len
-        The most tokens that the cache may hold, allocated at once. None for buffers that grow: twofold at first, later
-        by an eighth.
+        Maximum number of tokens, allocated at once. None for buffers that grow: twofold at first, later by an eighth.
     initial_capacity
-        Where ``max_cache_len`` is None: tokens to allocate room for at first.
+        Tokens to allocate room for at first, if ``max_cache_len`` is None.
 
     Raises
     ------
@@ -73,10 +72,10 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._prompt_is_open = False
         self._finished_at = 0
         self.closed_from: int | None = None
-        """Tokens cached before a pass that left padding on the right, behind which nothing can be decoded."""
+        """Tokens cached before a pass that left padding on the right, after which decoding is impossible."""
         self.left_out: list[int] = []
-        """Positions of tokens that were fed and are not cached; see :meth:`leave_out`."""
-        # Transformers itself says which layer is of which kind.
+        """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
+        # Transformers decides which layers have sliding windows.
         layers = DynamicCache(config=config).layers
         for layer_idx, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
@@ -94,7 +93,7 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, max_cache_len: int | None = None) -> SparseCache:
-        """Make an empty cache for a patched model.
+        """Create an empty cache for a patched model.
 
         Raises
         ------
@@ -104,17 +103,17 @@ class SparseCache(Cache):  # type: ignore[misc]
         return cls(base_model(model).config, patched_method(model), max_cache_len)
 
     def fork(self, method: SparseMethod | str) -> SparseCache:
-        """Make a cache for another method that starts from the tokens cached here, without copying keys or values.
+        """Create a cache for another method that starts with the tokens cached here, without copying keys or values.
 
-        Both caches keep their own length and metadata and share the buffers: what one appends overwrites what the
-        other appended after the fork. So use one fork after another, each from the same cache, and none beside it; a
-        dense prefill then serves any number of methods. What a fork costs is the new method's metadata, and new buffers
-        where it outgrows the shared ones (``initial_capacity`` leaves room) or gives up tokens or rows that it shares.
+        The caches share buffers but not lengths and metadata: tokens appended to one overwrite those appended to the
+        other after the fork. Use forks of a cache one after another, never together. One dense prefill then serves any
+        number of methods. A fork allocates the new method's metadata. It copies the buffers once it outgrows them
+        (``initial_capacity`` leaves room) or removes shared tokens or rows.
 
         Raises
         ------
         ValueError
-            The method's name is unknown, or one of the two methods caches keys before RoPE and the other after it.
+            Unknown method name, or one method caches keys before RoPE and the other after it.
         """
         new_method = make_method(method)
         if new_method.rotates_keys != self.method.rotates_keys:
@@ -131,7 +130,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         fork.layers = [
             layer.fork(FULL if layer_idx < new_method.dense_layers else new_method, fork.shared)
             if isinstance(layer, SparseLayer)
-            else copy.copy(layer)  # a sliding window: its updates make new tensors, they never write in place
+            else copy.copy(layer)  # a sliding window never writes in place: updates create new tensors
             for layer_idx, layer in enumerate(self.layers)
         ]
         fork.counters = _counters(fork.layers)
@@ -146,12 +145,12 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     @property
     def max_cache_len(self) -> int:
-        """The most tokens that the cache may hold; -1 for no limit. PEFT asks for it by this name."""
+        """Maximum number of tokens; -1 for no limit. PEFT reads this name."""
         return min(layer.get_max_length() for layer in self.sparse_layers)
 
     @property
     def lengths(self) -> list[Lengths]:
-        """The rows' lengths, one record for each device that layers are on."""
+        """The lengths of the rows, once for each device that holds layers."""
         return list(self.shared.lengths.values())
 
     @property
@@ -168,20 +167,19 @@ class SparseCache(Cache):  # type: ignore[misc]
     def length(self) -> int:
         """Tokens cached per row in every layer, left padding included.
 
-        What a forward pass has left that failed, or is in progress, does not count. Waits for the device where compiled
-        steps have run.
+        Excludes tokens of a pass in progress, and of one that failed. Waits for the device after compiled steps.
         """
         if self._pass is not None:
             return self._pass.cached
         return min(int(layer.get_seq_length()) for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Tokens fed per row, left padding included; in a compiled step a device scalar."""
+        """Tokens fed per row, left padding included; a device scalar in a compiled step."""
         length: int | torch.Tensor = self.layers[layer_idx].get_seq_length() if self.is_traced else self.length
         return length + len(self.left_out if self._pass is None else self._pass.left_out)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """The position of the next token, for masks; a device scalar where only the device knows."""
+        """Position of the next token, for masks; a device scalar after compiled steps."""
         layer = self.layers[layer_idx]
         offset: int | torch.Tensor = (
             layer.get_query_offset() if isinstance(layer, SparseLayer) else layer.get_seq_length()
@@ -189,60 +187,61 @@ class SparseCache(Cache):  # type: ignore[misc]
         return offset + self._left_out_of_masks
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The attention mask's key length and offset for the next ``query_length`` tokens."""
+        """Key length and offset of the attention mask for the next ``query_length`` tokens."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         return length + self._left_out_of_masks, offset
 
     @property
     def _left_out_of_masks(self) -> int:
-        """Tokens that are not cached, but in the masks that ``generate()`` makes; those of a pass are without them."""
+        """Uncached tokens that the masks of ``generate()`` include; the mask of a pass in progress excludes them."""
         return len(self.left_out) if self._pass is None else 0
 
     @property
     def needs_decode_mask(self) -> bool:
-        """Whether a decode step needs a mask: sliding-window layers do, for padding; the others read by their rows."""
+        """Whether a decode step needs a mask: sliding-window layers with padding do, others read by row bounds."""
         return self.has_padding and len(self.sparse_layers) < len(self.layers)
 
     def use_rope(self, tables: RopeTables) -> None:
-        """Take the patched model's rotations, for a method with ``rotates_keys``."""
+        """Set the patched model's rotations, for a method with ``rotates_keys``."""
         for layer in self.sparse_layers:
             layer.use_rope(tables)
 
     def begin_call(
         self, attention_mask: torch.Tensor | None, query_length: int, left_out: Sequence[int] = ()
     ) -> tuple[ForwardPass, bool]:
-        """Prepare for a forward pass of a patched model: check that its tokens can be cached, and find the padding.
+        """Begin a forward pass of a patched model: check room and mask, and set the padding.
 
-        Goes behind :meth:`recover`, and changes nothing if it raises. :meth:`end_call` ends the pass; where that is
-        never called, as after an interrupt, the next use of the cache drops what the pass has left.
+        Call :meth:`recover` first. Changes nothing if it raises. :meth:`end_call` ends the pass. If it is never called,
+        as after an interrupt, the next use of the cache drops the pass.
 
         Parameters
         ----------
         attention_mask
-            [batch, cached + new tokens], 1 for tokens and 0 for padding; for a static cache also the mask that
-            ``generate()`` makes of it, bool [batch, 1, new tokens, cached + new tokens]; None for no padding.
+            [batch, cached + new tokens], 1 for tokens and 0 for padding; None for no padding. A static cache also takes
+            the causal mask that ``generate()`` derives from it, bool [batch, 1, new tokens, cached + new tokens].
         query_length
-            The number of new tokens. A single one is a decode step, which does not wait for a device: on CUDA a mask
-            that hides cached tokens is reported by ``Shared.check_masks``, at the next point that waits.
+            Number of new tokens. A single one is a decode step, which never waits for a CUDA device: there
+            ``Shared.check_masks`` reports a mask that hides cached tokens later.
         left_out
-            Places, behind the tokens fed so far, of tokens that are fed now and not cached; see :meth:`leave_out`.
+            Indices among the new tokens of those that are not cached; see :meth:`leave_out`.
 
         Returns
         -------
         tuple
-            The pass, and whether it must be dense, under its mask: there is padding after a token. The cache is of no
-            further use then, until it is cut back to what it held before.
+            The pass, and whether padding after a token forces it to be dense. The cache is then unusable until it is
+            cut back to its former length.
 
         Raises
         ------
         ValueError
-            The tokens do not fit into ``max_cache_len``, or the mask is of another shape or hides what it may not.
+            The tokens exceed ``max_cache_len``, or the mask has a wrong shape or hides cached tokens.
         """
         cached = self.length
         if self.closed_from is not None:
             raise ValueError(
-                "the cache holds padding on the right, behind which nothing can be decoded: pad on the left "
-                f"(tokenizer.padding_side = 'left'), or cut it back to {self.closed_from} tokens with crop or reset"
+                "the cache holds padding on the right, so it cannot be extended: pad on the left "
+                f"(tokenizer.padding_side = 'left'), or cut the cache back to {self.closed_from} tokens with crop or "
+                "reset"
             )
         self.sparse_layers[0].check_room(cached, query_length)
         forward_pass = ForwardPass(self, query_length)
@@ -257,24 +256,24 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     @property
     def fed(self) -> int:
-        """Tokens fed per row, left padding included, and those that :meth:`leave_out` found."""
+        """Tokens fed per row, including left padding and the uncached tokens of :meth:`leave_out`."""
         return self.length + len(self.left_out)
 
     def leave_out(self, is_token: torch.Tensor, query_length: int) -> tuple[torch.Tensor, list[int] | None]:
-        """Find tokens that the mask hides in every row, behind a token: nothing attends to them, so none is cached.
+        """Find new tokens that the mask hides in every row, after a visible one. None attends to them: skip them.
 
         Parameters
         ----------
         is_token
             bool [batch, tokens fed before + new tokens].
         query_length
-            The number of new tokens.
+            Number of new tokens.
 
         Returns
         -------
         tuple
-            The mask of the tokens that are cached and are to be, for :meth:`begin_call`; and where some of the new
-            tokens are to be left out, the places of the others among them.
+            The mask of cached and kept tokens, for :meth:`begin_call`; and the indices of the kept new tokens, or None
+            if all are kept.
         """
         if self.left_out:
             fed = torch.ones(is_token.shape[1], dtype=torch.bool)
@@ -286,7 +285,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         return is_token.new_ones(len(is_token), is_token.shape[1] - query_length + len(kept)), kept
 
     def end_call(self, failed: bool = False) -> ForwardPass | None:
-        """End a forward pass, and return it; None for a compiled step. One that failed leaves no trace."""
+        """End a forward pass and return it; None for a compiled step. Undo the pass if it failed."""
         forward_pass = self._pass
         if failed:
             self.recover()
@@ -297,19 +296,19 @@ class SparseCache(Cache):  # type: ignore[misc]
         return forward_pass
 
     def expect_step(self) -> None:
-        """Say that the next token is a patched model's: its attention function hands it to the decode verb."""
+        """Announce a decode step of a patched model, whose token the method's ``decode`` writes."""
         for lengths in self.lengths:
             lengths.expects_step = True
 
     def recover(self) -> None:
-        """Drop what a forward pass that failed, or was interrupted, has left."""
+        """Undo a forward pass that failed or was interrupted."""
         for layer in self.sparse_layers:
             layer.settle()
         cached, forward_pass = self.length, self._pass
         self._pass = self.shared.padding = None
         if forward_pass is not None:
-            forward_pass.take_back()
-            cached = forward_pass.cached  # a prompt's first chunks may have passed
+            forward_pass.undo()
+            cached = forward_pass.cached  # not the layers' minimum: all may hold a prompt's first chunks
         elif all(lengths.known_length in (None, cached) for lengths in self.lengths):
             return
         for lengths in self.lengths:
@@ -321,12 +320,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             self.reopen_prompt()
 
     def forget_step(self) -> None:
-        """Take back :meth:`expect_step`."""
+        """Undo :meth:`expect_step`."""
         for lengths in self.lengths:
             lengths.expects_step = False
 
     def reopen_prompt(self) -> None:
-        """Let the method finish the prompt anew: before the next decode step, or now where that may be compiled."""
+        """Let the method finish the prompt again: now if decode steps may be compiled, else before the next one."""
         self._prompt_is_open = True
         if self.is_compileable:
             self._finish_prompt()
@@ -342,16 +341,16 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            ``tokens_to_remove`` is positive, or asks for more than there is; nothing is removed then.
+            ``tokens_to_remove`` is positive or exceeds the cached tokens. Nothing is removed.
         RuntimeError
-            A sliding window has moved on, and cannot go back.
+            A sliding-window layer has already dropped tokens that would become visible again.
         """
         self.recover()
         still_fed = length_after_crop(self.fed, tokens_to_remove)
         left_out = [position for position in self.left_out if position < still_fed]
         length = still_fed - len(left_out)
         for layer in self.layers:
-            if layer.is_sliding:  # first, since a window that has passed the tokens refuses
+            if layer.is_sliding:  # first: a window that no longer holds the tokens raises
                 surplus = layer.get_seq_length() - length
                 if surplus or layer.record_past:
                     layer.crop(-surplus)
@@ -361,20 +360,20 @@ class SparseCache(Cache):  # type: ignore[misc]
         if self.closed_from is not None and length <= self.closed_from:
             self.closed_from = None
         if length <= self._finished_at:
-            self._prompt_is_open = False  # the prompt behind the finished one is gone
+            self._prompt_is_open = False  # the unfinished prompt is gone
 
     def reset(self) -> None:
-        """Forget all tokens, keep the buffers."""
+        """Remove all tokens; keep the buffers."""
         self.recover()
         super().reset()
         for layer in self.layers:
-            if layer.is_sliding and layer.is_initialized:  # Transformers' own keeps the window's tokens, as zeros
+            if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
                 layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         self.closed_from, self.left_out = None, []
         self._prompt_is_open, self._finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
+        """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""
         self.recover()
         super().reorder_cache(beam_idx)
 

@@ -1,4 +1,4 @@
-"""A forward pass of a patched model over a cache: its mask, and the way back if it fails."""
+"""A forward pass of a patched model over a cache: its mask, and its undo."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """Remembers what a pass changes in a cache beside appending tokens, so that it can be taken back.
+    """Undo record of a pass: everything that it changes in a cache except for appended tokens.
 
     Parameters
     ----------
     cache
-        As it is before the pass.
+        The cache before the pass.
     query_length
-        Tokens that the pass is to cache.
+        Tokens that the pass will cache.
     """
 
     def __init__(self, cache: SparseCache, query_length: int) -> None:
         self.cached, self.query_length = cache.length, query_length
         self.is_decode_step = query_length == 1 and self.cached > 0
         self.finish: list[Callable[[Any], Any]] = []
-        """Turn the decoder's output into the caller's, one after the other."""
+        """Functions applied in turn to the decoder's output."""
         self._cache = cache
         self.left_out = cache.left_out
         self._closed_from = cache.closed_from
         self.moved_rows = False
-        """Whether rows that hold tokens begin elsewhere than before the pass."""
+        """Whether the pass changed the start of a row that holds tokens."""
         self._recorder = cache.shared.recorder
         self._recorded = 0 if self._recorder is None else self._recorder.num_steps
         self._former_padding: list[tuple[Lengths, Padding]] = []
-        # A sliding window's updates make new tensors: its attributes are all its state.
+        # A sliding window's updates create new tensors, so a shallow copy of its attributes is its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
             (layer, dict(layer.__dict__)) for layer in cache.layers if layer.is_sliding
         ]
 
     def take_mask(self, attention_mask: torch.Tensor | None) -> bool:
-        """Check the mask of the pass and give the cache its padding; changes nothing if it raises.
+        """Check the mask of the pass and set the cache's padding. Changes nothing if it raises.
 
         Returns
         -------
         bool
-            Whether there is padding after a token, so that the pass must be dense, under its mask.
+            Whether padding after a token forces the pass to be dense.
 
         Raises
         ------
         ValueError
-            The mask is of a wrong shape, is missing where the cache holds padding, or hides what it may not.
+            The mask has a wrong shape, hides cached tokens, or is None although the cache holds padding.
         """
         cache = self._cache
         if attention_mask is None:
-            # generate() hands on no mask to the decode steps of a static cache.
+            # generate() passes no mask to the decode steps of a static cache.
             if self.cached > 0 and cache.has_padding and not (self.is_decode_step and cache.is_compileable):
-                raise ValueError("the cache holds left padding: attention_mask must be given, got None")
+                raise ValueError("attention_mask must be given, got None: the cache holds left padding")
             return False
         is_token = token_mask(attention_mask, self.cached, self.query_length)
         if self.is_decode_step and self._follows(is_token):
@@ -69,7 +69,7 @@ class ForwardPass:
         rows = rows_with_holes(is_token)
         if rows and (self.is_decode_step or (cache.method.rotates_keys and self.cached > 0)):
             raise ValueError(
-                f"attention_mask has padding after a token in rows {rows}; behind cached tokens {LEFT_PADDING}"
+                f"attention_mask has padding after a token in rows {rows}; after cached tokens {LEFT_PADDING}"
             )
         if rows:
             cache.closed_from = self.cached
@@ -78,7 +78,7 @@ class ForwardPass:
         return False
 
     def _follows(self, is_token: torch.Tensor) -> bool:
-        """Whether a decode step's mask is what the rows' bounds say. A device is not waited for: it takes a note."""
+        """Whether a decode step's mask agrees with the row bounds. A CUDA device notes the answer without a wait."""
         for lengths in self._cache.lengths:
             if lengths.seq_start.device == is_token.device:
                 disagreed = disagrees(is_token, lengths.seq_start)
@@ -88,9 +88,9 @@ class ForwardPass:
         return is_token.device.type != "cpu"
 
     def _set_padding(self, padding: Padding) -> None:
-        """Give the rows their padding; where a row that holds tokens begins elsewhere now, rebuild its metadata."""
+        """Set the padding; rebuild the metadata if the start of a row that holds tokens moved."""
         if self.cached == 0:
-            self._cache.shared.padding = padding  # there may be no rows yet: the first layer on each device takes it
+            self._cache.shared.padding = padding  # rows may not exist yet: the first layer on each device takes it
             return
         for lengths in self._cache.lengths:
             former = lengths.padding()
@@ -105,8 +105,8 @@ class ForwardPass:
         if self.moved_rows:
             self._cache.reopen_prompt()
 
-    def take_back(self) -> None:
-        """Put back what the pass has changed, but for the tokens that layers have appended."""
+    def undo(self) -> None:
+        """Undo the changes of the pass, except for tokens that layers have appended."""
         for lengths, padding in self._former_padding:
             lengths.set_padding(padding)
         if self._recorder is not None:

@@ -1,4 +1,4 @@
-"""Tensors that outlive a forward pass: writable in any mode, and known to compiled steps by their address."""
+"""Tensors that outlive a forward pass: writable in any mode, at addresses that compiled steps rely on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def mark_static(tensor: torch.Tensor, dynamic_dims: Iterable[int] = ()) -> torch.Tensor:
-    """Tell ``torch.compile`` that a tensor stays at its address, and which of its sizes another cache may have.
+    """Tell ``torch.compile`` that a tensor keeps its address, and which of its sizes may differ in another cache.
 
-    Without the mark a CUDA graph would copy the tensor at every replay, or not be recorded at all, since the step
-    writes to it. A tensor at another address, or of another size, takes another recording but no other compilation.
+    Without the mark a CUDA graph would copy the tensor at every replay, or not be recorded at all because the step
+    writes to it. A tensor of another address or size is recorded again, but not compiled again.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
     for dim in dynamic_dims:
@@ -22,6 +22,6 @@ def mark_static(tensor: torch.Tensor, dynamic_dims: Iterable[int] = ()) -> torch
 
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Make tensors that may be written outside ``torch.inference_mode()`` too, whatever mode the caller is in."""
+    """Create tensors that may be written both inside and outside ``torch.inference_mode()``."""
     with torch.inference_mode(False), torch.no_grad():
         yield

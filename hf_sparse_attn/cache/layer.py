@@ -1,4 +1,4 @@
-"""One layer of the cache: Transformers' contract for a layer, over a storage and the rows' lengths."""
+"""One layer of the cache: Transformers' layer contract, implemented over a storage and the row lengths."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from hf_sparse_attn.stats import LayerCounter
 class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys, values and metadata.
 
-    Row ``b`` holds its tokens at positions ``seq_start[b] .. seq_end[b] - 1`` of the buffers; what lies before is left
-    padding, what lies after is unused. Both are device tensors, read by the kernels without a host synchronize, and
-    shared by all layers on a device: the first of them to be updated advances them for the others.
+    Row ``b`` holds its tokens at positions ``seq_start[b] .. seq_end[b] - 1`` of the buffers, after its left padding.
+    Both are device tensors that kernels read without synchronizing the host. All layers on a device share them; the
+    first layer to be updated advances them for the others.
 
-    How a step's token is written: in a decode step of a patched model, :meth:`update` does not write it but holds it in
-    one slot; the attention function takes it from there (:meth:`take_token`) and hands it to the method's ``decode``,
-    which writes it, so that one op may write, score and select. Everything else (prompts, and whatever an unpatched
-    model feeds) is written by :meth:`update` at once. Whether a step is a patched model's is said before each one, by
-    ``SparseCache.begin_call``, and holds for one advance of the lengths. ``held`` counts the tokens that are really
-    written; where a forward pass fails, layers hold fewer tokens than the lengths say, and ``SparseCache.recover``
-    cuts the lengths back and empties the slots.
+    In a decode step of a patched model, :meth:`update` does not write the token but holds it in one slot. The attention
+    function takes it from there (:meth:`take_token`) and passes it to the method's ``decode``, which writes it. One op
+    can then write, score and select. :meth:`update` writes everything else at once: prompts, and any token of an
+    unpatched model. ``SparseCache.begin_call`` announces each decode step of a patched model. ``held`` counts the
+    tokens that are written. After a failed pass some layers hold fewer tokens than the lengths say:
+    ``SparseCache.recover`` cuts the lengths back and empties the slots.
 
     Parameters
     ----------
@@ -40,9 +39,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     storage
         The buffers.
     shared
-        Of the cache that the layer is part of; None for a layer of its own.
+        State of the cache that the layer belongs to; None for a standalone layer.
     q_heads
-        Query heads of the model.
+        Number of the model's query heads.
     layer_idx
         Index of the layer in the model.
     """
@@ -53,9 +52,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     device: torch.device
     lengths: Lengths
     finished: torch.Tensor
-    """int32 [batch, kv_heads]: scratch counters of the ops, zero between them."""
+    """int32 [batch, kv_heads]: scratch counters of the ops, zero between calls."""
     rope: Rope
-    """Rotations by slot, on the layer's device, where the method has ``rotates_keys``."""
+    """Rotations by slot, on the layer's device, if the method sets ``rotates_keys``."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         q_heads: int = 1,
         layer_idx: int = 0,
     ) -> None:
-        # Not the base class's constructor, which sets keys and values: here they are the storage's.
+        # Skips the base class's constructor, which sets keys and values: here the storage has them.
         self.method = method
         self.storage = storage
         self.is_compileable = storage.is_compileable
@@ -81,7 +80,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor:
-        """[batch, kv_heads, capacity, head_dim], after RoPE; before it where the method has ``rotates_keys``."""
+        """[batch, kv_heads, capacity, head_dim], after RoPE, or before it if the method sets ``rotates_keys``."""
         return self.storage.keys
 
     @property
@@ -91,12 +90,12 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The method's own tensors, batch dimension first; any value, so that ops take them by name."""
+        """The method's own tensors, batch dimension first. Typed ``Any`` so that ops take them as keyword arguments."""
         return self.storage.metadata
 
     @property
     def capacity(self) -> int:
-        """Tokens that the buffers have room for."""
+        """Number of tokens that the buffers have room for."""
         return self.storage.capacity
 
     @property
@@ -111,30 +110,30 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def length(self) -> int:
-        """Tokens per row, left padding included; waits for the device where compiled steps have run."""
+        """Tokens per row, left padding included. Waits for the device after compiled steps."""
         return self.lengths.length if self.is_initialized else 0
 
     @property
     def least_padding(self) -> int:
-        """The left padding of the row that has the least."""
+        """Left padding of the row with the least."""
         return self.lengths.least_padding
 
     @property
     def held(self) -> int:
-        """Tokens per row that are written here: less than :attr:`length` while a forward pass is on its way."""
+        """Tokens per row written to this layer: fewer than :attr:`length` during a forward pass."""
         return self.length if self._held is None else self._held
 
     @property
     def longest_row(self) -> int:
-        """The most tokens that any row can have, known without asking the device: of static buffers, all they hold."""
+        """Upper bound on the tokens of any row that needs no device read: the capacity of static buffers."""
         return self.storage.longest_row(self.lengths)
 
     @property
     def step_method(self) -> SparseMethod:
-        """The method of a decode step: ``FULL`` where the budget covers every row, so that a selection saves nothing.
+        """The method of a decode step: ``FULL`` if the budget covers every row, since selecting would save nothing.
 
-        Static storage is read through the method at every length, so that one compiled step serves all of them. So are
-        keys before RoPE on CUDA: the kernels rotate what they read, dense attention takes all keys rotated anew.
+        Static storage uses the method at every length: one compiled step must serve them all. So do keys before RoPE on
+        CUDA: kernels rotate only the keys that they read, while dense attention would rotate all of them at each step.
         """
         kernels_rotate = self.method.rotates_keys and self.keys.is_cuda
         if not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
@@ -143,20 +142,20 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def rotations(self) -> dict[str, Any]:
-        """The tables of :attr:`rope` as the ops take them; nothing where keys are cached after RoPE."""
+        """Keyword arguments of the ops with the tables of :attr:`rope`; empty if keys are cached after RoPE."""
         return {"rope_cos": self.rope.cos, "rope_sin": self.rope.sin} if self.method.rotates_keys else {}
 
     def row_lengths(self) -> torch.Tensor:
-        """int32 [batch]: the tokens of each row, padding left out."""
+        """int32 [batch]: tokens of each row, padding excluded."""
         return (self.seq_end - self.seq_start).clamp_min(0)
 
     def max_blocks(self, block_size: int) -> int:
-        """The most blocks that any row can have, known without asking the device."""
+        """Upper bound on the blocks of any row that needs no device read."""
         return -(-self.longest_row // block_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffers for the batch size, heads, dtype and device of the first tokens."""
+        """Allocate buffers for the batch size, heads, dtype and device of the first tokens."""
         if self._leads and key_states.device != self.device:
             self._shared.lengths.pop(self.device)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -176,7 +175,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def use_rope(self, tables: RopeTables) -> None:
-        """Take a patched model's rotations, for a method with ``rotates_keys``."""
+        """Set the patched model's rotations, for a method with ``rotates_keys``."""
         if self.rope_tables is not tables:
             self.rope_tables = tables
             if self.is_initialized:
@@ -185,7 +184,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to every row and take them into the metadata.
+        """Append tokens to every row and update the metadata.
 
         Parameters
         ----------
@@ -195,14 +194,14 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns
         -------
         tuple of torch.Tensor
-            Views of all keys and values so far, [batch, kv_heads, length, head_dim]; the whole buffers for a single
-            token in static ones; the arguments themselves where the decode verb is to write them.
+            Views of all keys and values so far, [batch, kv_heads, length, head_dim]; the whole buffers after a single
+            token in static storage; the arguments themselves if the method's ``decode`` will write them.
 
         Raises
         ------
         ValueError
-            The tokens do not fit, are of another batch size than those cached, or the cache was left incomplete by a
-            forward pass that failed.
+            The tokens do not fit or have another batch size than the cached ones, or a failed forward pass left the
+            cache incomplete.
         """
         num_new = key_states.shape[2]
         self._check_update(key_states.shape[0], num_new)
@@ -220,49 +219,49 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.storage.visible(self.lengths, num_new)
 
     def _fits(self, key_states: torch.Tensor) -> bool:
-        """Whether the buffers can take such tokens; while they are empty, they can be made anew for others."""
+        """Whether the buffers can hold such tokens; empty ones are reallocated for another dtype or device."""
         same_kind = self.keys.dtype == key_states.dtype and self.keys.device == key_states.device
         return self.keys.shape[0] == key_states.shape[0] and (same_kind or self._held != 0)
 
     def take_token(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the token that :meth:`update` held back for the decode verb, [batch, kv_heads, 1, head_dim] each."""
+        """Return the key and value, [batch, kv_heads, 1, head_dim], that :meth:`update` held back for ``decode``."""
         token, self._token = self._token, None
         return token
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Write tokens, [batch, kv_heads, tokens, head_dim], where the rows end; their lengths count them already."""
+        """Write tokens, [batch, kv_heads, tokens, head_dim], at the end of the rows, whose lengths include them."""
         self.storage.write(key_states, value_states, self.lengths)
         self.method.update_metadata(self, key_states.shape[2])
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Say that every token that the lengths count is written."""
+        """Record that all tokens in the lengths are written."""
         self._held = self.lengths.known_length
 
     def note(self, selection: Selection | None) -> None:
-        """Note what the current decode step reads, None for everything, where somebody records it."""
+        """Record the selection of the current decode step, None for everything, if ``record_selections`` is active."""
         if self._shared.recorder is not None:
             self._shared.recorder.add(self, selection)
 
     def rebuild_metadata(self) -> None:
-        """Make the metadata of all tokens anew, as after a change of where the rows begin."""
+        """Rebuild the metadata of all tokens, as after the start of a row has moved."""
         self.storage.clear_metadata(self._make_metadata)
         if self.length:
             self.method.update_metadata(self, self.length)
 
     def finish_prompt(self) -> None:
-        """Let the method know that the prompt is complete."""
+        """Tell the method that the prompt is complete."""
         if self.is_initialized:
             self.method.finish_prompt(self)
 
     def settle(self) -> None:
-        """Take over the length that compiled steps have left to the device to know."""
+        """Read the length from the device if compiled steps have advanced it there."""
         self._held = self.held
 
     def roll_back(self, keeps_metadata: bool) -> None:
-        """Drop what a failed forward pass has left; the lengths are cut back already.
+        """Drop the tokens of a failed forward pass, once the lengths are cut back.
 
-        ``keeps_metadata`` where it was a decode step, of which the metadata can forget a token; else it is made anew.
+        ``keeps_metadata`` after a decode step: the metadata is cropped by one token. Otherwise it is rebuilt.
         """
         self._token = None
         if not self.is_initialized:
@@ -277,28 +276,28 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized or self.lengths.is_traced:
             return  # a compiled step knows no length
         if self._token is not None:
-            raise ValueError("the cache holds a decode step's token that no attention function has taken")
+            raise ValueError("the cache holds a decode step's token that no attention function has processed")
         before = self.lengths.length - (0 if self._leads else num_new)
         if self._held not in (None, before):
             raise ValueError(
-                f"the cache is incomplete: a forward pass failed, and left a layer with {self._held} of {before} "
-                "tokens; call crop(0) on the cache to go on from before that pass"
+                f"the cache is incomplete: a failed forward pass left a layer with {self._held} of {before} tokens; "
+                "call crop(0) on the cache to return to the state before that pass"
             )
         if not self._leads:
             return
         if before and batch != self.keys.shape[0]:
-            raise ValueError(f"the cache holds {self.keys.shape[0]} rows, got {batch} rows of new tokens")
+            raise ValueError(f"new tokens must have the cache's batch size {self.keys.shape[0]}, got {batch}")
         self.check_room(before, num_new)
 
     def check_room(self, held: int, num_new: int) -> None:
-        """Raise ``ValueError`` where new tokens do not fit beside those held."""
+        """Raise ``ValueError`` if new tokens do not fit."""
         if self.storage.max_tokens is not None and held + num_new > self.storage.max_tokens:
             raise ValueError(
                 f"{num_new} new tokens do not fit: the cache holds {held} of max_cache_len={self.storage.max_tokens}"
             )
 
     def _make_metadata(self, storage: Storage) -> dict[str, torch.Tensor]:
-        """Allocate the method's metadata for a storage that may be larger than the layer's own."""
+        """Allocate the method's metadata for a storage, which may be larger than the layer's own."""
         layer = self
         if storage is not self.storage:
             layer = copy.copy(self)
@@ -314,26 +313,26 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.counter.set_token_bytes(self.keys, self.values)
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Tokens held per row, left padding included; in a compiled step a device scalar."""
+        """Tokens held per row, left padding included; a device scalar in a compiled step."""
         if self.is_initialized and self.lengths.is_traced:
-            return self.seq_end[0].to(torch.int64)  # a copy: the step that asks goes on to advance the rows
+            return self.seq_end[0].to(torch.int64)  # a copy: this step advances seq_end in place later
         return self.held
 
     def get_query_offset(self) -> int | torch.Tensor:
-        """The position of the next token, without ever waiting for the device: a scalar there where only that knows."""
+        """Position of the next token; a device scalar after compiled steps. Never waits for the device."""
         known = self.lengths.known_length if self.is_initialized else 0
         return self.seq_end[0] if known is None else known
 
     def get_max_length(self) -> int:
-        """The most tokens that the layer may hold; -1 for no limit."""
+        """Maximum number of tokens; -1 for no limit."""
         return -1 if self.storage.max_tokens is None else self.storage.max_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The attention mask's key length and offset for the next ``query_length`` tokens."""
+        """Key length and offset of the attention mask for the next ``query_length`` tokens."""
         return self.storage.mask_length(self.lengths if self.is_initialized else None, query_length), 0
 
     def reset(self) -> None:
-        """Forget all tokens, keep the buffers."""
+        """Remove all tokens; keep the buffers."""
         self._token = None
         if not self.is_initialized:
             return
@@ -349,7 +348,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            ``tokens_to_remove`` is positive, or asks for more than there is.
+            ``tokens_to_remove`` is positive or exceeds the cached tokens.
         """
         self.cut(length_after_crop(self.held, tokens_to_remove))
 
@@ -365,7 +364,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.method.crop_metadata(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Put row ``beam_idx[b]`` in place of row ``b``, for beam search."""
+        """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""
         self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -377,7 +376,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self._change_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def fork(self, method: SparseMethod, shared: Shared) -> SparseLayer:
-        """Make a layer for another method over the same keys and values; see ``SparseCache.fork``.
+        """Create a layer for another method over the same keys and values; see ``SparseCache.fork``.
 
         ``shared`` holds copies of the lengths.
         """
@@ -406,8 +405,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def length_after_crop(length: int, tokens_to_remove: int | torch.Tensor) -> int:
-    """Return the length that is left; raise ``ValueError`` where there are not so many tokens to remove."""
-    tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts with a device tensor
+    """Return the length after a crop; raise ``ValueError`` if it removes more tokens than are cached."""
+    tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a device tensor
     if tokens_to_remove > 0 or -tokens_to_remove > length:
         raise ValueError(f"tokens_to_remove must be between -{length} (all tokens) and 0, got {tokens_to_remove}")
     return length + tokens_to_remove

@@ -1,4 +1,4 @@
-"""Where the rows of a batch begin and end: one record on each device, shared by all layers of a cache there."""
+"""Start and end of each row of a batch: one record per device, shared by a cache's layers there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "hf_sparse_attn::advance_rows", mutates_args=("seq_end",), schema="(Tensor(a!) seq_end, SymInt num_new) -> ()"
 )
 def _advance_rows(seq_end: torch.Tensor, num_new: int) -> None:
-    """Add in place. A plain addition the compiler would repeat for every op of every layer that reads the rows."""
+    """Add in place. The compiler would repeat a plain addition for every op that reads the result."""
     seq_end.add_(num_new)
 
 
@@ -29,19 +29,19 @@ def _(seq_end: torch.Tensor, num_new: int) -> None:
 
 
 class Lengths:
-    """First and last positions of every row on the device, and their common end once more on the host.
+    """First and last positions of every row on the device, with a copy of the common end on the host.
 
-    Decoding reads the device's numbers only, so that a compiled step depends on no Python value that changes from
-    step to step. The host caches the length; compiled steps invalidate it, and the next read synchronizes.
+    Decoding reads the device tensors only: a compiled step must not depend on a Python value that changes from step to
+    step. The host caches the length; compiled steps invalidate it, and the next read synchronizes.
 
     Parameters
     ----------
     batch
-        Rows.
+        Number of rows.
     device
-        Where the layers are that share the record.
+        Device of the layers that share the record.
     is_static
-        Whether compiled steps may use the record: its tensors then keep their addresses.
+        Whether compiled steps may use the record, whose tensors then keep their addresses.
     """
 
     seq_start: torch.Tensor
@@ -52,15 +52,15 @@ class Lengths:
     def __init__(self, batch: int, device: torch.device, is_static: bool) -> None:
         self._is_static = is_static
         self.expects_step = False
-        """Whether a patched model has said that its next token is one that the decode verb writes."""
+        """Whether a patched model has announced that its method's ``decode`` will write the next token."""
         self.in_step = False
-        """Whether the token that was counted last is such a token."""
+        """Whether the token counted last was announced so."""
         self.masks_disagreed: torch.Tensor | None = None
-        """bool, on the device: whether a decode step's mask hid cached tokens; None where none was looked at."""
+        """bool, on the device: whether a decode step's mask hid cached tokens; None before the first check."""
         self.allocate(batch, device)
 
     def allocate(self, batch: int, device: torch.device) -> None:
-        """Make the tensors, for rows without tokens."""
+        """Create the tensors, for empty rows."""
         with lasting_tensors():
             self.seq_start = torch.zeros(batch, dtype=torch.int32, device=device)
             self.seq_end = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -75,40 +75,40 @@ class Lengths:
 
     @property
     def known_length(self) -> int | None:
-        """Tokens per row, left padding included; None where the host would have to wait for the device."""
+        """Tokens per row, left padding included; None if the host would have to wait for the device."""
         return None if self.is_traced else self._length
 
     @property
     def length(self) -> int:
-        """Tokens per row, left padding included. Waits for the device where only that knows."""
+        """Tokens per row, left padding included. Waits for the device after compiled steps."""
         if self._length is None:
             self._length = int(self.seq_end[0])
         return self._length
 
     def set_padding(self, padding: Padding) -> None:
-        """Say where each row's first token lies."""
+        """Set the position of each row's first token."""
         self.seq_start.copy_(padding.seq_start)
         self.least_padding, self.has_padding = padding.least, padding.has_padding
 
     def padding(self) -> Padding:
-        """Return a copy of where each row's first token lies."""
+        """Return a copy of the positions of the rows' first tokens."""
         return Padding(self.seq_start.clone(), self.least_padding, self.has_padding)
 
     def note_mask(self, disagreed: torch.Tensor) -> None:
-        """Remember, on the device, whether a decode step's mask hid cached tokens; a bool scalar."""
+        """Record on the device whether a decode step's mask hid cached tokens, a bool scalar."""
         self.masks_disagreed = disagreed if self.masks_disagreed is None else self.masks_disagreed | disagreed
 
     def check_masks(self) -> None:
-        """Raise ``ValueError`` where :meth:`note_mask` was given a true one. Waits for the device."""
+        """Raise ``ValueError`` if :meth:`note_mask` recorded True. Waits for the device."""
         disagreed, self.masks_disagreed = self.masks_disagreed, None
         if disagreed is not None and bool(disagreed):
             raise ValueError(
-                "the attention_mask of an earlier decode step hid cached tokens, which had no effect: a decode step's "
-                "mask may hide left padding alone, as the prompt's did"
+                "the attention_mask of an earlier decode step hid cached tokens, which had no effect: in decode steps "
+                "it may hide only the left padding of the prompt"
             )
 
     def advance(self, num_new: int) -> None:
-        """Count ``num_new`` more tokens in every row: once in a forward pass, before any layer caches them."""
+        """Count ``num_new`` more tokens in every row. Called once per forward pass, before any layer caches them."""
         self.in_step, self.expects_step = self.expects_step, False
         if self.is_traced:
             _advance_rows(self.seq_end, num_new)
@@ -119,7 +119,7 @@ class Lengths:
             self._length += num_new
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` positions of every row; of none of them, no padding either."""
+        """Keep the first ``length`` positions of every row. Length 0 drops the padding too."""
         self.seq_end.fill_(length)
         self._length = length
         self.expects_step = self.in_step = False
@@ -137,12 +137,12 @@ class Lengths:
             rows = len(self.seq_start)
             self.seq_start = replace(self.seq_start, change(self.seq_start))
             self.seq_end = replace(self.seq_end, change(self.seq_end))
-        if self.has_padding and len(self.seq_start) != rows:  # those with padding, or without, may be gone
+        if self.has_padding and len(self.seq_start) != rows:  # the rows with the least or most padding may be gone
             self.least_padding, most = (int(bound) for bound in self.seq_start.aminmax())
             self.has_padding = most > 0
 
     def copy(self) -> Lengths:
-        """Make a record with tensors of its own."""
+        """Return a record with its own tensors."""
         twin = copy.copy(self)
         with lasting_tensors():
             twin.seq_start, twin.seq_end = self.seq_start.clone(), self.seq_end.clone()
@@ -157,9 +157,9 @@ class Lengths:
 
 
 class Shared:
-    """Shared state of a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
+    """State shared by a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
 
-    ``recorder`` takes the selections of decode steps while somebody records them.
+    ``recorder`` receives the selections of decode steps while ``record_selections`` is active.
     """
 
     def __init__(self) -> None:
@@ -168,6 +168,6 @@ class Shared:
         self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:
-        """Raise ``ValueError`` where the mask of an earlier decode step hid cached tokens. Waits for the device."""
+        """Raise ``ValueError`` if the mask of an earlier decode step hid cached tokens. Waits for the device."""
         for lengths in self.lengths.values():
             lengths.check_masks()

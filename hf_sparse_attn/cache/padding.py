@@ -1,4 +1,4 @@
-"""Attention masks: which positions are left padding, and which masks a cache cannot follow."""
+"""Attention masks: left padding, and the masks that a cache does not support."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Padding(NamedTuple):
     seq_start: torch.Tensor
     """[batch], an integer type: position of each row's first token."""
     least: int
-    """The least padding of any row."""
+    """Padding of the row with the least."""
     has_padding: bool
     """Whether any row has padding."""
 
 
 def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch.Tensor:
-    """Turn a model's attention mask into bool [batch, cached + new tokens], True for tokens.
+    """Convert a model's attention mask to bool [batch, cached + new tokens], True for tokens.
 
     Parameters
     ----------
     attention_mask
-        [batch, cached + new tokens], 0 for padding; or the causal mask that ``generate()`` makes of it for a static
+        [batch, cached + new tokens], 0 for padding; or the causal mask that ``generate()`` derives from it for a static
         cache, bool [batch, 1, new tokens, cached + new tokens].
     cached, num_new
         Tokens per row, padding included.
@@ -34,7 +34,7 @@ def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch
     Raises
     ------
     ValueError
-        The mask is of another shape, or is not causal over what its last query attends to.
+        The mask has another shape, or is not causal over the keys of its last query.
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
         attention_mask = _last_query_row(attention_mask)
@@ -61,15 +61,15 @@ def _last_query_row(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def rows_with_holes(is_token: torch.Tensor) -> list[int]:
-    """Return the rows of a token mask, [batch, tokens], with padding after a token. Waits for the device."""
+    """Return the indices of rows of a token mask, [batch, tokens], with padding after a token. Waits for the device."""
     holes = (is_token[:, :-1] & ~is_token[:, 1:]).any(dim=1)
     return [int(row) for row in holes.nonzero().flatten()] if bool(holes.any()) else []
 
 
 def can_be_left_out(is_token: torch.Tensor, num_new: int) -> bool:
-    """Whether what a token mask, [batch, tokens], hides are new tokens alone, the same in every row, and not the last.
+    """Whether a token mask, [batch, tokens], hides only new tokens, the same in every row, and not the last one.
 
-    So it is where a prompt given without a mask has the padding token in its text, which Transformers then masks.
+    ``generate()`` makes such a mask itself if it gets none and the prompt's text contains the padding token.
     """
     same = (is_token == is_token[:1]).all() & is_token[:, -1].all() & is_token[:, : is_token.shape[1] - num_new].all()
     return bool(same)
@@ -83,12 +83,12 @@ def left_padding(is_token: torch.Tensor) -> Padding:
 
 
 def causal_mask(attention_mask: torch.Tensor, queries: int) -> torch.Tensor:
-    """Return the mask of dense attention, bool [batch, 1, queries, keys], of a mask [batch, keys], 0 for padding."""
+    """Return dense attention's mask, bool [batch, 1, queries, keys], for a mask [batch, keys], 0 for padding."""
     at = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     return (at <= at[-queries:, None]) & (attention_mask != 0)[:, None, None]
 
 
 def disagrees(is_token: torch.Tensor, seq_start: torch.Tensor) -> torch.Tensor:
-    """Return whether a token mask, [batch, tokens], is anything but left padding up to ``seq_start``; a bool scalar."""
+    """Return, as a bool scalar, whether a token mask, [batch, tokens], differs from left padding to ``seq_start``."""
     positions = torch.arange(is_token.shape[1], device=is_token.device)
     return (is_token != (positions >= seq_start[:, None])).any()

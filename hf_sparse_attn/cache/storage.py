@@ -1,4 +1,4 @@
-"""Buffers for one layer's keys, values and metadata: growing ones, and static ones for compiled decode steps."""
+"""Buffers for one layer's keys, values and metadata: growing buffers, and static ones for compiled decode steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOUBLED_UP_TO = 4096
 
 
 class Storage(ABC):
-    """One layer's buffers. The two kinds differ in where a buffer goes when it is full, resized or replaced."""
+    """One layer's buffers. The two kinds differ in how a buffer is enlarged and replaced."""
 
     keys: torch.Tensor
     """[batch, kv_heads, capacity, head_dim]."""
@@ -29,25 +29,25 @@ class Storage(ABC):
     is_compileable: bool
     """Whether Transformers may compile decode steps over these buffers."""
     max_tokens: int | None
-    """The most tokens that a row may hold; None for no limit."""
+    """Maximum number of tokens per row; None for no limit."""
     shared_tokens = 0
-    """Tokens at the rows' begin that the buffers hold for the storage that this one was forked from, too."""
+    """Leading tokens of the rows that also belong to the storage that this one was forked from."""
 
     def __init__(self) -> None:
         self.metadata = {}
 
     @property
     def capacity(self) -> int:
-        """Tokens that the buffers have room for."""
+        """Number of tokens that the buffers have room for."""
         return self.keys.shape[2]
 
     @abstractmethod
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make empty buffers for tokens such as these, [batch, kv_heads, tokens, head_dim]."""
+        """Create empty buffers for tokens like these, [batch, kv_heads, tokens, head_dim]."""
 
     @abstractmethod
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Replace the metadata by what ``make`` returns for this storage."""
+        """Replace the metadata by ``make(self)``."""
 
     @abstractmethod
     def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
@@ -55,23 +55,23 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
-        """Write tokens where the rows end; ``lengths`` counts them already."""
+        """Write tokens at the end of the rows, where ``lengths`` already includes them."""
 
     @abstractmethod
     def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that stock attention gets after ``num_new`` tokens were written."""
+        """Return the keys and values for stock attention after ``num_new`` tokens were written."""
 
     @abstractmethod
     def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
-        """Return how many keys :meth:`visible` will have after ``query_length`` more tokens."""
+        """Return the number of keys that :meth:`visible` will have after ``query_length`` more tokens."""
 
     @abstractmethod
     def longest_row(self, lengths: Lengths) -> int:
-        """Return the most tokens that any row can have, without asking the device."""
+        """Return an upper bound on the tokens of any row, without reading the device."""
 
     @abstractmethod
     def planned_length(self, lengths: Lengths) -> int:
-        """Return the row length that a decode step is planned for."""
+        """Return the row length that decides whether a decode step selects."""
 
     @abstractmethod
     def reads_by_bounds(self) -> bool:
@@ -79,33 +79,33 @@ class Storage(ABC):
 
     @abstractmethod
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return ``new``, where it can be at the address of ``old``."""
+        """Return ``new``, at the address of ``old`` where possible."""
 
     @abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a lasting tensor of the layer, marked as compiled steps need it."""
+        """Return a lasting tensor of the layer, marked for compiled steps."""
 
     def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply a change of the rows to every buffer."""
+        """Apply ``change`` to the rows of every buffer."""
         with lasting_tensors():
             self.keys = self.replace(self.keys, change(self.keys))
             self.values = self.replace(self.values, change(self.values))
             self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
 
     def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Put the metadata back to what it is for rows without tokens."""
+        """Reset the metadata to that of empty rows."""
         with lasting_tensors():
             fresh = make(self)
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
 
     def fork(self, tokens: int) -> Storage:
-        """Return a storage over the same keys and values, without metadata; the rows hold so many tokens."""
+        """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens."""
         fork = copy.copy(self)
         fork.metadata, fork.shared_tokens = {}, tokens
         return fork
 
     def keep_prefix(self, length: int) -> None:
-        """Copy the buffers where what lies behind ``length``, now to be overwritten, is another storage's too."""
+        """Copy the buffers if tokens after ``length``, about to be overwritten, belong to another storage too."""
         if length >= self.shared_tokens:
             return
         keys, values = self.keys, self.values
@@ -117,7 +117,7 @@ class Storage(ABC):
 
 
 class GrowingStorage(Storage):
-    """Buffers that are replaced by larger ones when they are full.
+    """Buffers that are replaced by larger ones when full.
 
     Parameters
     ----------
@@ -133,22 +133,22 @@ class GrowingStorage(Storage):
         self.initial_capacity = max(initial_capacity, MIN_CAPACITY)
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make empty buffers, with room for these tokens at least."""
+        """Create empty buffers with room for at least these tokens."""
         capacity = max(self.initial_capacity, key_states.shape[2])
         with lasting_tensors():
             self.keys = _empty(key_states, capacity)
             self.values = _empty(value_states, capacity)
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Replace the metadata by what ``make`` returns."""
+        """Replace the metadata by ``make(self)``, in any inference mode."""
         with lasting_tensors():
             self.metadata = make(self)
 
     def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Grow where ``length`` does not fit."""
+        """Grow the buffers if ``length`` does not fit."""
         if length is None or length <= self.capacity:
             return
-        capacity = max(length, roomier(self.capacity))
+        capacity = max(length, grown_capacity(self.capacity))
         self.shared_tokens = 0
         with lasting_tensors():
             self.keys = enlarged(self.keys, _empty(self.keys, capacity))
@@ -163,41 +163,41 @@ class GrowingStorage(Storage):
         self.values[:, :, end - value_states.shape[2] : end] = value_states
 
     def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the filled part."""
+        """Return the filled part of the buffers."""
         return self.keys[:, :, : lengths.length], self.values[:, :, : lengths.length]
 
     def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
-        """Return the tokens held, and the new ones."""
+        """Return the number of cached and new tokens."""
         return (0 if lengths is None else lengths.length) + query_length
 
     def longest_row(self, lengths: Lengths) -> int:
-        """Return the tokens of the row with the least padding."""
+        """Return the length of the row with the least padding."""
         return lengths.length - lengths.least_padding
 
     def planned_length(self, lengths: Lengths) -> int:
-        """Return the tokens of the row with the least padding: each step is planned anew."""
+        """Return the length of the longest row: every step decides for itself."""
         return self.longest_row(lengths)
 
     def reads_by_bounds(self) -> bool:
-        """Whether there is a kernel: on a CPU the stock attention over the filled part is faster."""
+        """Whether the buffers are on CUDA: on a CPU stock attention over the filled part is faster."""
         return self.keys.is_cuda
 
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return ``new``: nothing depends on the address."""
+        """Return ``new``, whose address may differ."""
         return new
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as it is."""
+        """Return the tensor unmarked."""
         return tensor
 
 
 class StaticStorage(Storage):
-    """Buffers that stay where they are, so that compiled decode steps and CUDA graphs can write to them.
+    """Buffers with fixed addresses, which compiled decode steps and CUDA graphs can write to.
 
     Parameters
     ----------
     max_tokens
-        The most tokens that a row may hold.
+        Maximum number of tokens per row.
     """
 
     is_compileable = True
@@ -207,13 +207,13 @@ class StaticStorage(Storage):
         self.max_tokens: int = max_tokens
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make buffers of zeros: an unpatched model reads them to their end, under a mask that a NaN would pass."""
+        """Create buffers of zeros: an unpatched model reads them to the end, and a mask does not stop NaN."""
         with lasting_tensors():
             self.keys = mark_static(_empty(key_states, self.max_tokens).zero_(), dynamic_dims=(2,))
             self.values = mark_static(_empty(value_states, self.max_tokens).zero_(), dynamic_dims=(2,))
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Replace the metadata, and mark the sizes that follow the capacity."""
+        """Replace the metadata, and mark the sizes that depend on the capacity."""
         larger = self.fork(0)
         batch, kv_heads, capacity, head_dim = self.keys.shape
         larger.keys = self.keys.new_empty(batch, kv_heads, 4 * capacity, head_dim, device="meta")
@@ -225,10 +225,10 @@ class StaticStorage(Storage):
             mark_static(tensor, [dim for dim, (size, other) in enumerate(sizes) if size != other])
 
     def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Do nothing: the cache has refused what does not fit."""
+        """Do nothing: the cache has already rejected tokens that do not fit."""
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
-        """Copy the tokens to the end of the rows, found on the device where only that knows it."""
+        """Copy the tokens to the end of the rows, read on the device after compiled steps."""
         num_new, end = key_states.shape[2], lengths.known_length
         if end is None:
             positions = lengths.seq_end[:1] + torch.arange(-num_new, 0, device=self.keys.device)
@@ -239,15 +239,16 @@ class StaticStorage(Storage):
             self.values[:, :, end - num_new : end] = value_states
 
     def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the filled part after a prompt, the whole buffers after a single token."""
+        """Return the filled part of the buffers after a prompt, the whole buffers after a single token."""
         if num_new == 1 or lengths.known_length is None:
             return self.keys, self.values
         return self.keys[:, :, : lengths.length], self.values[:, :, : lengths.length]
 
     def mask_length(self, lengths: Lengths | None, query_length: int) -> int:
-        """Return the tokens held and the new ones, or all that the buffers hold for a single new token."""
+        """Return the number of cached and new tokens, or the capacity for a single new token."""
         if query_length == 1 or (lengths is not None and lengths.is_traced):
-            return self.max_tokens if lengths is None else self.capacity  # a size, not a number, to a compiled step
+            # A compiled step needs a tensor's size here: max_tokens would be a constant of its graph.
+            return self.max_tokens if lengths is None else self.capacity
         return (0 if lengths is None else lengths.length) + query_length
 
     def longest_row(self, lengths: Lengths) -> int:
@@ -255,33 +256,33 @@ class StaticStorage(Storage):
         return self.capacity
 
     def planned_length(self, lengths: Lengths) -> int:
-        """Return more than any row has: one compiled step serves every length."""
+        """Return the largest integer, so that decode steps always select: one compiled step serves every length."""
         return sys.maxsize
 
     def reads_by_bounds(self) -> bool:
-        """Whether rows are read without a mask: always, since a mask would be as long as the buffers."""
+        """Whether rows are read without a mask: always, since a mask would span the whole buffers."""
         return True
 
     def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply a change of the rows to every buffer, none of them another storage's."""
+        """Apply ``change`` to the rows of every buffer, after copying shared ones."""
         self.keep_prefix(0)
         super().replace_all(change)
 
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return ``old`` with new contents where the shape stays, so that the address does too."""
+        """Return ``old`` with the contents of ``new``, or ``new`` itself if the shapes differ."""
         if old.shape == new.shape:
             return old.copy_(new)
         return mark_static(new, getattr(old, "_dynamo_weak_dynamic_indices", ()))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark a tensor that keeps its address."""
+        """Mark a tensor whose address stays fixed."""
         return mark_static(tensor)
 
 
-def roomier(capacity: int) -> int:
-    """Tokens to make room for where a buffer of ``capacity`` is full: twice as many, later an eighth more.
+def grown_capacity(capacity: int) -> int:
+    """Capacity of the buffer that replaces a full one: twice as large at first, later an eighth larger.
 
-    Few copies for short sequences; for long ones, where a buffer takes gigabytes, little that is never used.
+    Short sequences are copied rarely; long ones, whose buffers take gigabytes, leave little memory unused.
     """
     return capacity + max(min(capacity, DOUBLED_UP_TO), capacity // 8)
 

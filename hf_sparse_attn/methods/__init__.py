@@ -1,4 +1,4 @@
-"""The methods, by name. To add one: write its file, its dataclass, and a line in ``METHODS``."""
+"""The methods, by name. To add one, write a dataclass in its own file and add it to ``METHODS``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hf_sparse_attn.methods.tokenselect import TokenSelect
 METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest, TokenSelect)}
 
 FULL = Full()
-"""Dense attention, as dense layers run it."""
+"""Dense attention, for dense layers."""
 
 __all__ = ["FULL", "METHODS", "Full", "Quest", "Selection", "SparseMethod", "TokenSelect", "make_method"]
 
 
 def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:
-    """Turn a method's name and its hyperparameters into the method; a method that is made already passes through.
+    """Create a method from its name and hyperparameters; return a ``SparseMethod`` unchanged.
 
     Raises
     ------
     TypeError
-        ``method`` is neither, or hyperparameters were given beside a method that is made already.
+        ``method`` is neither a name nor a ``SparseMethod``, or hyperparameters accompany a ``SparseMethod``.
     ValueError
-        An unknown name or hyperparameter (the nearest known one is named), or a value out of range.
+        Unknown name or hyperparameter, or a value out of range.
     """
     if isinstance(method, SparseMethod):
         if hyperparameters:
             raise TypeError(
-                f"hyperparameters ({', '.join(hyperparameters)}) go with a method's name, "
-                f"or inside {method!r}, not beside it"
+                f"hyperparameters ({', '.join(hyperparameters)}) are allowed only with a method's name; "
+                f"set them in {method!r} itself"
             )
         return method
     if not isinstance(method, str):

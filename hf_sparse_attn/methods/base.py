@@ -19,63 +19,63 @@ if TYPE_CHECKING:
 class Selection(NamedTuple):
     """The blocks of cached tokens that one decode step reads.
 
-    Blocks are counted from each row's first token (``layer.seq_start``), so left padding never shifts them, and every
-    query head of a GQA group reads the same ones.
+    Blocks are counted from each row's first token (``layer.seq_start``), so left padding never shifts them. All query
+    heads of a GQA group read the same blocks.
     """
 
     block_indices: torch.Tensor
-    """int32 [batch, kv_heads, n], or [batch, 1, n] where all KV heads share it: valid entries first, ``-1`` after them,
-    no duplicates."""
+    """int32 [batch, kv_heads, n], or [batch, 1, n] if all KV heads share it: valid entries first, then ``-1``; no
+    duplicates."""
     block_counts: torch.Tensor
-    """int32 [batch, kv_heads] or [batch, 1]: how many entries are valid."""
+    """int32 [batch, kv_heads] or [batch, 1]: number of valid entries."""
     block_size: int
     """Tokens in a block; 1 for methods that select single tokens."""
 
 
 @dataclass(frozen=True)
 class SparseMethod:
-    """A sparse-attention method: its hyperparameters as fields, its rules as methods, no state.
+    """A sparse-attention method: hyperparameters as fields, rules as methods, no state.
 
     All state (keys, values, metadata, lengths) lives in the :class:`~hf_sparse_attn.cache.layer.SparseLayer` that each
-    call receives. A subclass adds fields for its paper's parameters, sets the class variables below, and implements
-    :meth:`select`, or overrides one of the two verbs, :meth:`decode` and :meth:`prefill`. Decode steps over static
-    storage are compiled: what runs in them reads no length on the host, but ``layer.capacity``, ``layer.max_blocks``
-    and the device tensors.
+    call receives. A subclass adds its paper's parameters as fields and sets the class variables below. It implements
+    :meth:`select`, or overrides :meth:`decode`; it may override :meth:`prefill`. Decode steps over static storage are
+    compiled, so they must not read lengths on the host: use ``layer.capacity``, ``layer.max_blocks`` and the device
+    tensors.
 
     Parameters
     ----------
     token_budget
         Cached tokens whose K and V a KV head reads in a decode step, sink and recent tokens included.
     dense_layers
-        The first ``dense_layers`` layers attend to the whole cache.
+        Number of first layers that attend to the whole cache.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
     sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
-    """Phases that the method makes sparse, for tables; nothing depends on it."""
+    """Phases that the method makes sparse, for tables only."""
 
-    # Needs of the frame, each with one effect.
+    # What the method needs of the cache and the patch; each flag has one effect.
     rotates_keys: ClassVar[bool] = False
-    """Keys are cached before RoPE; the method rotates what it reads, by ``layer.rope``."""
+    """Cache keys before RoPE; the method rotates the keys that it reads by ``layer.rope``."""
     needs_mask: ClassVar[bool] = True
-    """:meth:`prefill` gets a mask; else it reads the rows' bounds, and no mask is made."""
+    """Give :meth:`prefill` a mask. If False no mask is made, and prefill uses the row bounds."""
     extends_positions: ClassVar[bool] = False
-    """Prompts may be longer than the positions that the model was trained on."""
+    """Allow prompts longer than the positions that the model was trained on."""
     counts: ClassVar[tuple[str, ...]] = ()
-    """Names of what the method counts beside tokens and bytes, in ``layer.counter.own``; stats show them."""
+    """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 
     token_budget: int = 1024
     dense_layers: int = 0
 
     def __init_subclass__(cls) -> None:
-        """Check that the class says what a decode step reads.
+        """Check that the class implements a decode step.
 
         Raises
         ------
         TypeError
-            It implements neither ``select`` nor ``decode``.
+            The class implements neither ``select`` nor ``decode``.
         """
         super().__init_subclass__()
         if cls.select is SparseMethod.select and cls.decode is SparseMethod.decode:
@@ -87,7 +87,7 @@ class SparseMethod:
         Raises
         ------
         TypeError
-            A whole number was expected and something else was given.
+            A value must be a whole number and is not.
         ValueError
             A value is out of range.
         """
@@ -95,9 +95,7 @@ class SparseMethod:
         self._require("token_budget", self.token_budget >= 1, "at least 1")
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
         may_be_dense = self.dense_layers == 0 or not self.rotates_keys
-        self._require(
-            "dense_layers", may_be_dense, "0: a dense layer would rotate keys to positions beyond the trained"
-        )
+        self._require("dense_layers", may_be_dense, "0: a dense layer would rotate keys beyond the trained positions")
 
     def _check_whole_numbers(self, but: tuple[str, ...] = ()) -> None:
         for field in fields(self):
@@ -111,62 +109,62 @@ class SparseMethod:
             raise ValueError(f"{self.name}: {parameter} must be {allowed}, got {getattr(self, parameter)!r}")
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Raise ``ValueError`` where the method cannot serve a model that is supported otherwise."""
+        """Raise ``ValueError`` if the method does not support a model that the package supports."""
 
     def covers(self, length: int) -> bool:
-        """Whether a sequence of ``length`` tokens is within the budget, so that dense attention costs no more."""
+        """Whether the budget covers ``length`` tokens, so that dense attention costs no more."""
         return length <= self.token_budget
 
     def prefill_chunk(self, positions: int) -> int | None:
-        """The most tokens that go through all layers at once, of a model with so many positions; None for no limit."""
+        """Maximum tokens per forward pass of a prompt, for a model with ``positions`` positions; None for no limit."""
         return None
 
     def rope_slots(self, positions: int) -> int:
-        """Where ``rotates_keys``: how many slots ``layer.rope`` needs, of a model with so many positions."""
+        """Number of slots that ``layer.rope`` needs for a model with ``positions`` positions, if ``rotates_keys``."""
         return positions
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
-        """Allocate what the method keeps beside K and V, for ``layer.capacity`` tokens.
+        """Allocate the tensors that the method keeps in addition to K and V, for ``layer.capacity`` tokens.
 
-        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``, whose shape, dtype and
-        device are, with ``layer.q_heads``, all there is to read yet. When a layer grows, this is called again and the
+        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``. Only ``layer.q_heads``
+        and the shape, dtype and device of ``layer.keys`` may be read. When a layer grows, this is called again, and the
         old contents are copied into the leading part of the new tensors.
         """
         return {}
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Bring ``layer.metadata`` up to date, in place, after ``num_new`` tokens were appended to every row.
+        """Update ``layer.metadata`` in place after ``num_new`` tokens were appended to every row.
 
-        ``num_new`` may be the rows' whole length: then everything is made anew.
+        ``num_new`` may be the whole length: then everything is rebuilt.
         """
 
     def crop_metadata(self, layer: SparseLayer) -> None:
-        """Bring ``layer.metadata`` up to date, in place, after tokens were removed from the end of every row."""
+        """Update ``layer.metadata`` in place after tokens were removed from the end of every row."""
 
     def finish_prompt(self, layer: SparseLayer) -> None:
-        """Work on a prompt that is complete: cluster it, evict from it, calibrate.
+        """Process a complete prompt: cluster it, evict from it, calibrate.
 
-        Called once before the first decode step behind a prompt, however many forward passes the prompt took; over
-        static storage, whose decode steps may be compiled, behind each of these passes. Called again where metadata was
-        made anew: in a fork, and where a prompt's pass failed. A pass over several tokens is a prompt, that of assisted
-        decoding included.
+        Called once before the first decode step after a prompt, however many forward passes the prompt took. Over
+        static storage, whose decode steps may be compiled, called after each of these passes. Called again when
+        metadata was rebuilt: in a fork, and after a failed pass of a prompt. Every pass over several tokens counts as a
+        prompt, also in assisted decoding.
         """
 
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Cache a decode step's token, attend from it, and count what was read in ``layer.counter``.
+        """Cache a decode step's token, attend from it, and count the reads in ``layer.counter``.
 
-        By default ``layer.append``, :meth:`select`, :meth:`metadata_bytes_read` and :meth:`attend`. A method whose
-        selection and attention interleave overrides this, and calls ``layer.note`` with what it read; so does one with
-        an op that writes and selects at once.
+        By default calls ``layer.append``, :meth:`select`, :meth:`metadata_bytes_read` and :meth:`attend`. Override it
+        if selection and attention interleave, or if one op writes and selects. An override that does not call
+        :meth:`attend` calls ``layer.note`` with the blocks that it read.
 
         Parameters
         ----------
         query
-            [batch, q_heads, head_dim], after RoPE; before it where ``rotates_keys``.
+            [batch, q_heads, head_dim], after RoPE, or before it if ``rotates_keys``.
         layer
-            Counts the token in its lengths already.
+            Includes the token in its lengths already.
         new_key, new_value
             [batch, kv_heads, head_dim]: the token, to be written at position ``layer.seq_end - 1`` of each row.
         scale
@@ -183,25 +181,25 @@ class SparseMethod:
         return self.attend(query, layer, selection, scale)
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attend from tokens that the layer holds already: by default densely, under the mask.
+        """Attend from the newest cached tokens, by default densely.
 
         Parameters
         ----------
         query
             [batch, q_heads, tokens, head_dim] of the last tokens of every row, at most :meth:`prefill_chunk`; before
-            RoPE where ``rotates_keys``.
+            RoPE if ``rotates_keys``.
         layer
-            Holds the tokens' K and V.
+            Holds the tokens' K and V already.
         scale
             The model's factor on q.k.
         mask
-            Broadcasts to [batch, q_heads, tokens, length], as SDPA takes it; None for causal attention without padding,
-            and where the method does not need it.
+            SDPA's mask, broadcastable to [batch, q_heads, tokens, length]; None for causal attention without padding,
+            and if not ``needs_mask``.
 
         Returns
         -------
         torch.Tensor
-            Of query's shape; the values at left padding are of no consequence.
+            Same shape as ``query``; the values at left padding are arbitrary.
         """
         return dense_attention(query, layer, scale, mask)
 
@@ -213,24 +211,23 @@ class SparseMethod:
         query
             [batch, q_heads, head_dim], as for :meth:`decode`.
         layer
-            Holds K, V (the current token's included) and the metadata.
+            Holds K and V, the current token's included, and the metadata.
         scale
             The model's factor on q.k.
         """
         raise NotImplementedError(f"{type(self).__name__} decodes without a selection")
 
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor | int:
-        """Bytes of metadata that :meth:`select` reads in the current step, all rows and KV heads together.
+        """Bytes of metadata that :meth:`select` reads in the current step, summed over rows and KV heads.
 
-        A device tensor where it depends on the rows' lengths: the decode path never waits for the device.
+        A device tensor if it depends on the row lengths, since decoding never waits for the device.
         """
         return 0
 
     def attend(self, query: torch.Tensor, layer: SparseLayer, selection: Selection, scale: float) -> torch.Tensor:
-        """Attend to the selected blocks only, count the step in ``layer.counter``, and note the selection.
+        """Attend exactly to the selected blocks, count the step in ``layer.counter``, and note the selection.
 
-        [batch, q_heads, head_dim] to the same shape, exact over what is read; where ``rotates_keys``, selected tokens
-        get contiguous positions.
+        Takes and returns [batch, q_heads, head_dim]. Selected tokens get contiguous positions if ``rotates_keys``.
         """
         layer.note(selection)
         output, _ = sparse_decode(

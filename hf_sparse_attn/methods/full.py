@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Full(SparseMethod):
-    """Read everything: the dense baseline of every paper's tables, through the same cache and the same counters.
+    """Dense attention over the whole cache: the baseline, with the same cache and counters as the other methods.
 
-    It is also what dense layers run, and every layer where the budget covers all rows. ``token_budget`` is there so
-    that one command line serves all methods, and has no effect.
+    Dense layers run it, and so does every layer while the budget covers all rows. ``token_budget`` has no effect; it
+    exists because every method has one.
     """
 
     name: ClassVar[str] = "full"
@@ -29,7 +29,7 @@ class Full(SparseMethod):
     sparse_phases: ClassVar[tuple[str, ...]] = ()
 
     def covers(self, length: int) -> bool:
-        """Whether dense attention costs no more: always."""
+        """Whether dense attention costs no more: always True."""
         return True
 
     def decode(

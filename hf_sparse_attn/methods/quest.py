@@ -23,29 +23,29 @@ class Quest(SparseMethod):
     """Read the pages whose keys could score highest (Quest, arXiv 2406.10774, section 3).
 
     Each page keeps the elementwise minimum m and maximum M of its keys after RoPE. A page's score,
-    ``sum_i max(q_i m_i, q_i M_i)``, bounds q.k from above for every key in it (the paper's algorithm 1); the
-    ``K = max(3, token_budget // page_size)`` best pages are read. Prefill stays dense, and so do the first layers.
+    ``sum_i max(q_i m_i, q_i M_i)``, is an upper bound of q.k for every key in it (algorithm 1). A step reads the
+    ``K = max(3, token_budget // page_size)`` best pages. Prefill stays dense, and so do the first layers.
 
     Parameters
     ----------
     token_budget
-        Cached tokens that a KV head reads per step. Fewer than three pages are read as three, the paper's floor.
+        Cached tokens that a KV head reads per step; at least three pages are read, as in the paper.
     page_size
         Tokens in a page: a power of two. The paper's value is 16.
     dense_layers
-        The first layers attend to everything; the paper's value is 2.
+        Number of first layers that attend to the whole cache; the paper's value is 2.
     sink_tokens
-        The pages that hold the first ``sink_tokens`` tokens are always read and count in the budget. The paper reads
-        them only when they score high (0); attention sinks often do not, and forcing the first page costs one page.
+        The pages of the first ``sink_tokens`` tokens are always read and count in the budget. The paper's value is 0:
+        it reads them only if they score high. Attention sinks often score low, and forcing them costs one page.
     group_reduce
-        How the scores of the query heads that share a KV head become one. ``"softmax"`` (default) normalises each
-        head's scores over the pages before summing, so that no head drowns the others: of the three it keeps the most
-        attention mass on real weights. ``"mean"`` and ``"max"`` reduce the raw scores. With one query head per KV head
-        (the paper's case) all three choose the same pages.
+        Reduction of the scores of the query heads that share a KV head. ``"softmax"`` (default) normalises each head's
+        scores over the pages before summing, so no head dominates; it keeps the most attention mass on real weights.
+        ``"mean"`` and ``"max"`` reduce the raw scores. With one query head per KV head, as in the paper, all three
+        choose the same pages.
     bounds_dtype
-        How the bounds are kept. ``"int8"`` (default): 8-bit levels, rounded outwards, with an exponent a page and one
-        a channel, so that a score stays an upper bound and a step reads half the bytes; on real weights the selection
-        keeps the same attention mass. ``"model"``: exactly, in the model's dtype, as in the paper.
+        Precision of the bounds. ``"int8"`` (default) keeps 8-bit levels with one exponent per page and one per channel.
+        They are rounded outwards, so a score stays an upper bound. A step reads half the bytes; on real weights the
+        selection keeps the same attention mass. ``"model"`` keeps exact bounds in the model's dtype, as in the paper.
 
     Notes
     -----
@@ -69,7 +69,7 @@ class Quest(SparseMethod):
         Raises
         ------
         TypeError
-            A whole number was expected and something else was given.
+            A value must be a whole number and is not.
         ValueError
             A value is out of range.
         """
@@ -83,30 +83,30 @@ class Quest(SparseMethod):
         self._require(
             "sink_tokens",
             0 <= self.sink_tokens <= most_sink_tokens,
-            f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} less the page being filled)",
+            f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} minus the page being filled)",
         )
         self._require("group_reduce", self.group_reduce in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
         self._require("bounds_dtype", self.bounds_dtype in BOUNDS_DTYPES, f"one of {', '.join(BOUNDS_DTYPES)}")
 
     @property
     def num_pages(self) -> int:
-        """K, the pages that a KV head reads per step (the paper's section 4.1)."""
+        """Number of pages K that a KV head reads per step (section 4.1)."""
         return max(MIN_PAGES, self.token_budget // self.page_size)
 
     def covers(self, length: int) -> bool:
-        """Whether all pages of ``length`` tokens would be read."""
+        """Whether a step would read all pages of ``length`` tokens."""
         return length <= self.num_pages * self.page_size
 
     @property
     def sink_pages(self) -> int:
-        """The first pages, which are always read."""
+        """Number of first pages, which are always read."""
         return -(-self.sink_tokens // self.page_size)
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
-        """Page bounds ``page_min`` and ``page_max``, [batch, kv_heads, pages, head_dim], named as the ops take them.
+        """Allocate the page bounds under the names of the ops' arguments.
 
-        With 8-bit bounds also ``page_exponent``, int8 [batch, kv_heads, pages], and ``channel_exponent``, int8 [batch,
-        kv_heads, head_dim].
+        ``page_min`` and ``page_max`` are [batch, kv_heads, pages, head_dim]. 8-bit bounds add ``page_exponent``, int8
+        [batch, kv_heads, pages], and ``channel_exponent``, int8 [batch, kv_heads, head_dim].
         """
         batch, kv_heads, capacity, head_dim = layer.keys.shape
         pages = -(-capacity // self.page_size)
@@ -117,11 +117,10 @@ class Quest(SparseMethod):
         return {name: torch.empty(shape, dtype=dtype, device=layer.keys.device) for name, shape in shapes.items()}
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Take the last ``num_new`` tokens into the bounds of the pages that hold them.
+        """Update the bounds of the pages that hold the last ``num_new`` tokens.
 
-        The exponents of 8-bit bounds follow a prompt whatever its split into calls: fixed by a short first call, as of
-        a chat's first turn, they would serve the later text badly. A decode step keeps them, and a page with larger
-        keys scales itself.
+        Channel exponents adapt to every call of a prompt: fixed by a short first call, such as a chat's first turn,
+        they would fit later text badly. A decode step keeps them, and a page with larger keys raises its own exponent.
         """
         page_bounds(
             layer.keys,
@@ -133,7 +132,7 @@ class Quest(SparseMethod):
         )
 
     def crop_metadata(self, layer: SparseLayer) -> None:
-        """Recompute the page that now ends the sequence: it may have lost tokens. Pages after it are never scored."""
+        """Recompute the last page, which may have lost tokens. Pages after it are never scored."""
         self.update_metadata(layer, num_new=1)
 
     def decode(
@@ -162,7 +161,7 @@ class Quest(SparseMethod):
         return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
-        """Score every page, keep the best; see :meth:`SparseMethod.select` for the arguments."""
+        """Score every page and keep the best; see :meth:`SparseMethod.select` for the arguments."""
         scores = page_scores(
             query,
             seq_start=layer.seq_start,
@@ -185,9 +184,9 @@ class Quest(SparseMethod):
         return Selection(block_indices, block_counts, self.page_size)
 
     def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
-        """Both bounds of every page that holds a token, with their exponents."""
+        """Bytes of both bounds, with their exponents, of every page that holds a token."""
         _, kv_heads, _, head_dim = layer.keys.shape
-        rows_pages = (layer.row_lengths() + self.page_size - 1) // self.page_size
+        pages = (layer.row_lengths() + self.page_size - 1) // self.page_size  # [batch]
         if self.bounds_dtype == "model":
-            return rows_pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
-        return rows_pages.sum() * (kv_heads * (2 * head_dim + 1)) + (rows_pages > 0).sum() * (kv_heads * head_dim)
+            return pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
+        return pages.sum() * (kv_heads * (2 * head_dim + 1)) + (pages > 0).sum() * (kv_heads * head_dim)

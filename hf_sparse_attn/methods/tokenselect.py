@@ -1,4 +1,4 @@
-"""TokenSelect: single tokens by soft vote, for decoding and prefill, beyond the trained length."""
+"""TokenSelect: single tokens chosen by soft vote, for decoding and prefill, beyond the trained length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAPER_K = 2048
 
 
 class TokenSplit(NamedTuple):
-    """How a budget of tokens is shared out."""
+    """A token budget split into first, chosen and last tokens."""
 
     first: int
     chosen: int
@@ -32,46 +32,46 @@ class TokenSplit(NamedTuple):
 class TokenSelect(SparseMethod):
     """Read the tokens that the heads vote for, packed into contiguous positions (TokenSelect, arXiv 2411.02886).
 
-    Keys are cached before RoPE. Every query head votes with its softmax of q.k over the tokens between the first
-    ``n_init`` and the last ``n_local``, without 1/sqrt(d); the votes are summed over all heads of the layer, and the
-    ``k`` tokens with most of them are read by every head (the paper's head soft vote, section 4.2). For the vote the
-    query is rotated as if every candidate were ``n_local`` tokens away. What is read is rotated by its place among what
-    is read, so that no position lies beyond those the model was trained on, however long the context is.
+    Keys are cached before RoPE. The candidates are the tokens between the first ``n_init`` and the last ``n_local``.
+    Every query head votes with its softmax of q.k over them, without 1/sqrt(d). Votes are summed over all heads of the
+    layer, and every head reads the ``k`` tokens with the most (head soft vote, section 4.2). For the vote, the query is
+    rotated as if every candidate were ``n_local`` tokens away. Selected tokens get contiguous positions, so none lies
+    beyond the trained ones, however long the context is.
 
-    A prefill goes in chunks of ``chunk_size`` tokens, each of which reads one selection, made by its mean query, and
-    itself. A decode step whose query is close to the one that last chose reads the same tokens again (the paper's
-    Selection Cache, section 4.3).
+    Prefill runs in chunks of ``chunk_size`` tokens. Each chunk attends to itself and to one selection, chosen by its
+    mean query. A decode step reuses the last selection while its query stays close to the one that chose it (Selection
+    Cache, section 4.3).
 
     Parameters
     ----------
     token_budget
-        Cached tokens that a decode step reads, k + n_init + n_local. Given in place of ``k``, it sets
-        ``k = token_budget - n_init - n_local``; where the two would take more than half of it, they are shrunk to half,
-        in proportion.
+        Cached tokens that a decode step reads, k + n_init + n_local. Given instead of ``k``, it sets
+        ``k = token_budget - n_init - n_local``. If n_init + n_local exceeds half of it, they shrink in proportion to
+        half.
     k
         Tokens chosen by vote; the paper's value is 2048.
     n_init
         First tokens, always read; the paper's value is 128.
     n_local
-        Last tokens, always read, the current one among them; before a chunk of the prefill as many. At least 1; the
+        Last tokens, always read, including the current one; in prefill, the last ones before the chunk. At least 1; the
         paper's value is 512.
     chunk_size
-        Tokens of the prefill that share a selection; the paper's value is 512. Where chunk and selection together would
-        take more positions than the model was trained on, the selection is smaller.
+        Tokens of the prefill that share a selection; the paper's value is 512. The selection shrinks if it and the
+        chunk together exceed the trained positions.
     selection_cache_threshold
-        The paper's theta: the least cosine between a step's query, all heads together, and the one that last chose, at
-        which the choice is kept. 1 chooses anew at every step.
+        The paper's theta: minimum cosine between a step's query, over all heads, and the one that chose the last
+        selection, for the selection to be reused. 1 selects at every step.
     pool_size
-        Votes are max-pooled over so many neighbours first, an odd number; 0 for none, as in the paper. The released
-        code tunes it per task.
+        Width, an odd number, of a max-pooling of the votes over neighbouring tokens; 0 for none, as in the paper. The
+        released code tunes it per task.
     vote
-        ``"soft"`` (default), or what the paper compares it with in table 4: ``"logits"``, the sum of q.k over the
-        heads; ``"head"``, the number of heads that have the token among their own k.
+        ``"soft"`` (default), or one of the alternatives in the paper's table 4: ``"logits"`` sums q.k over the heads;
+        ``"head"`` counts the heads that have the token among their own top k.
 
     Notes
     -----
-    All layers are sparse: ``dense_layers`` must be 0, since none may leave the trained positions. A token's K and V are
-    counted in the budget; that the vote reads every candidate's key is counted as metadata.
+    All layers are sparse: ``dense_layers`` must be 0, since a dense layer would leave the trained positions. The budget
+    counts tokens whose K and V are read. The candidates' keys, which the vote reads, count as metadata.
     """
 
     name: ClassVar[str] = "tokenselect"
@@ -82,9 +82,9 @@ class TokenSelect(SparseMethod):
     needs_mask: ClassVar[bool] = False
     extends_positions: ClassVar[bool] = True
     counts: ClassVar[tuple[str, ...]] = ("selections_kept", "selections")
-    """Times that a row kept an earlier selection, and times that it needed one, summed over layers and steps."""
+    """Times that a row reused a selection, and times that it needed one, summed over layers and steps."""
 
-    token_budget: int = None  # type: ignore[assignment]  # the sum of the three below, once the instance is made
+    token_budget: int = None  # type: ignore[assignment]  # set to k + n_init + n_local by __post_init__
     k: int = PAPER_K
     n_init: int = 128
     n_local: int = 512
@@ -99,7 +99,7 @@ class TokenSelect(SparseMethod):
         Raises
         ------
         TypeError
-            A number was expected and something else was given.
+            A value must be a number, or a whole number, and is not.
         ValueError
             A value is out of range, or ``k`` and ``token_budget`` contradict each other.
         """
@@ -119,7 +119,7 @@ class TokenSelect(SparseMethod):
         if self.token_budget is None:
             object.__setattr__(self, "token_budget", self._sum)
         super().__post_init__()
-        self._require("token_budget", self.token_budget >= 2, "at least 2: the current token, and one that is chosen")
+        self._require("token_budget", self.token_budget >= 2, "at least 2: the current token and a chosen one")
         if self.k != PAPER_K and self.token_budget != self._sum:
             raise ValueError(
                 f"{self.name}: k={self.k} and token_budget={self.token_budget} contradict each other, since k + n_init "
@@ -132,25 +132,25 @@ class TokenSelect(SparseMethod):
 
     @property
     def split(self) -> TokenSplit:
-        """First, chosen and last tokens of a decode step, ``token_budget`` together."""
+        """First, chosen and last tokens of a decode step; their sum is ``token_budget``."""
         if self.token_budget == self._sum:
             return TokenSplit(self.n_init, self.k, self.n_local)
         return self._split(self.token_budget)
 
     def _split(self, tokens: int) -> TokenSplit:
-        """Share ``tokens``, at least 2, out: half of them at least are chosen."""
+        """Split ``tokens``, at least 2, so that at least half are chosen."""
         always = self.n_init + self.n_local
         room = min(always, tokens // 2)
         first = room * self.n_init // always
         return TokenSplit(first, tokens - room, room - first)
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Raise where the model's positions cannot be given out by slot.
+        """Check that the model's positions can be assigned by slot.
 
         Raises
         ------
         ValueError
-            More slots than trained positions, or an unsupported RoPE variant.
+            The budget exceeds the trained positions, or the RoPE variant is not supported.
         """
         config = model.config
         positions = max_positions(config)
@@ -164,18 +164,18 @@ class TokenSelect(SparseMethod):
         check_rope(config, decoder_rotary(model), self.name)
 
     def prefill_chunk(self, positions: int) -> int | None:
-        """Tokens that a prefill feeds at once: no more than half of the model's positions, the rest is for the past."""
+        """Tokens per chunk of a prefill: at most half of the positions, which leaves half for the selection."""
         return min(self.chunk_size, max(1, positions // 2))
 
     def rope_slots(self, positions: int) -> int:
-        """Slots that a chunk and what it reads may take."""
+        """Slots that a chunk and its selection may take."""
         return min(positions, self.token_budget + self.chunk_size)
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
-        """The Selection Cache, named as the op takes it: the query that last chose, what it chose, and whether it did.
+        """Allocate the Selection Cache under the names of the op's arguments; empty if the threshold is 1.
 
         ``cached_query`` [batch, q_heads, head_dim] in the keys' dtype, ``cached_tokens`` int32 [batch, k],
-        ``cached_valid`` int32 [batch]. None of it where the threshold is 1.
+        ``cached_valid`` int32 [batch].
         """
         if self.selection_cache_threshold >= 1:
             return {}
@@ -187,17 +187,17 @@ class TokenSelect(SparseMethod):
         }
 
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Forget what was chosen before a prompt: the next step's query has other tokens to choose from."""
+        """Drop the cached selection after a prompt, which brings new candidates."""
         if num_new > 1:
             self.crop_metadata(layer)
 
     def crop_metadata(self, layer: SparseLayer) -> None:
-        """Forget what was chosen among tokens that may be gone."""
+        """Drop the cached selection, whose tokens may be gone."""
         if layer.metadata:
             layer.metadata["cached_valid"].zero_()
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
-        """Choose by vote, or keep the last choice; see :meth:`SparseMethod.select` for the arguments."""
+        """Select by vote, or reuse the last selection; see :meth:`SparseMethod.select` for the arguments."""
         rope, split = layer.rope, self.split
         voting = rotated(query, rope.cos[split.last], rope.sin[split.last]).to(query.dtype)
         block_indices, block_counts = select_tokens(
@@ -219,15 +219,15 @@ class TokenSelect(SparseMethod):
         return Selection(block_indices, block_counts, block_size=1)
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attend from a chunk to one selection of what came before it and, causally, to itself.
+        """Attend from a chunk to one selection of the tokens before it and, causally, to itself.
 
-        See :meth:`SparseMethod.prefill` for the arguments. The chunk's mean query chooses (the paper's section 4.2),
-        the tokens i of the chunk rotated to ``n_local + i``. Within the budget a prompt is prefilled densely.
+        See :meth:`SparseMethod.prefill` for the arguments. The chunk's mean query selects (section 4.2); its token i is
+        rotated to position ``n_local + i``. A prompt within the budget is prefilled densely.
         """
         if self.covers(layer.length - layer.least_padding):
             return super().prefill(query, layer, scale, mask)
         queries, slots = query.shape[2], layer.rope.cos.shape[0]
-        block_indices, block_counts = self._choose_for_chunk(query, layer, slots - queries)
+        block_indices, block_counts = self._select_for_chunk(query, layer, slots - queries)
         return sparse_prefill(
             query,
             layer.keys,
@@ -240,10 +240,10 @@ class TokenSelect(SparseMethod):
             **layer.rotations,
         )
 
-    def _choose_for_chunk(
+    def _select_for_chunk(
         self, query: torch.Tensor, layer: SparseLayer, free_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose at most ``free_slots`` of the tokens before a chunk."""
+        """Select at most ``free_slots`` of the tokens before a chunk."""
         batch, _, queries, _ = query.shape
         cached = layer.length - layer.least_padding - queries  # of the longest row
         if cached <= 0:
@@ -253,7 +253,7 @@ class TokenSelect(SparseMethod):
         split = self.split if budget == self.token_budget else self._split(budget)
         if cached <= budget:
             budget, split = cached, TokenSplit(0, cached, 0)
-        # Rows that have tokens before the chunk have no padding in it, so the mean is one of tokens alone.
+        # Rows that have tokens before the chunk have no padding in it, so the mean covers tokens only.
         voting = mean_query(query, *layer.rope, first_slot=split.last)
         return select_tokens(
             voting,

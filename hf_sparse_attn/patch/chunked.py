@@ -1,4 +1,4 @@
-"""Prefill in chunks: a long prompt goes through a patched decoder part by part."""
+"""Prefill in chunks: a patched decoder processes a long prompt part by part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
-"""Arguments of a decoder that go with its tokens, and the dimension that counts them."""
+"""Arguments of a decoder with a token dimension, and that dimension."""
 
 
 class ChunkedPrompt:
-    """The outputs of a prompt's chunks, joined.
+    """A prompt fed in chunks, whose outputs are joined.
 
     Beyond the cache, memory holds one chunk's activations and the final hidden states.
 
@@ -21,7 +21,7 @@ class ChunkedPrompt:
     length
         Tokens of the prompt.
     as_tuple
-        Whether the caller wants a tuple instead of a model output.
+        Whether to return a tuple instead of a model output.
     """
 
     def __init__(self, length: int, as_tuple: bool) -> None:
@@ -32,7 +32,7 @@ class ChunkedPrompt:
     def feed_all_but_last(
         self, forward: Callable[..., Any], arguments: dict[str, Any], chunk_size: int
     ) -> dict[str, Any]:
-        """Feed the chunks but for the last one, and return the arguments of that."""
+        """Feed all chunks but the last, and return the arguments of the last."""
         whole = {**arguments, "return_dict": True}
         for begin in range(0, self._length, chunk_size):
             end = min(begin + chunk_size, self._length)
@@ -47,13 +47,13 @@ class ChunkedPrompt:
         raise AssertionError("a prompt has a last chunk")
 
     def join(self, last: Any) -> Any:
-        """Return the output of the whole prompt, given that of its last chunk."""
+        """Return the output for the whole prompt, given the output for its last chunk."""
         self._add(last)
         result = BaseModelOutputWithPast(**self._joined)
         return result.to_tuple() if self._as_tuple else result
 
     def _add(self, output: Any) -> None:
-        """Write a chunk's hidden states, [batch, tokens, hidden], to those of the whole prompt."""
+        """Copy a chunk's hidden states, [batch, tokens, hidden], into those of the whole prompt."""
         tokens = output.last_hidden_state.shape[1]
         for name, value in output.items():
             if name not in ("last_hidden_state", "hidden_states"):

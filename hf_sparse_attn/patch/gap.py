@@ -1,4 +1,4 @@
-"""Tokens that are fed and not cached: a decoder's pass over the others."""
+"""Forward passes that skip tokens which nothing attends to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_sparse_attn.patch.chunked import SLICED
 
 
 class Gap:
-    """Takes tokens that nothing attends to out of a forward pass, and puts zeros in their places in its output.
+    """Removes tokens that nothing attends to from a forward pass, and restores them as zeros in its output.
 
     Parameters
     ----------
     tokens
-        Tokens of the forward pass.
+        Number of tokens of the forward pass.
     kept
-        Places of those that go through the decoder, ascending.
+        Indices of the tokens that go through the decoder, ascending.
     """
 
     def __init__(self, tokens: int, kept: Sequence[int]) -> None:
@@ -26,12 +26,12 @@ class Gap:
 
     @property
     def left_out(self) -> list[int]:
-        """Places of the tokens that do not go through the decoder."""
+        """Indices of the tokens that skip the decoder."""
         kept = set(self.kept)
         return [place for place in range(self.tokens) if place not in kept]
 
     def close(self, arguments: dict[str, Any], first_position: int) -> dict[str, Any]:
-        """Return the decoder's arguments for the tokens that are kept; by default each has its place as position."""
+        """Return the decoder's arguments for the kept tokens, which keep their positions."""
         closed = dict(arguments)
         for name, dim in SLICED.items():
             value = closed.get(name)
@@ -43,7 +43,7 @@ class Gap:
         return closed
 
     def open(self, output: Any) -> Any:
-        """Return a decoder's output, a model output or a tuple, with hidden states [batch, tokens, hidden] again."""
+        """Widen the hidden states of a decoder's output, a model output or a tuple, to [batch, tokens, hidden]."""
         if isinstance(output, tuple):
             return tuple(self._widen(value) for value in output)
         for name, value in output.items():

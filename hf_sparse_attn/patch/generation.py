@@ -1,4 +1,4 @@
-"""The cache that ``generate()`` builds for a patched model: static where it compiles its decode steps."""
+"""The cache that ``generate()`` builds for a patched model: static if it compiles its decode steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention compu
 
 
 class PrepareCache:
-    """Stands in for ``model._prepare_cache_for_generation``: ``generate()`` gets a :class:`SparseCache`.
+    """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`.
 
     Parameters
     ----------
     model
         A patched model.
     stock
-        The method that it stands in for, for a model that is not patched any more.
+        The replaced method, called once the model is no longer patched.
     """
 
     def __init__(self, model: PreTrainedModel, stock: Callable[..., None]) -> None:
@@ -41,24 +41,24 @@ class PrepareCache:
         max_cache_length: int,
         **kwargs: Any,
     ) -> None:
-        """Write the cache to ``model_kwargs``, as the method that it stands in for does."""
-        if not is_patched(self.model):  # somebody kept us behind a wrapper of their own
+        """Write the cache to ``model_kwargs``, as the stock method does."""
+        if not is_patched(self.model):  # a wrapper of the user's still refers to this object
             return self.stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs)
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
         cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         if wanted not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation={wanted!r} does not go with a patched model, which builds its own SparseCache; "
+                f"cache_implementation={wanted!r} is not supported by a patched model, which builds a SparseCache; "
                 "allowed: None, 'dynamic', 'static'"
             )
         if cache is not None and wanted is not None:
             raise ValueError(f"cache_implementation={wanted!r} and past_key_values exclude each other; give one")
         is_recorded = get_patch(self.model).recorder is not None
         if is_recorded or not _may_compile(self.model, generation_config, generation_mode):
-            generation_config.disable_compile = True  # of this call alone: generate() works on a copy
+            generation_config.disable_compile = True  # for this call only: generate() works on a copy
         if generation_config.use_cache is False:
-            return None  # dense, as a forward pass without a cache is
+            return None  # without a cache every pass is dense
         _check_padding(model_kwargs.get("attention_mask"))
         if cache is None:
             cache = self._new_cache(generation_config, max_cache_length)
@@ -68,15 +68,15 @@ class PrepareCache:
             cache.recover()
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
-            cache._is_user_defined = True  # generate() does not feed the cached tokens again
+            cache._is_user_defined = True  # stops generate() from feeding the cached tokens again
         if cache.is_compileable and generation_config.prefill_chunk_size == 1:
-            raise ValueError("prefill_chunk_size=1 does not go with a static cache; it must be at least 2, or None")
+            raise ValueError("prefill_chunk_size=1 is not supported by a static cache; allowed: None, or at least 2")
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return None
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
-        """Make a static cache where ``generate()`` compiles its decode step or is told to, else one that grows."""
+        """Create a static cache if ``generate()`` compiles its decode step or asks for one, else a growing cache."""
         config, method = self.model.config, patched_method(self.model)
         tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
         wanted = generation_config.cache_implementation
@@ -90,7 +90,7 @@ class PrepareCache:
 
 
 def _check_padding(attention_mask: Any) -> None:
-    """Raise where decode steps would have to read around padding; the prompt alone could be dense under its mask."""
+    """Raise on padding after a token: a prompt could be dense under its mask, but decode steps could not follow."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
         is_token = attention_mask != 0
         rows = rows_with_holes(is_token)
@@ -99,16 +99,16 @@ def _check_padding(attention_mask: Any) -> None:
 
 
 def static_capacity(tokens: int) -> int:
-    """Round a cache's length up, by 6 % at most beyond 1,024 tokens, so that prompts of similar length share a size.
+    """Round a cache's length up, beyond 1,024 tokens by at most 6 %.
 
-    A compiled step serves caches of every size, but each size takes a CUDA graph of its own.
+    Prompts of similar length then share a size. A compiled step serves every size, but each needs its own CUDA graph.
     """
     granule = max(MIN_CAPACITY, (1 << tokens.bit_length() - 1) // 16)
     return -(-tokens // granule) * granule
 
 
 def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode: Any) -> bool:
-    """Whether ``generate()`` would compile decode steps, and those alone, on one device."""
+    """Whether ``generate()`` may compile: only decode steps are supported, on one device."""
     return (
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and not generation_config.is_assistant
@@ -120,24 +120,24 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
 def _check_room(
     cache: SparseCache, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
 ) -> None:
-    """Raise where compiled steps, which do not look, would write past the end of a static cache."""
+    """Raise if compiled steps, which do not check, would write past the end of a static cache."""
     mask = model_kwargs.get("attention_mask")
     fed_or_cached = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
     needed = max(max_cache_length, fed_or_cached + (generation_config.max_new_tokens or 1) - 1)
     if needed > cache.get_max_length():
         raise ValueError(
             f"generate() may cache {needed} tokens, but past_key_values has max_cache_len={cache.get_max_length()}, "
-            "and a compiled decode step cannot tell that it is full: make it larger, generate less, or set "
-            "disable_compile=True"
+            "and a compiled decode step cannot tell that it is full: create a larger cache, generate fewer tokens, or "
+            "set disable_compile=True"
         )
 
 
 def check_cache(cache: Any, method: SparseMethod) -> None:
-    """Raise where a cache cannot serve a model that is patched with ``method``."""
+    """Raise if a cache does not belong to a model patched with ``method``."""
     if not isinstance(cache, SparseCache):
         raise TypeError(
             f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
-            "make one with SparseCache.for_model(model)"
+            "create one with SparseCache.for_model(model)"
         )
     if cache.method != method:
-        raise ValueError(f"past_key_values was made for {cache.method}, but the model is patched with {method}")
+        raise ValueError(f"past_key_values was created for {cache.method}, but the model is patched with {method}")

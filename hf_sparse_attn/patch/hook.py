@@ -1,4 +1,4 @@
-"""The hooks around a patched decoder: they refuse what would be silently wrong, and hand on the cache."""
+"""The hooks around a patched decoder: they check its arguments and pass the cache to the attention function."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hf_sparse_attn.rope import max_positions
 
 
 class DecoderHooks:
-    """Runs before and after a decoder's forward pass. What a pass needs lies in its cache and arguments, not here.
+    """Hooks before and after a decoder's forward pass. The state of a pass lives in its cache and arguments, not here.
 
     Parameters
     ----------
     model
-        The patched model, whose decoder it is.
+        The patched model that the decoder belongs to.
     implementations
-        The names of our attention functions, of which the model's configuration must hold one.
+        Names of the sparse attention functions, one of which must be the model's attention implementation.
     """
 
     def __init__(self, model: PreTrainedModel, implementations: tuple[str, ...]) -> None:
@@ -39,26 +39,26 @@ class DecoderHooks:
     def before(
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the decoder's arguments with ``sparse_cache`` among them, where attention is not plainly dense."""
+        """Return the decoder's arguments, with ``sparse_cache`` added unless the pass is dense."""
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
-            # The prompt was checked. What is looked at here, the compiled step would look at every time.
+            # The prompt was checked; further checks would become part of the compiled step.
             cache.expect_step()
             return (), {**kwargs, "sparse_cache": cache}
         self._check_state(kwargs)
         if tokens is None:
-            return (), kwargs  # the decoder itself says what is missing
+            return (), kwargs  # the decoder raises its own error
         cache = self._cache_for(cache, kwargs, patch)
-        if cache is None:  # nothing cached, nothing to read sparsely
+        if cache is None:  # without a cache the pass is dense
             check_positions(self.model.config, patch.method, tokens.shape[1], 0)
             return (), _densely(decoder, kwargs, patch)
         kwargs["past_key_values"] = cache
         return (), self._begin(decoder, cache, kwargs, patch)
 
     def after(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """End the pass, also where it failed (``output`` is None then), and return the output for the whole input."""
+        """End the pass and return the output for the whole input; ``output`` is None if the pass failed."""
         cache = kwargs.get("past_key_values")
         forward_pass = cache.end_call(failed=output is None) if isinstance(cache, SparseCache) else None
         for step in forward_pass.finish if forward_pass is not None and output is not None else ():
@@ -70,8 +70,8 @@ class DecoderHooks:
         if config._attn_implementation not in self.implementations:
             raise ValueError(
                 f"the attention implementation of this patched {type(self.model).__name__} was set to "
-                f"{config._attn_implementation!r}, which cannot read its cache; call unpatch_model(model) to leave it "
-                "so, or patch_model(model, ...) to patch the model anew"
+                f"{config._attn_implementation!r}, which cannot read its cache; call unpatch_model(model) to keep this "
+                "implementation, or patch_model(model, ...) to patch the model again"
             )
         if self.model.training:
             raise ValueError(NO_TRAINING)
@@ -80,7 +80,7 @@ class DecoderHooks:
             raise ValueError(NO_ATTENTIONS)
 
     def _cache_for(self, cache: Any, kwargs: dict[str, Any], patch: Patch) -> SparseCache | None:
-        """Return the cache of a pass: the one that was given, a new one, or None without caching."""
+        """Return the cache of a pass: the given one, a new one, or None without caching."""
         if cache is None:
             use_cache = kwargs.get("use_cache")
             use_cache = self.model.config.use_cache if use_cache is None else use_cache
@@ -125,11 +125,11 @@ class DecoderHooks:
         patch: Patch,
         forward_pass: ForwardPass,
     ) -> dict[str, Any]:
-        """Return the arguments of a pass that the method attends in; of a long prompt, those of its last chunk."""
+        """Return the arguments of a sparse pass; feed all but the last chunk of a long prompt first."""
         mask, method, is_decode_step = _mask(kwargs), patch.method, forward_pass.is_decode_step
         kwargs = {**kwargs, "sparse_cache": cache}
         if not method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
-            kwargs["attention_mask"] = None  # the layers read by the rows' bounds
+            kwargs["attention_mask"] = None  # the layers read by the row bounds
         if patch.rope_tables is not None:
             cache.use_rope(patch.rope_tables)
         if is_decode_step:
@@ -157,7 +157,7 @@ def _mask(kwargs: dict[str, Any]) -> Any:
 
 
 def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Gap | None]:
-    """Take out of a pass, and of its mask, the tokens that are not to be cached, now or before."""
+    """Remove uncached tokens, of this pass and of earlier ones, from a pass and its mask."""
     mask, length = kwargs.get("attention_mask"), _tokens(kwargs).shape[1]
     if not isinstance(mask, torch.Tensor) or (length == 1 and not cache.left_out):
         return kwargs, None
@@ -169,7 +169,7 @@ def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, An
 
 
 def _with_positions(kwargs: dict[str, Any], first: int = 0) -> dict[str, Any]:
-    """Return a decoder's arguments with the positions that it would count for itself."""
+    """Return a decoder's arguments with the positions that it would use by default."""
     if kwargs.get("position_ids") is not None:
         return kwargs
     tokens = _tokens(kwargs)
@@ -177,12 +177,12 @@ def _with_positions(kwargs: dict[str, Any], first: int = 0) -> dict[str, Any]:
 
 
 def _densely(decoder: torch.nn.Module, kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:
-    """Return the arguments of a pass that is the stock model's, mask and rotation included."""
+    """Return the arguments of a dense pass, with the mask and rotation of the stock model."""
     mask = kwargs.get("attention_mask")
     if not patch.method.needs_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        # Transformers would make no mask of it for our attention function.
+        # The mask function of the unmasked implementation would leave it 2-D.
         kwargs = {**kwargs, "attention_mask": causal_mask(mask, _tokens(kwargs).shape[1])}
-    if patch.rope_tables is not None:  # the rotary module's output is taken out, so attention rotates
+    if patch.rope_tables is not None:  # the rotary module is disabled, so the attention function rotates
         kwargs = _with_positions(kwargs)
         positions, dtype = kwargs["position_ids"], next(decoder.parameters()).dtype
         kwargs["rotation"] = patch.rope_tables.rotary.forward(positions.new_empty(0, dtype=dtype), positions)
@@ -190,7 +190,7 @@ def _densely(decoder: torch.nn.Module, kwargs: dict[str, Any], patch: Patch) -> 
 
 
 def with_prefix(cache: SparseCache, prefix: DynamicCache) -> SparseCache:
-    """Fill an empty cache with the keys and values of another, as PEFT's prefix tuning makes it."""
+    """Copy the learned prefix of PEFT's prefix tuning into an empty cache, and return it."""
     for layer_idx, layer in enumerate(prefix.layers):
         if layer.is_initialized:
             cache.update(layer.keys, layer.values, layer_idx)

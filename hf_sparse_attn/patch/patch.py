@@ -1,13 +1,13 @@
 """Patch and unpatch models.
 
-A patched model differs from a stock one in these places, and unpatching takes out only what patching put in:
+A patched model differs from a stock one in four places. Unpatching removes only what patching added.
 
-1. ``config`` is a copy of the model's own, so that models that share one do not share the patch;
-   ``config._attn_implementation`` names our attention function, registered beside SDPA's mask function;
-2. hooks around the decoder hand the cache to that function, refuse what would be silently wrong, and feed long prompts
-   in chunks where a method asks for it;
-3. an instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`;
-4. where a method caches keys before RoPE, a hook on the decoder's rotary module takes the rotation out.
+1. ``config`` is a copy of the model's own, so models that share a configuration do not share the patch.
+   ``config._attn_implementation`` names the sparse attention function, registered together with a mask function.
+2. Hooks around the decoder pass the cache to that function, check the arguments, and feed long prompts in chunks if the
+   method asks for it.
+3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`.
+4. If the method caches keys before RoPE, a hook on the decoder's rotary module disables its rotation.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, pat
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 IMPLEMENTATION = "hf_sparse_attn"
-UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # of methods that attend by the rows' bounds in the prefill too
+UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # for methods that use row bounds in the prefill too
 IMPLEMENTATIONS = (IMPLEMENTATION, UNMASKED_IMPLEMENTATION)
 PREPARE_CACHE = "_prepare_cache_for_generation"
 
 
 def _attention_mask(**arguments: Any) -> torch.Tensor | None:
-    """Make SDPA's mask; for a decode step without asking the device whether it needs one.
+    """Return SDPA's mask. For a decode step, decide without reading the device whether one is needed.
 
-    None without padding, where the decoder hook has taken the mask away, and for a static cache, whose layers read by
-    the device's row bounds: ``generate()`` comes here between compiled steps. Otherwise a tensor.
+    A decode step gets None if the decoder hook removed the mask, and for a static cache, whose layers read by the row
+    bounds on the device. ``generate()`` calls this between compiled steps.
     """
     if arguments["q_length"] == 1:
-        # Transformers lets no single query of a compileable cache go without a mask; no other cache is told apart so.
+        # Transformers disallows the skip exactly for single queries of a compileable cache.
         for_static_cache = not arguments["allow_is_causal_skip"]
         if for_static_cache or arguments.get("attention_mask") is None:
             return None
@@ -52,7 +52,7 @@ def _attention_mask(**arguments: Any) -> torch.Tensor | None:
 
 
 def _padding_mask(**arguments: Any) -> torch.Tensor | None:
-    """Return the 2-D mask as it is, for the decoder hook to find the padding in: nothing attends under a mask."""
+    """Return the 2-D mask unchanged: the decoder hook reads the padding from it, and nothing attends under it."""
     mask: torch.Tensor | None = None if arguments["q_length"] == 1 else arguments.get("attention_mask")
     return mask
 
@@ -68,17 +68,17 @@ def patch_model(
 ) -> PreTrainedModel:
     """Make a model's attention sparse. ``generate()`` and ``forward`` are called as before.
 
-    Patching a patched model replaces its method. Where it raises, the model is left as it was.
+    Patching a patched model replaces its method. If this raises, the model is unchanged.
 
     Parameters
     ----------
     model
-        A Llama, Mistral, Qwen2 or Qwen3 decoder in evaluation mode, on any device, in fp32, bf16 or fp16; or a PEFT
-        model around one.
+        A Llama, Mistral, Qwen2 or Qwen3 model in evaluation mode, on any device, in fp32, bf16 or fp16; or a PEFT model
+        around one.
     method
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
     hyperparameters
-        The method's parameters, where it is given by name.
+        The method's parameters, if ``method`` is a name.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def patch_model(
     Raises
     ------
     TypeError
-        ``model`` or ``method`` is of the wrong type.
+        ``model`` or ``method`` has the wrong type.
     ValueError
         The architecture, the model's state or a hyperparameter is not supported.
 
@@ -109,9 +109,9 @@ def patch_model(
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Take out what :func:`patch_model` put into a model, and return the model.
+    """Remove the patch of :func:`patch_model` from a model, and return the model.
 
-    What else was changed since (hooks, attributes, the configuration) stays.
+    Other changes made since (hooks, attributes, the configuration) stay.
 
     Raises
     ------
@@ -127,15 +127,15 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 def sparse_attention(
     model: PreTrainedModel, method: str | SparseMethod = "quest", **hyperparameters: Any
 ) -> Iterator[PreTrainedModel]:
-    """Patch a model for the length of a ``with`` block; takes what :func:`patch_model` takes.
+    """Patch a model inside a ``with`` block, with the arguments of :func:`patch_model`.
 
-    A model that was patched before gets its former method back.
+    A model that was patched before gets its former method back at the end.
     """
     former = patched_method(model) if is_patched(model) else None
     patch_model(model, method, **hyperparameters)
     try:
         yield model
-    finally:  # without the checks of patch_model: the state that is put back was checked
+    finally:  # no checks here: patch_model has checked the former state
         inner = base_model(model)
         recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
@@ -184,7 +184,7 @@ def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrain
 
 
 def _config_to_put_back(patched: PreTrainedConfig, stock: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the model's own configuration, with what was changed in the copy while the model was patched."""
+    """Return the stock configuration, updated with changes made to the copy while the model was patched."""
     for name, value in patched.__dict__.items():
         is_ours = name == "_attn_implementation_internal" and value in IMPLEMENTATIONS
         if not is_ours and (name not in stock.__dict__ or stock.__dict__[name] is not value):

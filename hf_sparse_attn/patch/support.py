@@ -1,4 +1,4 @@
-"""Checks of what can be patched, and what a patched model can be fed; they change nothing."""
+"""Checks of models before patching, and of a patched model's inputs; they change nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NO_TRAINING = "the model is in training mode; sparse attention is for inference:
 
 
 def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool = False) -> None:
-    """Raise where the model cannot be patched with the method; looks only, changes nothing."""
+    """Raise if the model cannot be patched with the method."""
     if takes_prefix and method.rotates_keys:
         raise ValueError(
-            f"{method.name} caches keys before RoPE, and the keys of a learned prefix (PEFT's prefix tuning) have "
-            "none; take a method that caches keys after RoPE, such as quest"
+            f"method {method.name!r} caches keys before RoPE, which does not work with a learned prefix (PEFT's prefix "
+            "tuning); use a method that caches keys after RoPE, such as 'quest'"
         )
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
     if not isinstance(model, PreTrainedModel):
@@ -42,9 +42,9 @@ def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: 
     full_attention = cache.sparse_layers
     if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
         raise ValueError(
-            f"{method.name} attends by its own positions, which does not go with sliding-window layers "
-            f"(sliding_window={config.sliding_window}), and {len(cache.layers) - len(full_attention)} of this "
-            f"{type(model).__name__}'s {len(cache.layers)} layers have one"
+            f"method {method.name!r} does not support sliding-window layers, and "
+            f"{len(cache.layers) - len(full_attention)} of this {type(model).__name__}'s {len(cache.layers)} layers "
+            f"have one (sliding_window={config.sliding_window})"
         )
     if not full_attention:
         raise ValueError(
@@ -53,15 +53,15 @@ def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: 
         )
     if method.dense_layers and all(layer.method is FULL for layer in full_attention):
         raise ValueError(
-            f"dense_layers must leave a layer to make sparse: got {method.dense_layers}, "
-            f"and the model has {config.num_hidden_layers} layers"
+            f"dense_layers must leave at least one layer to make sparse, got {method.dense_layers} for a model of "
+            f"{config.num_hidden_layers} layers"
         )
 
 
 def check_positions(
     config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int, is_dense: bool = False
 ) -> None:
-    """Raise where a prompt goes past the positions that the model knows; single decode steps are let through."""
+    """Raise if a prompt exceeds the positions that the model supports. Decode steps always pass."""
     if query_length == 1 or (method.extends_positions and not is_dense):
         return
     limit = max_positions(config)
@@ -76,9 +76,9 @@ def check_positions(
 def check_consecutive(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, method: SparseMethod
 ) -> None:
-    """Raise where a prompt's positions, [batch or 1, tokens], do not go up by one: slots would not stand for them.
+    """Raise if a prompt's positions, [batch or 1, tokens], are not consecutive: slots could not represent them.
 
-    What is padding in the mask, [batch, cached + new tokens], may have any. Waits for the device.
+    Padding of the mask, [batch, cached + new tokens], may have any positions. Waits for the device.
     """
     if position_ids is None:
         return
@@ -89,12 +89,12 @@ def check_consecutive(
     if not bool(follows.all()):
         row, token = (~follows).nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids must go up by one from token to token, since {method.name} gives positions out by slot; "
-            f"got {position_ids[row % len(position_ids), token : token + 2].tolist()} in row {row}"
+            f"position_ids must increase by one from token to token, since method {method.name!r} assigns positions "
+            f"itself; got {position_ids[row % len(position_ids), token : token + 2].tolist()} in row {row}"
         )
 
 
 def has_prefix(model: PreTrainedModel) -> bool:
-    """Whether a model is a PEFT model that begins every prompt with keys and values of its own (prefix tuning)."""
+    """Whether a model is a PEFT model with a learned prefix of keys and values (prefix tuning)."""
     peft_config = getattr(model, "active_peft_config", None)
     return str(getattr(peft_config, "peft_type", "")).endswith("PREFIX_TUNING")

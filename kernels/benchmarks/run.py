@@ -1,6 +1,6 @@
 """Benchmarks of the kernels and of ``generate()``; ``python kernels/benchmarks/run.py --help``.
 
-Needs torch and triton, and a CUDA device; the end-to-end part also transformers. ``--overview`` needs no device, but
+Needs torch, triton and a CUDA device. The end-to-end part also needs transformers. ``--overview`` needs no device, but
 matplotlib.
 """
 
@@ -25,31 +25,33 @@ RESULTS = ROOT / "kernels" / "benchmarks" / "results"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    cli = argparse.ArgumentParser(description="Time every op, checked first, beside dense attention in the same run.")
+    """Build the command line."""
+    cli = argparse.ArgumentParser(description="Check every op, then time it and dense attention in the same run.")
     cli.add_argument("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
-    cli.add_argument("--shape", action="append", default=[], metavar="TEXT", help="only shapes with this in the name")
-    cli.add_argument("--quick", action="store_true", help="a few shapes, shorter; writes nothing without --out")
+    cli.add_argument(
+        "--shape", action="append", default=[], metavar="TEXT", help="only shapes whose name contains this"
+    )
+    cli.add_argument("--quick", action="store_true", help="few shapes, short runs; writes nothing without --out")
     cli.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
-    cli.add_argument("--update", action="store_true", help="keep what else the JSON file holds")
-    cli.add_argument("--compare", type=Path, metavar="OLD", help="set old results beside these; exit 1 if slower")
-    cli.add_argument("--margin", type=float, default=results.MARGIN, help="slower by this fraction is noise")
+    cli.add_argument("--update", action="store_true", help="keep the JSON file's other entries")
+    cli.add_argument("--compare", type=Path, metavar="OLD", help="compare with old results; exit 1 if slower")
+    cli.add_argument("--margin", type=float, default=results.MARGIN, help="fraction by which slower counts as noise")
     cli.add_argument("--force", action="store_true", help="compare results of different devices")
     cli.add_argument("--end-to-end", action="store_true", help="time generate() instead; see --model-shape")
     cli.add_argument("--model-shape", default="llama-3.1-8b", help="architecture, with random weights")
     cli.add_argument("--context", default="8192,32768,131072", help="tokens, comma-separated")
     cli.add_argument("--method", default="quest", help="methods of generate(), comma-separated")
     cli.add_argument("--token-budget", help="tokens read per step, comma-separated (default: Quest 2048)")
-    cli.add_argument("--repeats", type=int, default=3, help="runs of generate() of each side that count")
+    cli.add_argument("--repeats", type=int, default=3, help="timed runs of generate() of each side")
     cli.add_argument(
-        "--tune", action="store_true", help="measure the launch choices of --op and --shape, keep them, and end"
+        "--tune", action="store_true", help="measure the launch choices of --op and --shape, store them, and exit"
     )
-    cli.add_argument("--overview", action="store_true", help="redraw the README's picture from the results, and end")
+    cli.add_argument("--overview", action="store_true", help="redraw the README's picture from the results, and exit")
     return cli
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for and return the exit status: 0, or 1 where something failed or is slower."""
+    """Run the command line and return the exit status: 0, 1 if an op failed or is slower, 2 for a usage error."""
     options = parser().parse_args(arguments)
     command = _without_out(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
     try:
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"wrote {path}")
             return 0
         if not torch.cuda.is_available():
-            raise results.ResultsError("the benchmarks need a CUDA device, and torch finds none here")
+            raise results.ResultsError("the benchmarks need a CUDA device, but torch finds none")
         if options.tune:
             from op_bench.tune import ALL_TUNED_SHAPES, chosen_launches, tune, write
 
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_out(command: Sequence[str]) -> str:
-    """The command as the results record it: where they were written says nothing."""
+    """Return the command for the results record, without its output path."""
     kept = [word for at, word in enumerate(command) if "--out" not in (word.split("=")[0], command[at - 1])]
     return " ".join(kept)
 
@@ -96,7 +98,7 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
     if kept:
         results.check_device(kept, device, force=False)
 
-    warnings.filterwarnings("ignore", category=UserWarning)  # SDPA says at length which of its kernels cannot run
+    warnings.filterwarnings("ignore", category=UserWarning)  # SDPA lists at length the kernels that cannot run
     settings = Settings()
     copy = copy_bytes_per_second()
     print(f"{device}: copies {copy / 1e12:.2f} TB/s, read and written", flush=True)
@@ -114,7 +116,7 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
         "dense": [],
         "skipped": [],
     }
-    whole = results.merged(kept, report) if kept else report  # what cannot be merged is said before any work
+    whole = results.merged(kept, report) if kept else report  # fails before any work if they cannot be merged
     lost: str | None = None
     planned = [(family, shape) for family in FAMILIES for shape in family.shapes_of(quick=options.quick)]
     for family, shape in planned:
@@ -127,7 +129,7 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
             lost = f"{shape.name}: {error}"
         whole = results.merged(kept, report) if kept else report
         if out:
-            results.write(whole, out)  # after every shape: what was measured stays, whatever comes next
+            results.write(whole, out)  # after every shape, so that a later failure loses nothing
         if lost:
             break
     if out:
@@ -140,7 +142,7 @@ def _conclude(report: results.Record, old: results.Record | None, options: argpa
     for entry in failed:
         print(f"FAILED {' '.join(results.entry_key(entry))}: {entry['error']}", file=sys.stderr)
     if lost:
-        print(f"FAILED, and the device with it: {lost}", file=sys.stderr)
+        print(f"FAILED, and broke the CUDA context: {lost}", file=sys.stderr)
     slower = 0
     if old:
         lines, slower = results.compare(old, report, options.margin)

@@ -1,4 +1,4 @@
-"""The benchmarks are a script's modules, not an installed package: their folder is put on the path."""
+"""Puts the benchmarks' folder on the path: they are a script's modules, not an installed package."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The run over shapes with a CPU in the place of the device: what is recorded, and what does not end it."""
+"""The run over shapes, on a CPU instead of a CUDA device: its records, and failures that do not end it."""
 
 import argparse
 import gc
@@ -28,7 +28,7 @@ TIMES = {"min": 1.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "samples": 4}
 
 
 class Graph:
-    """In the place of a CUDA graph: a replay runs the step again and writes into the outputs captured."""
+    """Replaces a CUDA graph: a replay runs the step again and writes to the captured outputs."""
 
     def __init__(self, step):
         self.step, self.outputs = step, step()
@@ -53,7 +53,7 @@ def cpu_for_cuda(monkeypatch):
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(timing, "time_replay", lambda graph, budget_ms: TIMES)
     monkeypatch.setattr(timing, "time_layers", lambda graph, layers, budget_ms: TIMES)
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than all else
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than everything else
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (measure.RESERVED_BYTES + (1 << 20), 1 << 40))
@@ -92,12 +92,12 @@ def test_the_steps_of_other_methods_are_too(family):
 
     shape = CHUNK if "chunks" in family.name else SHAPE
     check = family.backends(shape)[0].check
-    made = replace(family, backends=lambda shape: [*family.backends(shape), Backend("plain", attend, check)])
+    extended = replace(family, backends=lambda shape: [*family.backends(shape), Backend("plain", attend, check)])
     report = new_report()
-    measure.measure_shape(made, shape, made.entries, run(), report)
-    assert [record["error"] for record in report["entries"]] == [None] * len(made.entries)
-    assert {record["backend"] for record in report["dense"]} == {each.name for each in made.backends(shape)}
-    for entry, record in zip(made.entries, report["entries"], strict=True):
+    measure.measure_shape(extended, shape, extended.entries, run(), report)
+    assert [record["error"] for record in report["entries"]] == [None] * len(extended.entries)
+    assert {record["backend"] for record in report["dense"]} == {each.name for each in extended.backends(shape)}
+    for entry, record in zip(extended.entries, report["entries"], strict=True):
         assert record["layers"] >= family.least_layers
         assert (record["against"] is not None) is entry.against_dense
 
@@ -111,7 +111,7 @@ def test_dense_attention_is_measured_once_for_all_families():
     assert step["against"]["layers"]["ratio_with_ours"] == 1.0
 
 
-def test_an_op_that_is_wrong_has_no_time_and_the_others_go_on(monkeypatch):
+def test_a_wrong_op_gets_no_time_and_the_others_continue(monkeypatch):
     decode = quest_entries.ops.sparse_decode
     wrong = lambda *args, **options: (decode(*args, **options)[0] + 1,)  # noqa: E731
     monkeypatch.setattr(quest_entries.ops, "sparse_decode", wrong)
@@ -132,7 +132,7 @@ def test_a_replay_that_computes_nothing_is_found(monkeypatch):
     assert not any(record["times"] for record in report["dense"])
 
 
-def test_data_that_cannot_be_made_is_every_entry_s_error():
+def test_data_that_cannot_be_created_is_an_error_of_every_entry():
     def broken(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
@@ -195,7 +195,7 @@ def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, cap
 
     other = ["--op", "page_scores", "--out", str(tmp_path / "other.json"), "--compare", str(written)]
     assert script.main(other) == 0
-    # What is measured again goes into the file, and the rest stays.
+    # New measurements replace those in the file; the others stay.
     held = json.loads(written.read_text())
     assert script.main(["--op", "tokenselect_step", "--update"]) == 0
     updated = json.loads(written.read_text())
@@ -224,7 +224,7 @@ def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(("method", "budget"), [("quest", "64"), ("tokenselect", "64"), ("quest", None)])
-def test_the_end_to_end_part_keeps_what_each_context_gave(monkeypatch, tmp_path, method, budget):
+def test_the_end_to_end_part_stores_the_results_of_each_context(monkeypatch, tmp_path, method, budget):
     out = tmp_path / "speed.json"
     saved = []
     save = speed.save

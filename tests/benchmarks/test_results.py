@@ -54,7 +54,7 @@ def test_a_report_is_written_and_read(tmp_path):
     assert results.shape_of(made["entries"][0]) == SHORT
     for text in ("no json", "[]", '{"machine": {}}'):
         path.write_text(text)
-        with pytest.raises(results.ResultsError, match=r"device\.json is not a file of results"):
+        with pytest.raises(results.ResultsError, match=r"device\.json is not a results file"):
             results.read(path)
     assert results.file_stem("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
@@ -100,7 +100,7 @@ def test_a_part_of_a_run_is_put_into_an_older_report():
 
 def test_devices_must_agree():
     old = report(device="NVIDIA H100")
-    with pytest.raises(results.ResultsError, match="'NVIDIA H100', these of 'NVIDIA H200'; --force"):
+    with pytest.raises(results.ResultsError, match="'NVIDIA H100', these from 'NVIDIA H200'; --force"):
         results.check_device(old, "NVIDIA H200", force=False)
     results.check_device(old, "NVIDIA H200", force=True)
     results.check_device(old, "NVIDIA H100", force=False)

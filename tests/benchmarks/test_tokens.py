@@ -1,4 +1,4 @@
-"""TokenSelect's entries at tiny shapes, checked as before a measurement; and what the checks refuse."""
+"""TokenSelect's entries at tiny shapes, checked as before a measurement; and results that fail the checks."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ BY_FAMILY = [(entry, SHAPE) for entry in TOKEN_DECODE.entries] + [(entry, CHUNK)
 NAMES = [entry.name for entry, _ in BY_FAMILY]
 
 
-def layer(shape=SHAPE):
+def new_layer(shape=SHAPE):
     return make_token_layer(shape, SETTINGS, torch.device("cpu"), impl="reference")
 
 
@@ -29,89 +29,91 @@ def entry_of(op, variant):
 
 @pytest.mark.parametrize(("entry", "shape"), BY_FAMILY, ids=NAMES)
 def test_the_reference_passes_and_can_be_repeated(entry, shape):
-    made = layer(shape)
+    layer = new_layer(shape)
     for _ in range(2):
-        check_entry(entry, made, "reference")
+        check_entry(entry, layer, "reference")
 
 
 @pytest.mark.parametrize(
     ("step", "shape"), [(TOKEN_STEPS[0], SHAPE), (TOKEN_STEPS[1], SHAPE), (CHUNK_STEP, CHUNK)], ids=str
 )
 def test_the_kernels_pass_too(step, shape, monkeypatch):
-    made = layer(shape)
+    layer = new_layer(shape)
     for name in ("query", "new_key", "new_value", "keys", "values", "voting", "cached_query"):
-        setattr(made, name, getattr(made, name).float())  # Triton's interpreter cuts bfloat16 off, it does not round
+        setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
     monkeypatch.setattr(token_floors, "DTYPE", torch.float32)  # by which the bytes read are checked
-    check_entry(entry_of(*step), made, "triton")
+    check_entry(entry_of(*step), layer, "triton")
 
 
-def test_a_selection_by_other_votes_is_refused_and_a_tie_is_not():
-    made = layer()
-    votes, _ = token_oracle.soft_votes(made.voting, made)
-    indices, counts = made.block_indices.clone(), made.block_counts
-    token_oracle.check_votes(indices, counts, made.voting, made)
+def test_a_selection_by_other_votes_fails_but_a_tie_passes():
+    layer = new_layer()
+    votes, _ = token_oracle.soft_votes(layer.voting, layer)
+    indices, counts = layer.block_indices.clone(), layer.block_counts
+    token_oracle.check_votes(indices, counts, layer.voting, layer)
     chosen = indices[0, 0, 4:-8] - 4
     weakest = chosen[votes[0, chosen.long()].argmin()]
     left_out = next(token for token in votes[0].argsort(descending=True).tolist() if token not in chosen.tolist())
     indices[0, 0] = torch.where(indices[0, 0] == weakest + 4, left_out + 4, indices[0, 0]).sort()[0]
     with pytest.raises(oracle.Mismatch, match=r"a token left out has .* more votes than one chosen"):
-        token_oracle.check_votes(indices, counts, made.voting, made)
-    made.keys[0, :, left_out + 4] = made.keys[0, :, weakest + 4]  # the two now have the same votes
-    token_oracle.check_votes(indices, counts, made.voting, made)
+        token_oracle.check_votes(indices, counts, layer.voting, layer)
+    layer.keys[0, :, left_out + 4] = layer.keys[0, :, weakest + 4]  # the two now have the same votes
+    token_oracle.check_votes(indices, counts, layer.voting, layer)
 
 
-def test_selections_of_another_form_are_refused():
-    made = layer()
-    indices, counts = made.block_indices, made.block_counts
+def test_malformed_selections_fail():
+    layer = new_layer()
+    indices, counts = layer.block_indices, layer.block_counts
     for wrong, message in (
         (indices.flip(-1), "not ascending"),
         (indices[..., :-1], "not 28 tokens in every row"),
         ((indices + 1).clamp(max=95), "not ascending|not the first 4 and the last 8"),
     ):
         with pytest.raises(oracle.Mismatch, match=message):
-            token_oracle.check_votes(wrong, counts, made.voting, made)
+            token_oracle.check_votes(wrong, counts, layer.voting, layer)
     with pytest.raises(oracle.Mismatch, match="not 28 tokens in every row"):
-        token_oracle.check_votes(indices, counts - 1, made.voting, made)
-    with pytest.raises(oracle.Mismatch, match="not the cached one's tokens"):
-        token_oracle.check_kept_choice(indices, counts, made)
+        token_oracle.check_votes(indices, counts - 1, layer.voting, layer)
+    with pytest.raises(oracle.Mismatch, match="not the cached tokens"):
+        token_oracle.check_kept_choice(indices, counts, layer)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, CHUNK], ids=["step", "chunk"])
-def test_voting_queries_that_are_off_are_refused(shape):
-    made = layer(shape)
-    token_oracle.check_voting(made.voting, made)
-    for wrong in (made.voting + 0.05, torch.full_like(made.voting, float("nan"))):
+def test_wrong_voting_queries_fail(shape):
+    layer = new_layer(shape)
+    token_oracle.check_voting(layer.voting, layer)
+    for wrong in (layer.voting + 0.05, torch.full_like(layer.voting, float("nan"))):
         with pytest.raises(oracle.Mismatch, match="voting query"):
-            token_oracle.check_voting(wrong, made)
+            token_oracle.check_voting(wrong, layer)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, CHUNK], ids=["step", "chunk"])
-def test_attention_that_is_not_rotated_by_slot_is_refused(shape):
-    made = layer(shape)
+def test_attention_without_rotation_by_slot_fails(shape):
+    layer = new_layer(shape)
     entry = entry_of("rope_sparse_decode" if shape is SHAPE else "sparse_prefill", "")
-    made.cos, cos = torch.ones_like(made.cos), made.cos
-    outputs = entry.run(made, "reference")
-    made.cos = cos
+    layer.cos, cos = torch.ones_like(layer.cos), layer.cos
+    outputs = entry.run(layer, "reference")
+    layer.cos = cos
     with pytest.raises(oracle.Mismatch, match="output off by"):
-        token_oracle.check_sparse_output(*outputs, made, made.block_indices, made.block_counts)
+        token_oracle.check_sparse_output(*outputs, layer, layer.block_indices, layer.block_counts)
 
 
-def test_a_chunk_s_attention_is_that_of_its_tokens_one_by_one():
-    made = layer(CHUNK)
-    chunk = token_oracle.chunk_attention(made.query, made.keys, made.values, torch.float32)
+def test_attention_of_a_chunk_equals_that_of_its_tokens():
+    layer = new_layer(CHUNK)
+    chunk = token_oracle.chunk_attention(layer.query, layer.keys, layer.values, torch.float32)
     for token in range(CHUNK.queries):
         end = CHUNK.length - CHUNK.queries + token + 1
-        one = oracle.attention(made.query[:, :, token], made.keys[:, :, :end], made.values[:, :, :end], torch.float32)
+        one = oracle.attention(
+            layer.query[:, :, token], layer.keys[:, :, :end], layer.values[:, :, :end], torch.float32
+        )
         torch.testing.assert_close(chunk[:, :, token], one)
-    token_oracle.check_dense_chunk(chunk, made)
+    token_oracle.check_dense_chunk(chunk, layer)
     with pytest.raises(oracle.Mismatch, match="output off by"):
-        token_oracle.check_dense_chunk(chunk, made, is_causal=False)
+        token_oracle.check_dense_chunk(chunk, layer, is_causal=False)
 
 
 def test_parts_of_a_chunk_s_attention_are_merged():
-    made = layer(CHUNK)
-    cut, scale = made.choice_length, CHUNK.head_dim**-0.5
-    query, keys, values = (each.double() for each in (made.query, made.keys, made.values))
+    layer = new_layer(CHUNK)
+    cut, scale = layer.choice_length, CHUNK.head_dim**-0.5
+    query, keys, values = (each.double() for each in (layer.query, layer.keys, layer.values))
     grouped = query.unflatten(1, (CHUNK.kv_heads, -1)).flatten(2, 3)
     parts = []
     for span in (slice(0, cut), slice(cut, None)):
@@ -123,9 +125,9 @@ def test_parts_of_a_chunk_s_attention_are_merged():
 
 
 def test_rotation_keeps_products_of_equal_distances():
-    made = layer()
-    at_3, at_5, at_8 = (rotated(made.query, made.cos[slot], made.sin[slot]) for slot in (3, 5, 8))
-    at_0, at_2 = (rotated(made.new_key, made.cos[slot], made.sin[slot]).repeat_interleave(3, 1) for slot in (0, 2))
+    layer = new_layer()
+    at_3, at_5, at_8 = (rotated(layer.query, layer.cos[slot], layer.sin[slot]) for slot in (3, 5, 8))
+    at_0, at_2 = (rotated(layer.new_key, layer.cos[slot], layer.sin[slot]).repeat_interleave(3, 1) for slot in (0, 2))
     torch.testing.assert_close((at_3 * at_0).sum(-1), (at_5 * at_2).sum(-1))
     assert not torch.allclose((at_3 * at_0).sum(-1), (at_8 * at_0).sum(-1))
 
@@ -149,8 +151,8 @@ def test_floors_grow_with_the_batch_but_for_the_tables(entry, shape):
 
 def test_buffers_are_counted_right():
     for shape in (SHAPE, CHUNK):
-        made = layer(shape)
-        buffers = [each for each in vars(made).values() if isinstance(each, torch.Tensor)]
+        layer = new_layer(shape)
+        buffers = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
         counted = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         assert counted == pytest.approx(token_layer_bytes(shape, SETTINGS), rel=0.15)
 

@@ -1,4 +1,4 @@
-"""Tuning: which choice wins, and what a partial run leaves as it is."""
+"""Tuning: the fastest choice wins, and a partial run keeps the other choices."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
     assert all(choices["score"] == tuning.CANDIDATES["score"][0] for _, choices in timed if "select" in choices)
 
 
-def test_a_partial_run_leaves_other_shapes_and_launches_as_they_were(monkeypatch, tmp_path):
+def test_a_partial_run_keeps_other_shapes_and_launches(monkeypatch, tmp_path):
     def entry(tokens, warps):
         return {"shape": {"pairs": 8, "group": 4, "head_dim": 128, "tokens": tokens}, "choice": {"warps": warps}}
 

@@ -1,4 +1,4 @@
-"""Forward passes that fail or are interrupted leave a cache as it was before them."""
+"""Failed and interrupted forward passes leave a cache unchanged."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_pass_that_fails_midway_leaves_the_cache_as_it_was(method_name, max_ca
 
 
 @torch.inference_mode()
-def test_a_chunk_that_fails_takes_its_whole_prompt_with_it():
+def test_a_failed_chunk_undoes_its_whole_prompt():
     model, ids = make("tokenselect"), random_ids(1, 150)
     cache = SparseCache.for_model(model)
     model(ids[:, :40], past_key_values=cache)
@@ -81,7 +81,7 @@ def test_a_chunk_that_fails_takes_its_whole_prompt_with_it():
 @every_method
 @torch.inference_mode()
 def test_a_padded_call_that_fails_before_the_first_layer_leaves_no_padding(method_name):
-    """As one with a token id out of range does."""
+    """A token id out of range causes such a failure."""
     model, ids = make(method_name), random_ids(2, 90)
     expected = model(ids).logits
     cache = SparseCache.for_model(model)
@@ -96,7 +96,7 @@ def test_a_padded_call_that_fails_before_the_first_layer_leaves_no_padding(metho
     fail(ids, mask)
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
     assert cache.layers[0].seq_start.tolist() == [0, 0]
-    fail(ids[:, :1], torch.ones_like(ids[:, :1]).repeat(1, 91))  # behind cached tokens too
+    fail(ids[:, :1], torch.ones_like(ids[:, :1]).repeat(1, 91))  # after cached tokens too
     fail(ids, torch.cat([mask, torch.ones_like(mask)], dim=1))
     assert cache.layers[0].seq_start.tolist() == [0, 0]
     model(ids[:, :1], past_key_values=cache)
@@ -105,8 +105,8 @@ def test_a_padded_call_that_fails_before_the_first_layer_leaves_no_padding(metho
 @kinds_of_storage
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @torch.inference_mode()
-def test_a_failed_decode_step_leaves_nothing_to_the_next_model(max_cache_len, error):
-    """An unpatched model's tokens are written by the cache itself: nothing may hold them back for a decode verb."""
+def test_a_failed_decode_step_does_not_affect_the_next_model(max_cache_len, error):
+    """The cache writes an unpatched model's tokens at once and must not hold them back for a method."""
     model, ids, step = make("quest"), random_ids(1, 60), random_ids(1, 1, seed=5)
     cache = SparseCache.for_model(model, max_cache_len)
     model(ids, past_key_values=cache)
@@ -122,7 +122,7 @@ def test_a_failed_decode_step_leaves_nothing_to_the_next_model(max_cache_len, er
 
 
 @torch.inference_mode()
-def test_an_unpatched_models_failure_is_said_with_the_next_use():
+def test_an_unpatched_models_failure_is_reported_at_the_next_use():
     model, ids = make_model("llama", dtype=torch.float64), random_ids(1, 60)
     cache = SparseCache(model.config, "full")
     model(ids, past_key_values=cache)
@@ -158,7 +158,7 @@ def test_cropping_a_cache_whose_first_prompt_was_cut_off():
 
 
 @torch.inference_mode()
-def test_sliding_windows_go_back_with_a_pass_that_fails():
+def test_sliding_windows_are_restored_after_a_failed_pass():
     model = make(
         "quest",
         "qwen2",
@@ -220,8 +220,8 @@ def test_a_model_patched_in_inference_mode_works_outside_it():
 @kinds_of_storage
 @pytest.mark.parametrize("tokens", [1, 80])
 @torch.inference_mode()
-def test_an_interrupt_behind_the_last_layer_leaves_the_length_of_before_the_pass(method_name, max_cache_len, tokens):
-    """No hook runs after it, and every layer holds the tokens; whoever asks makes masks and positions of the answer."""
+def test_an_interrupt_after_the_last_layer_restores_the_length(method_name, max_cache_len, tokens):
+    """No hook runs after it and every layer holds the tokens, but masks and positions are derived from the length."""
     model, ids = make(method_name), random_ids(1, 150)
     cache = SparseCache.for_model(model, max_cache_len)
     for cached in (0, 50):
@@ -237,7 +237,7 @@ def test_an_interrupt_behind_the_last_layer_leaves_the_length_of_before_the_pass
 
 
 @torch.inference_mode()
-def test_going_on_with_sliding_windows_after_an_unpatched_models_failure():
+def test_sliding_windows_can_be_used_after_an_unpatched_models_failure():
     kinds = ["full_attention", "sliding_attention"] * 2
     model = make_model("qwen2", dtype=torch.float64, layer_types=kinds, use_sliding_window=True, sliding_window=20)
     ids = random_ids(1, 60)
@@ -249,10 +249,10 @@ def test_going_on_with_sliding_windows_after_an_unpatched_models_failure():
     cache.crop(0)
     expected = model(torch.cat([ids, ids[:, :1]], dim=1)).logits[:, -1:]
     torch.testing.assert_close(model(ids[:, :1], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-5)
-    Interrupt(model.model.layers[2].mlp, RuntimeError("out of memory"))  # behind a window that has moved on
+    Interrupt(model.model.layers[2].mlp, RuntimeError("out of memory"))  # after a window that has moved
     with pytest.raises(RuntimeError, match="out of memory"):
         model(ids[:, :1], past_key_values=cache)
-    with pytest.raises((RuntimeError, ValueError)):  # Transformers' own, in the words of its version
+    with pytest.raises((RuntimeError, ValueError)):  # Transformers' own error, whose text depends on the version
         cache.crop(0)
     cache.reset()
     actual, expected = model(ids, past_key_values=cache).logits, model(ids).logits

@@ -1,4 +1,4 @@
-"""Layers: static buffers stay where they are, one record of the lengths serves all of them, appends are lazy."""
+"""Layers: static buffers keep their addresses, all layers share one record of the lengths, appends are lazy."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparse_attn import Quest, SparseCache, patch_model, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.attention import sparse_attention_forward
-from hf_sparse_attn.cache.storage import DOUBLED_UP_TO, MIN_CAPACITY, roomier
+from hf_sparse_attn.cache.storage import DOUBLED_UP_TO, MIN_CAPACITY, grown_capacity
 from hf_sparse_attn.methods import FULL
 from tests.layers import make_layer
 from tests.models import DEVICE, make_model, random_ids, shared_model
@@ -16,7 +16,7 @@ SMALL = Quest(token_budget=48)
 
 
 def lasting_tensors(cache):
-    """Everything that a CUDA graph of the step would have the address of."""
+    """All tensors whose addresses a CUDA graph of the step would hold."""
     for layer in cache.layers:
         yield from (layer.keys, layer.values, layer.seq_start, layer.seq_end, layer.counter.totals)
         yield from layer.metadata.values()
@@ -31,7 +31,7 @@ def padded_prompt():
 
 @use_impl("reference")
 @torch.inference_mode()
-def test_static_tensors_keep_their_addresses_and_what_they_hold():
+def test_static_tensors_keep_their_addresses_and_contents():
     model = shared_model("llama", torch.float64)
     ids, mask = padded_prompt()
     order = torch.tensor([2, 1, 1], device=DEVICE)
@@ -57,7 +57,7 @@ def test_static_tensors_keep_their_addresses_and_what_they_hold():
 
 
 @torch.inference_mode()
-def test_rows_are_one_record_for_all_layers_and_forks_have_their_own():
+def test_layers_share_one_record_of_lengths_and_forks_have_their_own():
     model = shared_model("llama")
     with sparse_attention(model, SMALL):
         cache = SparseCache.for_model(model, max_cache_len=100)
@@ -87,13 +87,13 @@ def test_decoding_raises_at_the_step_that_finds_the_cache_full():
         assert cache.get_seq_length() == 62
 
 
-def test_layer_refuses_what_does_not_fit():
+def test_layer_refuses_tokens_that_do_not_fit():
     layer = make_layer(SMALL, max_cache_len=10)
     tokens = torch.randn(2, 1, 8, 16)
     layer.update(tokens, tokens)
     with pytest.raises(ValueError, match=r"3 new tokens do not fit: the cache holds 8 of max_cache_len=10"):
         layer.update(tokens[:, :, :3], tokens[:, :, :3])
-    with pytest.raises(ValueError, match=r"the cache holds 2 rows, got 1 rows of new tokens"):
+    with pytest.raises(ValueError, match=r"new tokens must have the cache's batch size 2, got 1"):
         layer.update(tokens[:1, :, :1], tokens[:1, :, :1])
     assert layer.length == 8
     layer.reset()
@@ -102,24 +102,24 @@ def test_layer_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize("drop", [lambda cache: cache.crop(0), lambda cache: cache.fork(SMALL), SparseCache.recover])
-def test_a_token_that_no_attention_took_is_dropped(drop):
+def test_a_token_that_no_attention_function_processed_is_dropped(drop):
     tokens, step = torch.randn(2, 2, 20, 16), torch.randn(2, 2, 1, 16)
     cache = SparseCache(shared_model("llama").config, SMALL)
     for layer_idx in range(4):
         cache.update(tokens, tokens, layer_idx)
     cache.expect_step()
-    assert cache.update(step, step, 0)[0] is step  # left to the decode verb
-    with pytest.raises(ValueError, match="holds a decode step's token that no attention function has taken"):
+    assert cache.update(step, step, 0)[0] is step  # left to the method's decode
+    with pytest.raises(ValueError, match="holds a decode step's token that no attention function has processed"):
         cache.update(step, step, 0)
     drop(cache)
     assert cache.get_seq_length() == 20
     assert [layer.take_token() for layer in cache.layers] == [None] * 4
-    keys, _ = cache.update(step, step, 0)  # not announced, as of an unpatched model: written at once
+    keys, _ = cache.update(step, step, 0)  # not announced, like an unpatched model's: written at once
     assert torch.equal(keys, torch.cat([tokens, step], dim=2))
 
 
 class CountLaunches(TorchDispatchMode):
-    """Counts what would be launched on a device: all operators but views."""
+    """Counts the operators that would be launched on a device: all except views."""
 
     def __init__(self):
         super().__init__()
@@ -164,10 +164,10 @@ def test_full_attends_densely_in_static_buffers_too():
     assert layer.step_method is FULL  # within the budget
 
 
-def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
+def test_growing_buffers_are_copied_rarely_and_waste_little():
     capacity, copied, copies = MIN_CAPACITY, 0, 0
     while capacity < 1 << 20:
-        before, capacity = capacity, roomier(capacity)
+        before, capacity = capacity, grown_capacity(capacity)
         assert 0 < capacity - before <= max(DOUBLED_UP_TO, before / 8)
         copied, copies = copied + before, copies + 1
     assert copies < 50
@@ -175,7 +175,7 @@ def test_growing_buffers_are_copied_rarely_and_have_little_to_spare():
 
 
 @torch.inference_mode()
-def test_a_full_layer_grows_by_no_more_than_that():
+def test_a_full_layer_grows_by_that_amount():
     layer = make_layer(FULL)
     tokens = torch.randn(1, 1, 2 * DOUBLED_UP_TO, 4, device=DEVICE)
     layer.update(tokens, tokens)
@@ -199,7 +199,7 @@ def test_a_full_layer_grows_by_no_more_than_that():
     ids=["crop", "reset", "reorder", "select"],
 )
 @torch.inference_mode()
-def test_a_fork_that_changes_what_it_shares_leaves_the_cache_as_it_was(change, max_cache_len):
+def test_a_fork_that_changes_shared_tokens_does_not_change_the_cache(change, max_cache_len):
     model, ids = shared_model("llama"), random_ids(2, 60)
     with sparse_attention(model, SMALL):
         cache = SparseCache.for_model(model, max_cache_len)

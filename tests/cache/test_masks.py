@@ -1,4 +1,4 @@
-"""Masks that change between calls: padding that shows late, padding on the right, and masks that hide cached tokens."""
+"""Masks that change between calls: late padding, padding on the right, and masks that hide cached tokens."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def exact():
 
 @every_method
 @torch.inference_mode()
-def test_padding_that_a_later_turns_mask_shows_first_is_obeyed(method_name, exact):
-    """Quest's pages begin with the row: their bounds are made anew where that moves."""
+def test_padding_first_shown_by_a_later_mask_is_obeyed(method_name, exact):
+    """Quest's pages start with the row: their bounds are rebuilt when it moves."""
     model, ids, step = exact, random_ids(2, 150), random_ids(2, 1, seed=5)
     mask = torch.ones(2, 151, dtype=torch.long, device=DEVICE)
     mask[1, :21] = 0
@@ -43,7 +43,7 @@ def test_padding_that_a_later_turns_mask_shows_first_is_obeyed(method_name, exac
 
 
 @torch.inference_mode()
-def test_bounds_bound_their_pages_after_padding_that_shows_late():
+def test_bounds_bound_their_pages_after_late_padding():
     model, ids = shared_model("llama"), random_ids(2, 90)
     mask = torch.ones_like(ids)
     mask[1, :21] = 0
@@ -85,7 +85,7 @@ def test_a_decode_steps_mask_that_hides_cached_tokens_is_refused_or_obeyed():
         model(ids, past_key_values=cache)
         holes = torch.ones(2, 91, dtype=torch.long)
         holes[1, 40:50] = 0
-        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; after cached tokens only left"):
             model(step, attention_mask=holes, past_key_values=cache)
         assert cache.get_seq_length() == 90
         padded = torch.ones(2, 91, dtype=torch.long)
@@ -97,7 +97,7 @@ def test_a_decode_steps_mask_that_hides_cached_tokens_is_refused_or_obeyed():
 
 
 def test_a_mask_on_a_device_is_reported_where_the_host_waits_anyway():
-    """On CUDA no decode step waits: what the mask hid is noted there, and raised with the next prompt or the stats."""
+    """On CUDA no decode step waits: hidden tokens are noted there, and raised with the next prompt or the stats."""
     lengths = Lengths(2, torch.device("cpu"), is_static=False)
     lengths.note_mask(torch.tensor(False))
     lengths.check_masks()
@@ -105,7 +105,7 @@ def test_a_mask_on_a_device_is_reported_where_the_host_waits_anyway():
     lengths.note_mask(torch.tensor(False))
     with pytest.raises(ValueError, match="attention_mask of an earlier decode step hid cached tokens"):
         lengths.check_masks()
-    lengths.check_masks()  # said once
+    lengths.check_masks()  # raises once
 
 
 @pytest.mark.gpu
@@ -147,7 +147,7 @@ def test_a_right_padded_forward_is_dense_under_its_mask(method_name, use_cache):
 
 
 @torch.inference_mode()
-def test_padding_on_the_right_behind_cached_tokens(exact):
+def test_padding_on_the_right_after_cached_tokens(exact):
     model, ids = exact, random_ids(2, 90)
     mask = torch.ones_like(ids)
     mask[1, 80:] = 0
@@ -165,7 +165,7 @@ def test_padding_on_the_right_behind_cached_tokens(exact):
     with sparse_attention(model, "tokenselect", token_budget=48, chunk_size=32):
         cache = SparseCache.for_model(model)
         model(ids[:, :60], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; behind cached tokens only left"):
+        with pytest.raises(ValueError, match=r"padding after a token in rows \[1\]; after cached tokens only left"):
             model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
 
 

@@ -1,7 +1,7 @@
-"""Random sequences of forward passes and cache operations, against a dense pass from scratch of the unpatched model.
+"""Random sequences of forward passes and cache operations, compared with one dense pass of the unpatched model.
 
-Everything is selected, but by the code that selects (``covers`` is False), so every logit is known. What a row holds is
-a list of token ids and, for each of them, the first token that it could see: masks may show padding late.
+Methods select everything, but by the code that selects (``covers`` is False), so every logit is known. A row is a list
+of token ids, each with the first token that it could see, since masks may show padding late.
 """
 
 import functools
@@ -35,7 +35,7 @@ from hf_sparse_attn.patched import is_patched
 from tests.methods.toy import MassThreshold, TokenTopK
 from tests.models import POSITIONS, VOCABULARY, make_model
 
-DEVICE = "cpu"  # the state of caches does not depend on where they are, and this is many small passes
+DEVICE = "cpu"  # the state of caches does not depend on the device, and many small passes are faster on a CPU
 MAX_TOKENS = 90  # growing buffers begin with room for 64
 MAX_ROWS = 4
 LAYERS = 2
@@ -57,7 +57,7 @@ ERRORS = [RuntimeError, KeyboardInterrupt]
 
 @functools.cache
 def models():
-    """A model to patch, and the same one to stay as it is."""
+    """A model to patch, and an unpatched copy."""
     return tuple(
         make_model("llama", dtype=torch.float64, num_hidden_layers=LAYERS).to(DEVICE).requires_grad_(False)
         for _ in range(2)
@@ -66,13 +66,13 @@ def models():
 
 @dataclass
 class Rows:
-    """The contents that a cache should have, [batch, tokens] and [batch]."""
+    """The expected contents of a cache, [batch, tokens] and [batch]."""
 
     tokens: torch.Tensor
     seen_from: torch.Tensor
     """The first token that each token could see."""
     start: torch.Tensor
-    """Padding that the last mask showed."""
+    """Padding shown by the last mask."""
     first: torch.Tensor
     """The place of position 0."""
     has_shown_padding: bool = False
@@ -100,7 +100,7 @@ class Rows:
 
     @property
     def least_start(self):
-        """Where the padding ends that was known as such from the first: what it holds is of no consequence."""
+        """The end of the padding known from the first call, whose contents are arbitrary."""
         at = torch.arange(self.length)
         return ((self.seen_from > at) * (at + 1)).amax(1)
 
@@ -117,7 +117,7 @@ class Rows:
     def cropped(self, length):
         if length == 0:
             return Rows.empty(self.batch)
-        first = self.first.clamp_max(length)  # of a row that is all padding now
+        first = self.first.clamp_max(length)  # of a row that is now all padding
         return replace(self, tokens=self.tokens[:, :length], seen_from=self.seen_from[:, :length], first=first)
 
     def chosen(self, rows):
@@ -131,7 +131,7 @@ class Rows:
         )
 
     def logits(self):
-        """From scratch, by the unpatched model; a token of the padding sees itself."""
+        """Compute the logits by one pass of the unpatched model; a padding token sees itself."""
         at = torch.arange(self.length)
         mask = (at <= at[:, None]) & (at >= self.seen_from[:, :, None]) | (at == at[:, None])
         with torch.no_grad():
@@ -145,7 +145,7 @@ class Rows:
 
 
 class Interrupt:
-    """Raises once, at a call of a module of the decoder; may be in vain."""
+    """Raises once, at a call of a module of the decoder, if that call happens."""
 
     def __init__(self, model, place, error, at_call):
         self.error, self.calls_left = error, at_call
@@ -192,7 +192,7 @@ class Operations(RuleBasedStateMachine):
         return torch.randint(2, VOCABULARY, (batch, number), generator=generator)
 
     def fed_anew(self, number, seed, starts):
-        """The rows after a call; where none has begun, with as many rows as there are starts."""
+        """Return the rows after a call; the first call takes the number of rows from the starts."""
         starts = torch.tensor(starts)
         if self.rows.length == 0:
             rows = Rows.empty(len(starts))
@@ -204,7 +204,7 @@ class Operations(RuleBasedStateMachine):
         return rows.fed(self.draw_tokens(rows.batch, number, seed), start)
 
     def inputs(self, rows, number, needs_mask=False):
-        """The arguments of a call that leaves these rows."""
+        """Return the arguments of a call that leaves these rows."""
         shows = rows.has_shown_padding or needs_mask
         return {
             "input_ids": rows.tokens[:, -number:].to(DEVICE),
@@ -309,7 +309,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(seed=numbers, numbers_of_tokens=st.lists(some_new_tokens, max_size=2), keeps=st.booleans())
     def fork(self, seed, numbers_of_tokens, keeps):
-        """Go on with the fork, or with the cache that it was made from."""
+        """Continue with the fork, or with its source."""
         with self.mode():
             fork = self.cache.fork(self.method)
         rows, self.is_settled = self.rows, True
@@ -348,7 +348,7 @@ class Operations(RuleBasedStateMachine):
     @rule(seed=numbers)
     @precondition(lambda self: 0 < self.rows.length < MAX_TOKENS)
     def fail_behind_the_decoder(self, seed):
-        """The cache is as after a pass that did not fail."""
+        """Whether the cache is in the state after a successful pass."""
         rows = self.fed_anew(1, seed, [0])
         hook = self.model.lm_head.register_forward_pre_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -412,7 +412,7 @@ class Operations(RuleBasedStateMachine):
         rows = self.fed_anew(number, seed, [0])
         inputs = self.inputs(rows, number, needs_mask=True)
         inputs["attention_mask"][-1, rows.length - min(padding, number - 1) :] = 0
-        inputs["attention_mask"][-1, 0] = 1  # padding after a token, for certain
+        inputs["attention_mask"][-1, 0] = 1  # always padding after a token
         with self.mode():
             self.model(**inputs, past_key_values=self.cache)
             self.cache.crop(-number)

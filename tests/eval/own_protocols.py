@@ -1,4 +1,4 @@
-"""Protocols of the official ones' structure in words of our own, and the pins that let the loader take them."""
+"""Protocols with the official structure and our own wording, and the pins with which the loader accepts them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def write_own_protocols(folder: Path) -> Path:
 
 
 def pin_own_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the loader take ``own_values`` for the official ones, and nothing else."""
+    """Make the loader accept only ``own_values`` as official."""
     for name, values in own_values().items():
         monkeypatch.setitem(_SOURCES, name, replace(_SOURCES[name], sha256=values_sha256(values)))

@@ -1,4 +1,4 @@
-"""Made-up files in the formats of RULER's, a protocol of our own wording, and short ways to samples."""
+"""Invented files in RULER's formats, a protocol with our own wording, and shortcuts to samples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def needle_args(haystack: str, keys: str, values: str, counts: tuple[int, int, i
 
 
 def make_protocol() -> dict[str, Any]:
-    """Return a protocol's values with wordings of our own and the usual settings."""
+    """Return a protocol's values with our own wording and the usual settings."""
     needle_tasks = {
         "niah_single_1": needle_args("noise", "words", "numbers"),
         "niah_single_2": needle_args("essay", "words", "numbers"),
@@ -83,7 +83,7 @@ def make_protocol() -> dict[str, Any]:
 
 
 def write_files(folder: Path) -> Path:
-    """Write the three files; every paragraph names a number of its own, and every question asks for one."""
+    """Write the three files; every paragraph names a different number, and every question asks for one."""
     rng = Random(0)
     sentences = " ".join(_sentence(rng, "Essay") for _ in range(900))
     (folder / "PaulGrahamEssays.json").write_text(json.dumps({"text": sentences.replace(". ", ".\n\n ", 40)}))
@@ -106,7 +106,7 @@ def write_files(folder: Path) -> Path:
 
 
 def use_own_protocol(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Have RULER load ``make_protocol()``; its ``tasks``, which may be changed before items are made."""
+    """Make RULER load ``make_protocol()``; return its ``tasks``, which may be changed before items are created."""
     values = make_protocol()
     monkeypatch.setattr(ruler, "load_protocol", lambda name, folder: Protocol(name, values, "0" * 64, "here"))
     tasks: dict[str, Any] = values["tasks"]

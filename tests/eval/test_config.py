@@ -1,4 +1,4 @@
-"""Configurations: from values, from YAML, and what is refused."""
+"""Configurations from values and from YAML, and their errors."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_dense_runs_first_and_once():
         ({"lengths": [0]}, r"lengths=0 is not allowed"),
         ({"lengths": "long"}, r"lengths='long' is not allowed"),
         ({"token_budget": [True]}, r"token_budget=True is not allowed"),
-        ({"token_budget": [64, 64]}, r"token_budget=\[64, 64\] has the same entry twice"),
+        ({"token_budget": [64, 64]}, r"token_budget=\[64, 64\] has duplicate entries"),
         ({"limit": 0}, r"limit=0 is not allowed"),
         ({"limit": "5"}, r"limit='5' is not allowed: a whole number"),
         ({"seed": 1.5}, r"seed=1\.5 is not allowed"),
@@ -33,7 +33,7 @@ def test_dense_runs_first_and_once():
         ({"chat": True}, r"chat=True is not allowed"),
         ({"method": [3]}, r"method=\[3\] is not allowed"),
         ({"options": [1]}, r"options=\[1\] is not allowed: a mapping"),
-        ({"model": None}, r"no model is given"),
+        ({"model": None}, r"model is missing"),
     ],
 )
 def test_bad_values_are_named(values, said):

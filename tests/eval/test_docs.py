@@ -21,7 +21,7 @@ from eval.protocols import _SOURCES
 from eval.runner import MEASURED, find_benchmark
 from eval.speed import SpeedConfig
 from eval.speed_shapes import SHAPES
-from eval.store import read_rows
+from eval.store import read_records
 from eval.tables import read_table, table_names
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.terminal import parse_settings
@@ -38,7 +38,7 @@ COMMAND_LINE: Any = typer.main.get_command(app)
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
-    """The arguments of every call of the harness in a page's code blocks, continued lines joined."""
+    """Return the arguments of every call of the harness in a page's code blocks, with continued lines joined."""
     for block in _FENCE.findall(page.read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith(("python -m eval", "accelerate launch")):
@@ -49,7 +49,7 @@ COMMANDS = [pytest.param(words, id=f"{page.stem}: {' '.join(words)}") for page i
 
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """A command's name and parameters, as the command line reads them; nothing runs."""
+    """Parse a command's name and parameters as the command line does, without running it."""
     assert words[0] in COMMAND_LINE.commands, f"there is no command {words[0]}"
     with COMMAND_LINE.commands[words[0]].make_context(words[0], words[1:]) as context:
         return words[0], dict(context.params)
@@ -69,7 +69,7 @@ def heading_anchors(page: Path) -> set[str]:
 
 
 def table_column(page: Path, section: str) -> set[str]:
-    """Everything in code marks in the first column of a section's tables."""
+    """Return everything in code marks in the first column of a section's tables."""
     text = page.read_text(encoding="utf-8")
     body = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     first_cells = re.findall(r"^\| (.+?) \|", body, re.MULTILINE)
@@ -124,7 +124,7 @@ def test_benchmark_page_has_all_tasks_and_settings(name: str) -> None:
     assert [section for section in sections if f"\n## {section}\n" not in text] == []
     head = text.split("\n## ")[0]
     assert {task for task in benchmark.tasks if f"`{task}`" not in head} == set()
-    if name != "pg19":  # nothing is generated there
+    if name != "pg19":  # which generates nothing
         assert set(scored_tasks(name)) == set(benchmark.tasks)
     assert table_column(page, "Settings") == set(benchmark.options)
     settings = text.split("\n## Settings\n")[1].split("\n## ")[0]
@@ -155,15 +155,15 @@ def test_lines_are_no_longer_than_120_characters(page: Path) -> None:
     assert [number for number, line in enumerate(lines, start=1) if len(line) > 120] == []
 
 
-def test_readme_names_every_field_of_a_row_and_no_other(tmp_path: Path, model_dir: str) -> None:
+def test_readme_names_every_field_of_a_record_and_no_other(tmp_path: Path, model_dir: str) -> None:
     from typer.testing import CliRunner
 
     out = tmp_path / "out"
     arguments = ["run", "passkey", "--model", model_dir, "--lengths", "300", "--limit", "1", "--out", str(out)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    (row,) = read_rows(out / "rows.jsonl")
+    (record,) = read_records(out / "rows.jsonl")
     documented = table_column(README, "What a row holds")
-    assert documented == set(row)
+    assert documented == set(record)
     assert documented >= {*MEASURED, *(field.name for field in fields(Reads))}
     written = {path.name for path in out.iterdir() if path.name != ".lock"}
     assert table_column(README, "A first run") == written
@@ -190,8 +190,10 @@ def test_readme_names_every_paper_table_shape_and_protocol_file() -> None:
         assert (figures[1] == "yes") == bool(read_table(name).figures)
     assert {shape for shape in SHAPES if f"`{shape}`" not in text} == set()
     for name, source in _SOURCES.items():
-        row = re.search(rf"^\| `{name}` \| {source.repository} {source.commit[:7]} \| in (.+) \|$", text, re.MULTILINE)
-        assert row is not None, f"{README} does not say where {name} comes from"
-        folder, *files = re.findall("`([^`]+)`", row[1])
+        record = re.search(
+            rf"^\| `{name}` \| {source.repository} {source.commit[:7]} \| in (.+) \|$", text, re.MULTILINE
+        )
+        assert record is not None, f"{README} does not say where {name} comes from"
+        folder, *files = re.findall("`([^`]+)`", record[1])
         assert [f"{folder}/{file}" for file in files] == list(source.upstream)
         assert {file for file in source.packed if f"P/{name}/{file}" not in text} == set()

@@ -52,7 +52,7 @@ def test_evaluate_loads_them_by_path_without_a_network(tmp_path):
     assert done.stdout.split() == ["LongBench", "InfiniteBench", "RULER"] * 2
 
 
-def test_rows_may_mix_all_types_of_references(tmp_path):
+def test_references_of_all_types_may_be_mixed(tmp_path):
     metric = InfiniteBench(cache_dir=str(tmp_path))
     references = [2.5, [17], "3", ["4"], 5]
     result = metric.compute(predictions=["2.5", "17", "3", "4", "no"], references=references, task="math_find")
@@ -67,7 +67,7 @@ def test_classes_reach_the_score(tmp_path):
         metric.compute(**rows, task="trec")
 
 
-def test_rows_can_be_added_before(tmp_path):
+def test_predictions_can_be_added_before(tmp_path):
     metric = RULER(cache_dir=str(tmp_path))
     metric.add(prediction="1 2", reference=["1", "2"])
     metric.add_batch(predictions=["1", ""], references=[["1", 2], 3])
@@ -75,7 +75,7 @@ def test_rows_can_be_added_before(tmp_path):
 
 
 @pytest.mark.parametrize("metric_class", [LongBench, InfiniteBench, RULER])
-def test_a_refusal_says_what_is_allowed_and_the_metric_goes_on(tmp_path, metric_class):
+def test_an_error_names_what_is_allowed_and_the_metric_stays_usable(tmp_path, metric_class):
     metric = metric_class(cache_dir=str(tmp_path))
     task = "qasper" if metric_class is LongBench else tasks(metric.benchmark)[0]
     for unknown in ({"task": "sst2"}, {}):

@@ -1,4 +1,4 @@
-"""InfiniteBench: official rows as the official code reads them, generated rows, and what is refused."""
+"""InfiniteBench: official examples as the official code reads them, generated examples, and errors."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def _empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def row_of(task: str, **changes: Any) -> dict[str, Any]:
+def example_of(task: str, **changes: Any) -> dict[str, Any]:
     return {"id": 7, "context": "START " + "{code} is = [1] " * 30 + "END", **ROWS[task], **changes}
 
 
 def items_of(
-    protocols: Path, tasks: str | Sequence[str], folder: Path | None = None, *rows: dict[str, Any], **options: Any
+    protocols: Path, tasks: str | Sequence[str], folder: Path | None = None, *examples: dict[str, Any], **options: Any
 ) -> list[Item]:
     names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
-    if folder is not None and rows:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if folder is not None and examples:
+        lines = "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
         (folder / f"{names[0]}.jsonl").write_text(lines, encoding="utf-8")
     options = {"tokenizer": tiny_tokenizer(chat=True), "max_positions": 40_000, **options}
     return InfiniteBench().items(Setup(tasks=names, data_dir=folder, protocol_dir=protocols, **options))
@@ -90,25 +90,25 @@ def test_tasks_are_those_of_the_protocol(protocols: Path) -> None:
 @pytest.mark.parametrize(
     "template_set", ["yarn_mistral_templates", "gpt4_templates", "claude2_templates", "kimi_templates"]
 )
-def test_official_rows_fill_the_official_templates(
+def test_official_examples_fill_the_official_templates(
     task: str, template_set: str, protocols: Path, tmp_path: Path
 ) -> None:
     prompts = load_protocol("infinitebench", protocols).values["prompts"]
-    row = row_of(task)
-    (item,) = items_of(protocols, task, tmp_path, row, options={"template_set": template_set})
+    example = example_of(task)
+    (item,) = items_of(protocols, task, tmp_path, example, options={"template_set": template_set})
     sample = item.build()
     fields = {
-        "context": row["context"],
-        "document": row["context"],
-        "fcontext": row["context"],
-        "input": row["input"],
-        "question": row["input"],
+        "context": example["context"],
+        "document": example["context"],
+        "fcontext": example["context"],
+        "input": example["input"],
+        "question": example["input"],
         "func": "func_12",
         "func_call": "func_12(-3)",
         "prefix": "What is the second largest number in the following list?",
         **{f"OPTION_{letter}": option for letter, option in zip("ABCD", OPTIONS, strict=True)},
     }
-    # The templates for an uploaded file name the text as a format: here it is put in plainly.
+    # Templates for an uploaded file have the text as a format specifier: here it is inserted plainly.
     template = re.sub(r"\{file:(\{\w+\})\}", r"\1", prompts["templates"][template_set][task])
     assert text_of(sample) == template.format(**fields)
     assert sample.references == EXPECTED[task]
@@ -118,32 +118,32 @@ def test_official_rows_fill_the_official_templates(
 
 @pytest.mark.parametrize("value", ["17", 17])
 def test_numbers_may_be_text(value: Any) -> None:
-    assert answers_of("math_find", row_of("math_find", answer=[value])) == [17]
-    assert answers_of("math_find", row_of("math_find", answer=["2.5"])) == [2.5]
-    assert answers_of("code_run", row_of("code_run", answer=value)) == [17]
-    assert answers_of("math_calc", row_of("math_calc", answer=[[value, "3"]])) == [17, 3]
+    assert answers_of("math_find", example_of("math_find", answer=[value])) == [17]
+    assert answers_of("math_find", example_of("math_find", answer=["2.5"])) == [2.5]
+    assert answers_of("code_run", example_of("code_run", answer=value)) == [17]
+    assert answers_of("math_calc", example_of("math_calc", answer=[[value, "3"]])) == [17, 3]
 
 
 def test_a_choice_may_bring_its_letter() -> None:
-    assert answers_of("code_debug", row_of("code_debug", answer=["beta", "B"])) == ["beta", "B"]
-    assert answers_of("code_debug", row_of("code_debug", answer="beta")) == ["beta", "B"]
+    assert answers_of("code_debug", example_of("code_debug", answer=["beta", "B"])) == ["beta", "B"]
+    assert answers_of("code_debug", example_of("code_debug", answer="beta")) == ["beta", "B"]
 
 
 @pytest.mark.parametrize("asked", ["largest", "third smallest", "median"])
 def test_math_find_asks_ahead(asked: str) -> None:
-    row = row_of("math_find", input=f"One number, no other words. The {asked} number of the list is: ")
-    assert prompt_fields("math_find", row)["prefix"] == f"What is the {asked} number in the following list?"
+    example = example_of("math_find", input=f"One number, no other words. The {asked} number of the list is: ")
+    assert prompt_fields("math_find", example)["prefix"] == f"What is the {asked} number in the following list?"
 
 
 def test_truncation_keeps_head_and_tail(protocols: Path, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()  # a token per byte or word and no other, so the official cut can be told exactly
-    row = row_of("passkey", context="x" * 900)
+    tokenizer = make_tokenizer()  # only a token per byte or word, so the official cut is known exactly
+    example = example_of("passkey", context="x" * 900)
     whole = (
         load_protocol("infinitebench", protocols)
         .values["prompts"]["templates"]["yarn_mistral_templates"]["passkey"]
-        .format(**row)
+        .format(**example)
     )
-    for item in items_of(protocols, "passkey", tmp_path, row, lengths=(507, 606), tokenizer=tokenizer):
+    for item in items_of(protocols, "passkey", tmp_path, example, lengths=(507, 606), tokenizer=tokenizer):
         assert item.length is not None
         half = (item.length - 6) // 2
         sample, ids = item.build(), tokenizer(whole)["input_ids"]
@@ -154,28 +154,28 @@ def test_truncation_keeps_head_and_tail(protocols: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("task", "changes", "problem"),
     [
-        ("code_run", {"input": "run it"}, r"row 1: input='run it' has no function call"),
-        ("math_find", {"input": "the sum"}, r"row 1: input='the sum' does not say"),
-        ("math_find", {"answer": ["many"]}, "row 1: could not convert"),
-        ("code_debug", {"answer": ["omega"]}, "row 1: answer='omega' is not one of the options"),
-        ("code_debug", {"options": OPTIONS[:3]}, "row 1: options has 3 entries, not 4"),
-        ("longbook_qa_eng", {"answer": []}, "row 1: answer is empty"),
+        ("code_run", {"input": "run it"}, r"example 1: input='run it' has no function call"),
+        ("math_find", {"input": "the sum"}, r"example 1: input='the sum' does not say"),
+        ("math_find", {"answer": ["many"]}, "example 1: could not convert"),
+        ("code_debug", {"answer": ["omega"]}, "example 1: answer='omega' is not one of the options"),
+        ("code_debug", {"options": OPTIONS[:3]}, "example 1: options has 3 entries, not 4"),
+        ("longbook_qa_eng", {"answer": []}, "example 1: answer is empty"),
         ("passkey", {"context": None}, r"passkey\.jsonl:1: context is of type NoneType"),
     ],
 )
-def test_malformed_rows_raise_before_any_work(
+def test_malformed_examples_raise_before_any_work(
     task: str, changes: dict[str, Any], problem: str, protocols: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(EvalError, match=problem):
-        items_of(protocols, task, tmp_path, row_of(task, **changes))
+        items_of(protocols, task, tmp_path, example_of(task, **changes))
 
 
-def test_what_cannot_be_is_refused(protocols: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(protocols: Path, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"template_set='gpt5' is not allowed: one of gpt4_templates, "):
         items_of(protocols, "passkey", options={"template_set": "gpt5"})
     with pytest.raises(EvalError, match=r"length=30000 .* math_calc generates max_new_tokens=30000"):
-        items_of(protocols, "math_calc", tmp_path, row_of("math_calc"), lengths=(30_000,))
-    with pytest.raises(EvalError, match="length=4096 is beyond what the model holds: 2048"):
+        items_of(protocols, "math_calc", tmp_path, example_of("math_calc"), lengths=(30_000,))
+    with pytest.raises(EvalError, match=r"length=4096 is not allowed: at most .* 2048 positions"):
         items_of(protocols, "passkey", max_positions=2048)
     with pytest.raises(EvalError, match=r"longbook_qa_eng\.jsonl.*xinrongzhang2022/InfiniteBench.*--data-dir"):
         items_of(protocols, "longbook_qa_eng", tmp_path)
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused(protocols: Path, tmp_path: Path) -> None:
     [(False, "gpt4_templates"), (True, "gpt4_templates"), (True, "yarn_mistral_templates")],
 )
 @pytest.mark.parametrize("task", GENERATED)
-def test_generated_rows_fill_the_length_and_hold_the_answer(
+def test_generated_examples_fill_the_length_and_hold_the_answer(
     task: str, chat: bool, template_set: str, protocols: Path
 ) -> None:
     prompts = load_protocol("infinitebench", protocols).values["prompts"]
@@ -246,7 +246,7 @@ def check_answer(task: str, text: str, references: Any, depth: float | None) -> 
     assert place == round(depth * (len(lines) - 1))
 
 
-def test_generated_rows_are_the_same_for_the_same_seed_whatever_the_limit(protocols: Path) -> None:
+def test_generated_examples_depend_on_the_seed_and_not_on_the_limit(protocols: Path) -> None:
     few = items_of(protocols, GENERATED, lengths=(600,), limit=2, seed=3)
     many = {(item.task, item.sample_id): item for item in items_of(protocols, GENERATED, lengths=(600,), seed=3)}
     other = {(item.task, item.sample_id): item for item in items_of(protocols, GENERATED, lengths=(600,), seed=4)}
@@ -267,9 +267,9 @@ def test_generated_depths_are_spread() -> None:
 
 @pytest.mark.parametrize("index", range(7))
 def test_math_find_has_a_third_rank_without_filler(index: int) -> None:
-    make = synthetic.row_maker("math_find", 0, 64, index)
-    row = make(0)
-    numbers = json.loads(row["context"])
+    make = synthetic.example_maker("math_find", 0, 64, index)
+    example = make(0)
+    numbers = json.loads(example["context"])
     assert len(set(numbers)) == len(numbers) == 8
     assert all(0 <= number <= 99 for number in json.loads(make(500)["context"]))
 
@@ -278,8 +278,8 @@ def test_generated_without_lengths_have_the_default_one(protocols: Path) -> None
     assert {item.length for item in items_of(protocols, GENERATED)} == {4096}
 
 
-def test_official_rows_are_preferred(protocols: Path, tmp_path: Path) -> None:
-    items = items_of(protocols, ("passkey", "kv_retrieval"), tmp_path, row_of("passkey"), limit=1)
+def test_official_examples_are_preferred(protocols: Path, tmp_path: Path) -> None:
+    items = items_of(protocols, ("passkey", "kv_retrieval"), tmp_path, example_of("passkey"), limit=1)
     assert [item.sample_id for item in items] == ["row-7", "generated-0"]
 
 

@@ -7,22 +7,22 @@ import pytest
 
 from eval.errors import EvalError
 from eval.markdown import results_tables
-from eval.store import read_rows
+from eval.store import read_records
 from eval.summary import summarise
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("eval/results/*/*/summary.json")), ids=lambda path: path.parent.name)
-def test_kept_summaries_are_those_of_their_rows(path):
+def test_kept_summaries_are_those_of_their_records(path):
     summary = json.loads(path.read_text(encoding="utf-8"))
-    rows = read_rows(path.parent / "rows.jsonl")
+    records = read_records(path.parent / "rows.jsonl")
     since = {"selection_hit_rate": None}  # summaries from before there were such figures lack them
-    assert [since | entry for entry in summary["table"]] == summarise(rows)
+    assert [since | entry for entry in summary["table"]] == summarise(records)
     assert summary["finished"]
-    assert summary["rows"] == len(rows)
+    assert summary["rows"] == len(records)
     assert (ROOT / "eval/configs" / f"{path.parent.parent.name}.yaml").exists()
-    assert {row["device"] for row in rows} == {summary["device"]}
+    assert {record["device"] for record in records} == {summary["device"]}
 
 
 ENTRY = {
@@ -54,6 +54,10 @@ def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
     assert "the harness added 2.5%" in text
     assert "protocol abcdefabcdef" in text
     assert "selections kept, %" not in text
+
+
+def test_a_gguf_file_is_named_without_its_folder(tmp_path):
+    assert "## quest: tiny.gguf, float32, a CPU\n" in page_of(tmp_path, {"table": [ENTRY], "model": "/data/tiny.gguf"})
 
 
 def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path):
@@ -113,7 +117,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_defect_12_a_damaged_summary_is_named(tmp_path, content):
+def test_a_damaged_summary_is_named(tmp_path, content):
     path = tmp_path / "sweep" / "01-passkey" / "summary.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -122,14 +126,14 @@ def test_defect_12_a_damaged_summary_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": 3, "machine": {}}'])
-def test_defect_12_a_damaged_speed_report_is_named(tmp_path, content):
+def test_a_damaged_speed_report_is_named(tmp_path, content):
     (tmp_path / "speed").mkdir()
     (tmp_path / "speed" / "it.json").write_text(content)
     with pytest.raises(EvalError, match=r"speed/it\.json is not a report of `python -m eval speed`"):
         results_tables(tmp_path)
 
 
-def test_defect_12_odd_summaries_and_notes(tmp_path):
+def test_odd_summaries_and_notes(tmp_path):
     sparse = ENTRY | {"method": "quest", "score": None}
     text = page_of(tmp_path, {"table": [sparse], "model": "m\ud83d", "model_seconds": 0.0})
     assert "| filler | 400 | quest |" in text

@@ -1,4 +1,4 @@
-"""Protocols: both file formats, the pinned hashes, and what is said where nothing can be fetched."""
+"""Protocols: both file formats, the pinned hashes, and the errors of failed downloads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("longbench", "infinitebench", "ruler")
 
 
 def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path]:
-    """Write values as files of the shapes that the official repositories have."""
+    """Write values as files in the formats of the official repositories."""
     if name == "longbench":
         texts = [json.dumps(values[key], indent=4, ensure_ascii=True) for key in ("dataset2prompt", "dataset2maxlen")]
     elif name == "infinitebench":
@@ -150,7 +150,7 @@ def test_offline_nothing_is_tried(name: str, tmp_path: Path, monkeypatch: pytest
     assert "HF_HUB_OFFLINE" in str(caught.value)
 
 
-def test_unreachable_is_said_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_host_is_reported_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE")
     for variable in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
@@ -163,7 +163,7 @@ def test_unreachable_is_said_within_seconds(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def official_host(protocols: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Stands for the host of the official files: gives the addresses that were asked for."""
+    """Replaces the host of the official files; returns the requested addresses."""
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE")
 
@@ -197,7 +197,7 @@ def test_fetched_once_and_checked_at_each_load(name: str, official_host: Callabl
     assert len(asked) == len(_SOURCES[name].upstream)
 
 
-def test_a_spoilt_cached_copy_is_refused(official_host: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_a_damaged_cached_copy_is_refused(official_host: Callable[[str], list[str]], tmp_path: Path) -> None:
     official_host("longbench")
     load_protocol("longbench", None)
     cached = next((tmp_path / "cache").rglob("dataset2maxlen.json"))

@@ -12,13 +12,21 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from eval.errors import EvalError
+from eval.record_check import FIELDS
 from eval.report import write_report
 from eval.report.plots import draw
 from eval.report.sections import make_sections
 from eval.report.style import Styles
-from eval.row_check import FIELDS
 from eval.summary import summarise
-from tests.eval.report_rows import HOSTILE, longbench_rows, needle_rows, pg19_rows, row, write_rows, write_runs
+from tests.eval.report_records import (
+    HOSTILE,
+    longbench_records,
+    needle_records,
+    pg19_records,
+    record,
+    write_records,
+    write_runs,
+)
 
 
 class Page(HTMLParser):
@@ -67,14 +75,14 @@ class Page(HTMLParser):
             self._cell = None
 
 
-def report_of(directory: Path, rows: list[dict[str, Any]]) -> Page:
-    write_rows(directory / "run" / "rows.jsonl", rows)
+def report_of(directory: Path, records: list[dict[str, Any]]) -> Page:
+    write_records(directory / "run" / "rows.jsonl", records)
     return Page(write_report(directory))
 
 
-def drawn(rows: list[dict[str, Any]], kind: str) -> Figure:
-    """The plot of that kind, of rows that make one section."""
-    (section,) = make_sections(rows)
+def drawn(records: list[dict[str, Any]], kind: str) -> Figure:
+    """Draw the plot of that kind from records of one section."""
+    (section,) = make_sections(records)
     return next(p.figure for p in draw(section, Styles(section.columns)) if p.name.endswith(kind))
 
 
@@ -89,30 +97,30 @@ def page(page_path: Path) -> Page:
 
 
 def test_summary_leaves_errors_out_of_every_figure() -> None:
-    rows = [row("b", "t", sample, "quest", 64, score=score) for sample, score in enumerate((0.25, 0.75))]
-    rows[1] |= {"tpot_ms": 1.0, "peak_memory_bytes": 7 * 2**30, "realised_budget": 32}
-    rows.append(row("b", "t", 2, "quest", 64, score=None, tpot_ms=None, error="ValueError: no"))
-    (entry,) = summarise(rows)
+    records = [record("b", "t", sample, "quest", 64, score=score) for sample, score in enumerate((0.25, 0.75))]
+    records[1] |= {"tpot_ms": 1.0, "peak_memory_bytes": 7 * 2**30, "realised_budget": 32}
+    records.append(record("b", "t", 2, "quest", 64, score=None, tpot_ms=None, error="ValueError: no"))
+    (entry,) = summarise(records)
     assert (entry["samples"], entry["errors"], entry["score"]) == (3, 1, 0.5)
-    assert entry["tpot_ms"] == pytest.approx((rows[0]["tpot_ms"] + 1.0) / 2)
+    assert entry["tpot_ms"] == pytest.approx((records[0]["tpot_ms"] + 1.0) / 2)
     assert entry["realised_budget"] == 48
     assert entry["peak_memory_bytes"] == 7 * 2**30
     assert entry["perplexity"] is None
 
 
 def test_summary_perplexity_is_the_geometric_mean() -> None:
-    entries = summarise(pg19_rows())
+    entries = summarise(pg19_records())
     assert [entry["perplexity"] for entry in entries] == pytest.approx([16, 32, 32, 32])
     assert all(entry["score"] is None for entry in entries)
 
 
 def test_summary_medians_are_not_means() -> None:
-    (entry,) = summarise([row("b", "t", i, "full", None, ttft_seconds=t) for i, t in enumerate((1.0, 2.0, 90.0))])
+    (entry,) = summarise([record("b", "t", i, "full", None, ttft_seconds=t) for i, t in enumerate((1.0, 2.0, 90.0))])
     assert entry["ttft_seconds"] == 2.0
 
 
 def test_summary_of_only_errors_has_no_figures() -> None:
-    (entry,) = summarise([row("b", "t", 0, "full", None, error="no")])
+    (entry,) = summarise([record("b", "t", 0, "full", None, error="no")])
     assert {name for name, value in entry.items() if value is None} == {
         *("length", "token_budget", "score", "perplexity", "kv_fraction", "realised_budget", "ttft_seconds"),
         *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
@@ -121,8 +129,8 @@ def test_summary_of_only_errors_has_no_figures() -> None:
 
 def test_summary_order_is_dense_first_then_method_and_budget_by_number() -> None:
     columns = [("window", 64), ("quest", 1024), ("quest", 256), ("full", None), ("aaa", 8)]
-    rows = [row("b", "t", 0, method, budget, length=n) for n in (10_000, 2000) for method, budget in columns]
-    found = [(entry["length"], entry["method"], entry["token_budget"]) for entry in summarise(rows)]
+    records = [record("b", "t", 0, method, budget, length=n) for n in (10_000, 2000) for method, budget in columns]
+    found = [(entry["length"], entry["method"], entry["token_budget"]) for entry in summarise(records)]
     one = [("full", None), ("aaa", 8), ("quest", 256), ("quest", 1024), ("window", 64)]
     assert found == [(n, *column) for n in (2000, 10_000) for column in one]
 
@@ -156,9 +164,9 @@ def test_perplexity_table_is_not_in_percent(page: Page, page_path: Path) -> None
 
 
 def test_average_is_over_the_tasks_that_every_method_has(tmp_path: Path) -> None:
-    rows = [row("b", task, 0, "full", None, score=score) for task, score in (("easy", 1.0), ("hard", 0.0))]
-    rows.append(row("b", "easy", 0, "quest", 64, score=0.5))
-    table = report_of(tmp_path, rows).tables["1-b", "scores"]
+    records = [record("b", task, 0, "full", None, score=score) for task, score in (("easy", 1.0), ("hard", 0.0))]
+    records.append(record("b", "easy", 0, "quest", 64, score=0.5))
+    table = report_of(tmp_path, records).tables["1-b", "scores"]
     assert table[2] == ["hard", "1", "0", "0.0", "–"]  # noqa: RUF001
     assert table[3] == ["average of 1 of 2", "", "", "100.0", "50.0"]
 
@@ -177,9 +185,9 @@ def test_cost_table(page: Page) -> None:
 
 def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path: Path) -> None:
     fields = {"length": 1024, "selection_hit_rate": 0.25}
-    rows = [row("b", "t", 0, "full", None, length=1024), row("b", "t", 0, "tokenselect", 64, **fields)]
-    rows.append(row("b", "t", 1, "tokenselect", 64, **fields | {"selection_hit_rate": 0.75}))
-    header, dense, sparse = report_of(tmp_path, rows).tables["1-b", "costs"]
+    records = [record("b", "t", 0, "full", None, length=1024), record("b", "t", 0, "tokenselect", 64, **fields)]
+    records.append(record("b", "t", 1, "tokenselect", 64, **fields | {"selection_hit_rate": 0.75}))
+    header, dense, sparse = report_of(tmp_path, records).tables["1-b", "costs"]
     assert header[-1] == "selections kept (%)"
     assert (dense[-1], sparse[-1]) == ("–", "50.0")  # noqa: RUF001
 
@@ -202,8 +210,8 @@ def test_lost_samples_and_failures_show_hostile_text_as_text(page: Page) -> None
 
 
 def test_long_predictions_are_cut(tmp_path: Path) -> None:
-    rows = [row("b", "t", 0, "full", None), row("b", "t", 0, "quest", 64, score=0.0, prediction="x" * 1000)]
-    assert report_of(tmp_path, rows).tables["1-b", "lost"][1][3].endswith("x… (600 characters more)")
+    records = [record("b", "t", 0, "full", None), record("b", "t", 0, "quest", 64, score=0.0, prediction="x" * 1000)]
+    assert report_of(tmp_path, records).tables["1-b", "lost"][1][3].endswith("x… (600 characters more)")
 
 
 def test_page_needs_nothing_from_elsewhere(page: Page) -> None:
@@ -217,7 +225,7 @@ def test_head_says_what_was_run(page: Page) -> None:
     assert page.head["device"] == "Example GPU, bfloat16"
     assert page.head["versions"] == "torch 2.13.0, transformers 5.16.0"
     assert "pg19: sha256 " + "ab" * 32 in page.head["protocol"]
-    assert page.head["samples"] == "25, in 100 rows"
+    assert page.head["samples"] == "25, in 100 records"
     assert page.head["errors"] == "1"
 
 
@@ -240,13 +248,13 @@ def test_alt_text_has_the_numbers(page: Page) -> None:
     alts = " ".join(image["alt"] or "" for image in page.images)
     assert "dense 46.25, quest 256 20.00" in alts
     assert "quest 1024: 42.7 % read, 41.62" in alts
-    # 3,000 tokens of their own length are nearest to 4,096; a requested length stands as it is.
+    # A sample's own 3,000 tokens are nearest to 4,096; a requested length is not rounded.
     assert "quest 256 at 4,096 tokens: time per output token (ms) 21.6, time to first token (s) 0.55" in alts
     assert "dense at 1,024 tokens: time per output token (ms) 25.1" in alts
 
 
 def test_lines_go_through_the_averages() -> None:
-    figure = drawn(needle_rows(), "budget")
+    figure = drawn(needle_records(), "budget")
     assert [axis.get_title() for axis in figure.axes] == ["1,024 tokens", "2,048 tokens", "4,096 tokens"]
     dense, quest, window = figure.axes[2].lines
     assert list(np.asarray(dense.get_ydata())) == [100, 100]
@@ -256,7 +264,7 @@ def test_lines_go_through_the_averages() -> None:
 
 
 def test_heatmap_has_a_panel_per_column_with_depth_downwards() -> None:
-    figure = drawn(needle_rows(), "depth")
+    figure = drawn(needle_records(), "depth")
     panels = [axis for axis in figure.axes if axis.get_title()]
     assert [axis.get_title() for axis in panels] == ["dense", "quest 256", "quest 1024", "window 256"]
     found = np.asarray(panels[1].images[0].get_array())  # [depth, length]
@@ -264,54 +272,54 @@ def test_heatmap_has_a_panel_per_column_with_depth_downwards() -> None:
 
 
 def test_perplexity_by_position_is_exp_of_the_mean_over_samples() -> None:
-    rows = [
-        row("pg19", "pg19", i, "full", None, score=None, perplexity=9.0, nll_by_position=[[10, nll], [20, 1.0]])
+    records = [
+        record("pg19", "pg19", i, "full", None, score=None, perplexity=9.0, nll_by_position=[[10, nll], [20, 1.0]])
         for i, nll in enumerate((1.0, 3.0))
     ]
-    (line,) = drawn(rows, "position").axes[0].lines
+    (line,) = drawn(records, "position").axes[0].lines
     assert np.asarray(line.get_xydata()) == pytest.approx(np.array([[10, math.exp(2)], [20, math.e]]))
 
 
 def test_dense_alone_draws_no_comparison(tmp_path: Path) -> None:
-    rows = [made for made in longbench_rows() if made["method"] == "full"]
-    report_of(tmp_path, rows)
+    records = [each for each in longbench_records() if each["method"] == "full"]
+    report_of(tmp_path, records)
     assert [path.name for path in (tmp_path / "report").glob("*.png")] == ["1-longbench-latency.png"]
 
 
 def test_heatmap_takes_depths_drawn_at_random(tmp_path: Path) -> None:
     depths = np.random.default_rng(0).random(40)
-    rows = [row("ruler", "niah_single_1", i, "full", None, length=4096, depth=d) for i, d in enumerate(depths)]
-    report_of(tmp_path, rows)
+    records = [record("ruler", "niah_single_1", i, "full", None, length=4096, depth=d) for i, d in enumerate(depths)]
+    report_of(tmp_path, records)
     assert (tmp_path / "report" / "1-ruler-depth.png").exists()
 
 
 @pytest.mark.parametrize("columns", [1, 30])
 def test_many_methods_lengths_and_errors_fit(tmp_path: Path, columns: int) -> None:
     methods = [("full", None), *((f"method{index // 3}", 64 << index % 3) for index in range(columns))]
-    rows = [
-        row("b", "t", 0, method, budget, length=length, depth=0.5)
+    records = [
+        record("b", "t", 0, method, budget, length=length, depth=0.5)
         for method, budget in methods
         for length in (512, 513, 1024, 131_072)
     ]
-    rows += [row("b", "broken", sample, "full", None, error="no") for sample in range(60)]
-    page = report_of(tmp_path, rows)
+    records += [record("b", "broken", sample, "full", None, error="no") for sample in range(60)]
+    page = report_of(tmp_path, records)
     assert len(page.tables["1-b", "scores"][0]) == 4 + len(methods)
     assert len(page.tables["failures", "failures"]) == 1 + 50
-    assert "10 more are in the rows." in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "10 more are in the records." in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
-def test_rows_that_failed_altogether_still_make_a_page(tmp_path: Path) -> None:
-    page = report_of(tmp_path, [row("b", "t", 0, "full", None, error="no")])
+def test_records_that_failed_altogether_still_make_a_page(tmp_path: Path) -> None:
+    page = report_of(tmp_path, [record("b", "t", 0, "full", None, error="no")])
     assert page.tables["1-b", "scores"][1] == ["t", "1", "1", "–"]  # noqa: RUF001
     assert page.images == []
 
 
-def test_the_same_dense_row_in_two_runs_counts_once(tmp_path: Path) -> None:
-    dense = row("b", "t", 0, "full", None, score=1.0)
-    write_rows(tmp_path / "one" / "rows.jsonl", [dense | {"error": "no", "score": None}])
-    write_rows(tmp_path / "two" / "rows.jsonl", [dense])
-    write_rows(tmp_path / "two-and-a-half" / "rows.jsonl", [dense | {"error": "no", "score": None}])
-    write_rows(tmp_path / "zzz" / "rows.jsonl", [dense | {"seed": 1, "score": 0.5}])
+def test_the_same_dense_record_in_two_runs_counts_once(tmp_path: Path) -> None:
+    dense = record("b", "t", 0, "full", None, score=1.0)
+    write_records(tmp_path / "one" / "rows.jsonl", [dense | {"error": "no", "score": None}])
+    write_records(tmp_path / "two" / "rows.jsonl", [dense])
+    write_records(tmp_path / "two-and-a-half" / "rows.jsonl", [dense | {"error": "no", "score": None}])
+    write_records(tmp_path / "zzz" / "rows.jsonl", [dense | {"seed": 1, "score": 0.5}])
     page = Page(write_report(tmp_path))
     assert page.tables["1-b", "scores"][1] == ["t", "2", "0", "75.0"]
     assert page.head["repeats left out"] == "2"
@@ -322,30 +330,33 @@ def test_the_same_dense_row_in_two_runs_counts_once(tmp_path: Path) -> None:
     [("question", "prefill", "b, question by prefill"), ("model", "m2", "b, m2"), ("device", "cpu", "b, cpu")],
 )
 def test_settings_are_never_averaged_together(tmp_path: Path, field: str, other: str, title: str) -> None:
-    rows = [row("b", "t", 0, "full", None, score=1.0), row("b", "t", 0, "full", None, score=0.0, **{field: other})]
-    page = report_of(tmp_path, rows)
+    records = [
+        record("b", "t", 0, "full", None, score=1.0),
+        record("b", "t", 0, "full", None, score=0.0, **{field: other}),
+    ]
+    page = report_of(tmp_path, records)
     figures = {page.tables[key][1][3] for key in page.tables if key[1] == "scores"}
     assert figures == {"100.0", "0.0"}
     assert f"<h2>{title}</h2>" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
 def test_parameters_that_differ_are_columns_of_their_own(tmp_path: Path) -> None:
-    rows = [
-        row("b", "t", 0, "quest", 64, parameters={"page_size": size, "sink_tokens": 4, "token_budget": 64 + size})
+    records = [
+        record("b", "t", 0, "quest", 64, parameters={"page_size": size, "sink_tokens": 4, "token_budget": 64 + size})
         for size in (16, 32)
     ]
-    header = report_of(tmp_path, rows).tables["1-b", "scores"][0]
+    header = report_of(tmp_path, records).tables["1-b", "scores"][0]
     assert header[3:] == ["quest (page_size=16) 64", "quest (page_size=32) 64"]
 
 
 def test_runs_are_listed_with_their_settings(page_path: Path) -> None:
     text = page_path.read_text(encoding="utf-8")
-    assert "synthetic/needle: 60 rows in rows-00000.jsonl, rows-00001.jsonl" in text
+    assert "synthetic/needle: 60 records in rows-00000.jsonl, rows-00001.jsonl" in text
     assert "&#34;limit&#34;: 4" in text
 
 
 def test_out_may_be_anywhere(tmp_path: Path) -> None:
-    write_rows(tmp_path / "runs" / "rows.jsonl", needle_rows())
+    write_records(tmp_path / "runs" / "rows.jsonl", needle_records())
     path = write_report(tmp_path / "runs", tmp_path / "some" / "where")
     assert path == tmp_path / "some" / "where" / "index.html"
     assert path.exists()
@@ -353,22 +364,22 @@ def test_out_may_be_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n"])
-def test_no_rows_is_an_error(tmp_path: Path, content: str | None) -> None:
+def test_no_records_is_an_error(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(EvalError, match=r"has no rows: no rows\.jsonl"):
+    with pytest.raises(EvalError, match=r"has no records: .* rows\.jsonl"):
         write_report(tmp_path)
     assert not (tmp_path / "report").exists()
 
 
-GOOD = row("b", "t", 0, "full", None)
+GOOD = record("b", "t", 0, "full", None)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"benchmark": "b", ', "Expecting"),
-        ("[1, 2]", "a row is a JSON object, not list"),
+        ("[1, 2]", "a record must be a JSON object, got list"),
         (json.dumps({key: value for key, value in GOOD.items() if key not in ("task", "score")}), "no score, task"),
         (json.dumps(GOOD | {"score": "high"}), "score='high' is not allowed: int or float or null"),
         (json.dumps(GOOD | {"score": True}), "score=True"),
@@ -379,7 +390,7 @@ GOOD = row("b", "t", 0, "full", None)
         (json.dumps(GOOD | {"nll_by_position": [[1]]}), "nll_by_position has \\[1\\]"),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "run" / "rows.jsonl"
     path.parent.mkdir()
     path.write_text(f"{json.dumps(GOOD)}\n{line}\n", encoding="utf-8")
@@ -388,10 +399,12 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, sa
 
 
 def odd(**fields: Any) -> list[dict[str, Any]]:
-    return [made | fields for made in [*longbench_rows()[:12], *needle_rows((1024, 2048))[:8], *pg19_rows()[:4]]]
+    return [
+        each | fields for each in [*longbench_records()[:12], *needle_records((1024, 2048))[:8], *pg19_records()[:4]]
+    ]
 
 
-ODD_ROWS = {
+ODD_RECORDS = {
     "a lone surrogate": odd(task="a \ud83d", prediction="\udcff", references=["\ud83d", None, {"b": 1.5}]),
     "dollar signs": odd(method="$a_$", task="$x^$"),
     "names that begin with an underscore": odd(method="_hidden"),
@@ -404,17 +417,17 @@ ODD_ROWS = {
     "hopeless likelihoods": odd(perplexity=1e299, nll_by_position=[[1, 1e5], [2, 3.0]]),
     "errors alone": odd(error="ValueError: no"),
     "no optional fields": [
-        {name: value for name, value in made.items() if name in {*FIELDS, "prediction"}} for made in odd()
+        {name: value for name, value in each.items() if name in {*FIELDS, "prediction"}} for each in odd()
     ],
     "odd settings": odd(versions={"torch": None, "\ud83d": [1]}, parameters={"a": {"b": [None]}}, seed=-1),
 }
 
 
-@pytest.mark.parametrize("kind", ODD_ROWS)
-def test_defect_12_odd_rows_are_reported(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ODD_RECORDS)
+def test_odd_records_are_reported(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run" / "rows.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps(made) + "\n" for made in ODD_ROWS[kind]) + "\n  \n")
+    path.write_text("".join(json.dumps(each) + "\n" for each in ODD_RECORDS[kind]) + "\n  \n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "rows.jsonl").write_text("")
     page = Page(write_report(tmp_path))
@@ -433,20 +446,20 @@ def test_defect_12_odd_rows_are_reported(tmp_path: Path, kind: str) -> None:
         ('"x": ' + "[" * 50_000, "recursion"),
     ],
 )
-def test_defect_12_numbers_beyond_all_measure_are_named(tmp_path: Path, fields: str, said: str) -> None:
+def test_numbers_that_are_too_large_are_named(tmp_path: Path, fields: str, said: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD)[:-1] + f", {fields}}}\n")
     with pytest.raises(EvalError, match=rf"rows\.jsonl:1: .*{said}"):
         write_report(tmp_path)
 
 
-def test_defect_12_a_configuration_that_is_no_text_is_shown_as_it_is(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [GOOD])
+def test_a_configuration_that_is_not_text_is_shown_unchanged(tmp_path: Path) -> None:
+    write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "config.json").write_bytes(b'{"model": "\xff"')
     assert "\\xff" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
-def test_defect_12_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [GOOD])
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "file").write_text("")
     with pytest.raises(EvalError, match="cannot be written"):
         write_report(tmp_path, tmp_path / "file" / "page")

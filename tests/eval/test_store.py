@@ -1,4 +1,4 @@
-"""A results folder survives kills, refuses other configurations, and merges what several processes wrote."""
+"""A results folder survives kills, refuses other configurations, and merges the records of several processes."""
 
 import errno
 import json
@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from eval.errors import EvalError
-from eval.store import Store, read_rows, row_key, write_json
+from eval.store import Store, read_records, record_key, write_json
 
 CONFIG = {"benchmark": "passkey", "seed": 0, "device": None}
 
 
-def row(sample_id: str, method: str = "full", error: str | None = None, **more) -> dict:
+def record(sample_id: str, method: str = "full", error: str | None = None, **more) -> dict:
     return {
         "benchmark": "passkey",
         "task": "filler",
@@ -26,21 +26,21 @@ def row(sample_id: str, method: str = "full", error: str | None = None, **more) 
     }
 
 
-def test_folder_is_made_claimed_and_claimed_again_by_the_same_configuration(tmp_path):
+def test_folder_is_created_claimed_and_claimed_again_by_the_same_configuration(tmp_path):
     store = Store(tmp_path / "deep" / "out")
     store.claim(CONFIG)
-    store.append(row("a"))
+    store.append(record("a"))
     store.release()
     again = Store(tmp_path / "deep" / "out")
-    again.claim({**CONFIG, "device": "cuda:1"})  # where it runs does not make it another run
-    assert again.rows() == [row("a")]
+    again.claim({**CONFIG, "device": "cuda:1"})  # the device does not change the run
+    assert again.records() == [record("a")]
     again.release()
 
 
 def test_other_configuration_is_named_and_nothing_is_written(tmp_path):
     store = Store(tmp_path)
     store.claim(CONFIG)
-    store.append(row("a"))
+    store.append(record("a"))
     store.release()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(EvalError, match=r"another configuration: seed was 0 and is 1"):
@@ -70,118 +70,118 @@ def test_unwritable_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kept", range(1, 40, 7))
-def test_row_that_a_kill_cut_short_is_forgotten_and_overwritten(tmp_path, kept):
+def test_record_that_a_kill_cut_short_is_dropped_and_overwritten(tmp_path, kept):
     store = Store(tmp_path)
     store.claim(CONFIG)
-    store.append(row("a"))
-    whole = store.own_rows.read_bytes()
-    store.own_rows.write_bytes(whole + whole[:kept])
-    assert store.rows() == [row("a")]
-    store.append(row("b"))
-    assert read_rows(store.own_rows) == [row("a"), row("b")]
+    store.append(record("a"))
+    whole = store.own_file.read_bytes()
+    store.own_file.write_bytes(whole + whole[:kept])
+    assert store.records() == [record("a")]
+    store.append(record("b"))
+    assert read_records(store.own_file) == [record("a"), record("b")]
     store.release()
 
 
-def test_damaged_row_in_the_middle_is_an_error_with_its_line(tmp_path):
+def test_damaged_record_in_the_middle_is_an_error_with_its_line(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(f"{json.dumps(row('a'))}\n{{broken\n{json.dumps(row('b'))}\n")
+    path.write_text(f"{json.dumps(record('a'))}\n{{broken\n{json.dumps(record('b'))}\n")
     with pytest.raises(EvalError, match=r"rows\.jsonl:2"):
-        read_rows(path)
+        read_records(path)
 
 
-def test_a_row_that_failed_gives_way_to_the_one_that_did_not(tmp_path):
+def test_a_failed_record_is_replaced_by_a_successful_one(tmp_path):
     store = Store(tmp_path)
     store.claim(CONFIG)
-    store.append(row("a", error="ValueError: no"))
-    store.append(row("a"))
-    assert store.rows() == [row("a")]
+    store.append(record("a", error="ValueError: no"))
+    store.append(record("a"))
+    assert store.records() == [record("a")]
     store.release()
 
 
-def test_processes_rows_are_merged_in_order(tmp_path):
+def test_processes_records_are_merged_in_order(tmp_path):
     Store(tmp_path).claim(CONFIG)
     for rank, names in enumerate((["c", "a"], ["d", "b"])):
         store = Store(tmp_path, rank, 2)
         for name in names:
-            store.append(row(name))
-    order = [row_key(row(name)) for name in "abcd"]
+            store.append(record(name))
+    order = [record_key(record(name)) for name in "abcd"]
     merged = Store(tmp_path).merge(order)
     assert [entry["sample_id"] for entry in merged] == ["a", "b", "c", "d"]
-    assert read_rows(tmp_path / "rows.jsonl") == merged
+    assert read_records(tmp_path / "rows.jsonl") == merged
     assert sorted(path.name for path in tmp_path.glob("rows*")) == ["rows.jsonl"]
 
 
-def test_infinity_is_no_row(tmp_path):
+def test_infinity_is_no_record(tmp_path):
     store = Store(tmp_path)
     store.claim(CONFIG)
     with pytest.raises(ValueError, match="JSON compliant"):
-        store.append(row("a", score=float("inf")))
-    assert store.rows() == []
+        store.append(record("a", score=float("inf")))
+    assert store.records() == []
     store.release()
 
 
-def test_defect_12_a_row_with_a_lone_surrogate_is_read_back_as_it_was(tmp_path):
+def test_a_record_with_a_lone_surrogate_is_read_back_unchanged(tmp_path):
     store = Store(tmp_path)
-    store.append(row("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"]))
-    assert store.rows() == [row("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"])]
-    assert "café".encode() in store.own_rows.read_bytes()
-    assert Store(tmp_path).merge([]) == store.rows()
+    store.append(record("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"]))
+    assert store.records() == [record("\ud83d", prediction="caf\u00e9 \ud83d", references=["\udcff"])]
+    assert "café".encode() in store.own_file.read_bytes()
+    assert Store(tmp_path).merge([]) == store.records()
 
 
-def test_defect_12_a_whole_last_row_without_its_newline_is_kept(tmp_path):
+def test_a_whole_last_record_without_its_newline_is_kept(tmp_path):
     store = Store(tmp_path)
-    store.append(row("a"))
-    store.own_rows.write_bytes(store.own_rows.read_bytes().rstrip(b"\n"))
-    assert store.rows() == [row("a")]
-    store.append(row("b"))
-    assert store.rows() == [row("a"), row("b")]
+    store.append(record("a"))
+    store.own_file.write_bytes(store.own_file.read_bytes().rstrip(b"\n"))
+    assert store.records() == [record("a")]
+    store.append(record("b"))
+    assert store.records() == [record("a"), record("b")]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX's")
-def test_defect_12_a_disk_that_fills_up_within_a_row_keeps_the_rows_so_far(tmp_path):
+def test_a_disk_that_fills_up_within_a_record_keeps_the_records_so_far(tmp_path):
     import resource
 
     store = Store(tmp_path)
-    store.append(row("a"))
-    before = store.own_rows.read_bytes()
+    store.append(record("a"))
+    before = store.own_file.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
     try:
-        with pytest.raises(EvalError, match=r"rows\.jsonl cannot be written: .*; the rows so far are kept"):
-            store.append(row("b"))
+        with pytest.raises(EvalError, match=r"rows\.jsonl cannot be written: .*; the records so far are kept"):
+            store.append(record("b"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert store.own_rows.read_bytes() == before
-    store.append(row("b"))
-    assert store.rows() == [row("a"), row("b")]
+    assert store.own_file.read_bytes() == before
+    store.append(record("b"))
+    assert store.records() == [record("a"), record("b")]
 
 
-DAMAGED_ROWS = {
-    "[1]": "a row is a JSON object, not list",
-    '"text"': "a row is a JSON object, not str",
-    "{}": "the row has no benchmark",
+DAMAGED_RECORDS = {
+    "[1]": "a record must be a JSON object, got list",
+    '"text"': "a record must be a JSON object, got str",
+    "{}": "the record has no benchmark",
     "\udc80\udcff": "codec can't decode",
     "[" * 50_000: "recursion",
-    json.dumps(row(["a", "list"])): r"sample_id=\['a', 'list'\] is not allowed: str",
-    json.dumps(row("a", error=3)): "error=3 is not allowed",
-    json.dumps(row("a", score="good")): "score='good' is not allowed",
-    json.dumps(row("a", score=math.nan)): "NaN is not a number",
-    json.dumps(row("a")).replace('"error": null', '"tpot_ms": 1e999, "error": null'): "tpot_ms=inf is not allowed",
-    json.dumps(row("a", tpot_ms=10**400)): "tpot_ms=1000.* is not allowed: a number from 0",
+    json.dumps(record(["a", "list"])): r"sample_id=\['a', 'list'\] is not allowed: str",
+    json.dumps(record("a", error=3)): "error=3 is not allowed",
+    json.dumps(record("a", score="good")): "score='good' is not allowed",
+    json.dumps(record("a", score=math.nan)): "NaN is not a number",
+    json.dumps(record("a")).replace('"error": null', '"tpot_ms": 1e999, "error": null'): "tpot_ms=inf is not allowed",
+    json.dumps(record("a", tpot_ms=10**400)): "tpot_ms=1000.* is not allowed: a number from 0",
 }
 
 
-@pytest.mark.parametrize("line", DAMAGED_ROWS, ids=range(len(DAMAGED_ROWS)))
-def test_defect_12_a_damaged_row_is_named_by_file_and_line(tmp_path, line):
-    content = f"{json.dumps(row('a'))}\n{line}\n".encode("utf-8", "surrogateescape")
+@pytest.mark.parametrize("line", DAMAGED_RECORDS, ids=range(len(DAMAGED_RECORDS)))
+def test_a_damaged_record_is_named_by_file_and_line(tmp_path, line):
+    content = f"{json.dumps(record('a'))}\n{line}\n".encode("utf-8", "surrogateescape")
     (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(EvalError, match=rf"rows\.jsonl:2: .*{DAMAGED_ROWS[line]}"):
-        Store(tmp_path).rows()
+    with pytest.raises(EvalError, match=rf"rows\.jsonl:2: .*{DAMAGED_RECORDS[line]}"):
+        Store(tmp_path).records()
     assert (tmp_path / "rows.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"x"', "\udc80", "[" * 50_000], ids=range(7))
-def test_defect_12_a_damaged_configuration_is_named(tmp_path, content):
+def test_a_damaged_configuration_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(EvalError, match=r"config\.json is not the configuration of a run: "):
         Store(tmp_path).check(CONFIG)
@@ -192,19 +192,19 @@ def test_defect_12_a_damaged_configuration_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("value", [math.nan, {1, 2}])
-def test_defect_12_settings_that_json_lacks_are_refused_before_any_work(tmp_path, value):
-    with pytest.raises(EvalError, match="the run's settings cannot be kept as JSON"):
+def test_settings_that_json_lacks_are_refused_before_any_work(tmp_path, value):
+    with pytest.raises(EvalError, match="the run's settings cannot be stored as JSON"):
         Store(tmp_path / "out").check({**CONFIG, "options": {"depths": value}})
 
 
-def test_a_tuple_in_the_settings_makes_no_other_configuration(tmp_path):
+def test_a_tuple_in_the_settings_equals_a_list(tmp_path):
     store = Store(tmp_path)
     store.claim({**CONFIG, "options": {"depths": (0, 1)}})
     store.release()
     Store(tmp_path).check({**CONFIG, "options": {"depths": (0, 1)}})
 
 
-def test_defect_12_a_file_that_cannot_be_written_whole_leaves_the_former_one(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_existing_file(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     write_json(path, {"a": 1})
 

@@ -38,12 +38,18 @@ tasks: [vt, cwe]
 
 
 def figure(**values: Any) -> Figure:
-    made: dict[str, Any] = {"benchmark": "passkey", "method": "quest", "model": MODEL, "length": 2000, "score": 60.0}
-    return Figure(**made | values)
+    defaults: dict[str, Any] = {
+        "benchmark": "passkey",
+        "method": "quest",
+        "model": MODEL,
+        "length": 2000,
+        "score": 60.0,
+    }
+    return Figure(**defaults | values)
 
 
 def entry(**values: Any) -> dict[str, Any]:
-    made = {
+    defaults = {
         "benchmark": "passkey",
         "task": "passkey",
         "length": 2000,
@@ -54,7 +60,7 @@ def entry(**values: Any) -> dict[str, Any]:
         "score": 0.75,
         "perplexity": None,
     }
-    return made | values
+    return defaults | values
 
 
 def printed(table: Table) -> str:
@@ -68,7 +74,7 @@ def table_of(folder: Path, text: str) -> Any:
     return read_table("mine", folder)
 
 
-def test_the_papers_and_the_examples_are_there() -> None:
+def test_the_papers_and_the_examples_exist() -> None:
     assert {"quest-passkey", "quest-longbench", "quest-pg19", "tokenselect-infinitebench", "tokenselect-ruler"} <= {
         *NAMES
     }
@@ -103,7 +109,7 @@ def test_shipped_papers_say_where_their_figures_are_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shipped_figures_belong_to_a_run_and_are_there_once(name: str) -> None:
+def test_shipped_figures_belong_to_a_run_and_are_unique(name: str) -> None:
     figures = read_table(name).figures
     places = [(f.model, f.benchmark, f.task, f.length, f.method, f.token_budget) for f in figures]
     assert len(set(places)) == len(places)
@@ -138,7 +144,7 @@ def test_tokenselect_averages_are_the_means_of_the_tasks_as_far_as_the_paper_kee
     assert "43.90" in table.paper.note
 
 
-def test_difference_is_ours_less_the_papers_in_points() -> None:
+def test_difference_is_ours_minus_the_papers_in_points() -> None:
     (comparison,) = compare([figure()], [entry(errors=1)], MODEL)
     assert comparison.ours == 75
     assert comparison.difference == 15
@@ -165,10 +171,10 @@ def test_another_measurement_is_not_compared(other: dict[str, Any]) -> None:
 
 
 def test_compares_what_summarise_gives() -> None:
-    row = dict.fromkeys(("kv_fraction", "realised_budget", "ttft_seconds", "tpot_ms", "peak_memory_bytes"))
-    row |= {"prompt_tokens": 2000, "error": None, "benchmark": "passkey", "task": "passkey", "length": 2000}
-    row |= {"method": "quest", "token_budget": 256}
-    entries = summarise([row | {"score": score} for score in (1.0, 0.0, 0.0, 1.0)])
+    record = dict.fromkeys(("kv_fraction", "realised_budget", "ttft_seconds", "tpot_ms", "peak_memory_bytes"))
+    record |= {"prompt_tokens": 2000, "error": None, "benchmark": "passkey", "task": "passkey", "length": 2000}
+    record |= {"method": "quest", "token_budget": 256}
+    entries = summarise([record | {"score": score} for score in (1.0, 0.0, 0.0, 1.0)])
     (comparison,) = compare([figure(token_budget=256)], entries, MODEL)
     assert (comparison.ours, comparison.difference, comparison.samples) == (50, -10, 4)
 
@@ -191,7 +197,7 @@ def test_mean_of_perplexities_is_geometric() -> None:
     assert "lower is better" in printed(paper_table([comparison]))
 
 
-def test_methods_that_are_not_here_are_shown_without_ours() -> None:
+def test_missing_methods_are_shown_without_our_figure() -> None:
     figures = [figure(), figure(method="h2o", score=3.0)]
     comparisons = compare(figures, [entry(), entry(method="full")], MODEL)
     assert [comparison.ours for comparison in comparisons] == [75, None]
@@ -206,7 +212,7 @@ def test_methods_that_are_not_here_are_shown_without_ours() -> None:
     assert "Another model" not in text
 
 
-def test_another_model_stands_beside_all_figures_and_is_said() -> None:
+def test_another_model_is_compared_with_all_figures_and_named() -> None:
     figures = [figure(), figure(model="example/model-2b", score=90.0)]
     other = compare(figures, [entry()], "smollm2")
     assert [comparison.difference for comparison in other] == [15, -15]
@@ -276,8 +282,8 @@ def test_mean_is_over_the_tasks_of_the_figures_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry_text", "problem"),
     [
-        ("benchmark: ruler, method: quest, model: example/model-1b", "either a score or a perplexity"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "either a score"),
+        ("benchmark: ruler, method: quest, model: example/model-1b", "exactly one of score and perplexity"),
+        ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "exactly one of score"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: 101", "score=101 .*0 to 100"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: .nan", "score=nan .*0 to 100"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: '90'", "score='90' .*a number"),
@@ -295,7 +301,7 @@ def test_malformed_figure_is_named(tmp_path: Path, entry_text: str, problem: str
         table_of(tmp_path, f"figures:\n  - {{{fine}}}\n  - {{{entry_text}}}\n")
 
 
-def test_figure_that_is_no_mapping(tmp_path: Path) -> None:
+def test_figure_that_is_not_a_mapping(tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"mine\.yaml: figure 1: 65 is not a mapping"):
         table_of(tmp_path, "figures: [65]")
     with pytest.raises(EvalError, match=r"mine\.yaml: figures must be a list"):
@@ -320,5 +326,5 @@ def test_malformed_paper_is_named(tmp_path: Path, paper: str, problem: str) -> N
 
 def test_figures_need_a_paper(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("benchmark: passkey\nmodel: smollm2\nfigures: [1]\n", encoding="utf-8")
-    with pytest.raises(EvalError, match=r"mine\.yaml: there are figures, but no paper"):
+    with pytest.raises(EvalError, match=r"mine\.yaml: paper is missing"):
         read_table("mine", tmp_path)

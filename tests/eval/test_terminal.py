@@ -10,7 +10,7 @@ from rich.console import Console
 
 from eval.speed_table import speed_table
 from eval.tables import Paper, paper_table
-from eval.terminal import on_row, progress, summary_table
+from eval.terminal import on_record, progress, summary_table
 
 
 def printed(renderable: object) -> str:
@@ -19,7 +19,7 @@ def printed(renderable: object) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_defect_7_folders_devices_and_papers_are_shown_as_they_are() -> None:
+def test_folders_devices_and_papers_are_shown_unchanged() -> None:
     summary = {"table": [], "harness_seconds": 1, "model_seconds": 0, "device": "CPU [/a]", "dtype": "float32"}
     text = printed(summary_table(summary, Path("out[/b]\x1b[31m")))
     assert "CPU [/a]" in text
@@ -35,13 +35,13 @@ def test_defect_7_folders_devices_and_papers_are_shown_as_they_are() -> None:
     assert "a[/d] (float32, [/e])" in printed(speed_table(speed))
 
 
-def test_defect_7_a_rows_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"task": "filler", "sample_id": "a\x1b[2J", "method": "quest", "error": "ValueError: one\n\x1b[31mtwo"}
-    on_row(lambda *_: None)(1, 2, row)
+def test_a_records_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"task": "filler", "sample_id": "a\x1b[2J", "method": "quest", "error": "ValueError: one\n\x1b[31mtwo"}
+    on_record(lambda *_: None)(1, 2, record)
     assert capsys.readouterr().err == "filler a\\x1b[2J quest: ValueError: one \\x1b[31mtwo\n"
 
 
-def test_defect_7_a_progress_bars_label_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bars_label_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("passkey -> out\x1b[2J[/x]", is_shown=True) as update:
         update(1, 2)
     assert r"out\x1b[2J[/x]" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Passkey and needle in natural text, and PG19: what their samples hold, and what perplexity is."""
+"""Passkey and needle in natural text, and PG19: contents of their samples, and the perplexity."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_sentences_end_where_punctuation_and_a_capital_say():
 
 
 @pytest.mark.parametrize("task", ["filler", "book"])
-def test_passkey_stands_at_its_depth(data_dir, task):
+def test_passkey_is_at_its_depth(data_dir, task):
     tokenizer = tiny_tokenizer()
     for item in PasskeyRetrieval().items(setup(data_dir, tasks=(task,))):
         sample = item.build()
@@ -56,7 +56,7 @@ def test_book_haystacks_differ_between_samples_and_seeds(data_dir):
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("length", [700, 1501])
-def test_needle_fills_its_length_and_stands_at_its_depth(data_dir, length, chat):
+def test_needle_fills_its_length_and_is_at_its_depth(data_dir, length, chat):
     tokenizer = tiny_tokenizer(chat)
     items = Needle().items(setup(data_dir, tasks=("essay", "book"), lengths=(length,), tokenizer=tokenizer, chat=chat))
     assert [item.depth for item in items] == [0.0, 0.25, 0.5, 0.75, 1.0] * 2
@@ -102,7 +102,7 @@ def test_perplexity_is_that_of_one_full_forward_pass(model_dir, data_dir, chunk)
             model(ids).logits[0, -131:-1].double(), ids[0, -130:], reduction="none"
         )
     for measured in results:
-        # Quest at 480 of 500 tokens is not exact, but near; dense is exact but for rounding.
+        # Quest at 480 of 500 tokens is close, not exact; dense is exact up to rounding.
         tolerance = 1e-5 if measured["kv_fraction"] in (1.0, None) else 0.05
         assert math.isclose(measured["perplexity"], losses.mean().exp().item(), rel_tol=tolerance)
         assert [position for position, _ in measured["nll_by_position"]] == [370, 434, 498]

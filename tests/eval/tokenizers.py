@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def tiny_tokenizer(chat: bool = False, vocabulary: int = 2000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that encodes any text without loss, with offsets, a BOS token that it adds, and an EOS token.
+    """Create a byte-level BPE that encodes any text losslessly, with offsets, an added BOS token, and an EOS token.
 
     Shared by the tests; do not change it. ``chat`` gives it a chat template, which strips the message.
     """

@@ -1,4 +1,4 @@
-"""The frame keeps its word to methods: which verbs it calls, when, and what it counts for them."""
+"""The contract of methods: which functions are called, when, and what is counted for them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -71,7 +71,7 @@ def test_finish_prompt_comes_once_between_the_prompt_and_the_first_step(prefill_
 
 
 @torch.inference_mode()
-def test_finish_prompt_comes_once_behind_each_turn(model, log):
+def test_finish_prompt_comes_once_after_each_turn(model, log):
     with sparse_attention(model, Logged(token_budget=16)):
         cache = SparseCache.for_model(model)
         first = model.generate(random_ids(1, 40), past_key_values=cache, **GREEDY)
@@ -94,7 +94,7 @@ def test_finish_prompt_waits_for_the_first_step_of_a_prompt_in_several_passes(mo
 
 
 @torch.inference_mode()
-def test_finish_prompt_comes_behind_every_prefill_pass_over_static_storage(model, log):
+def test_finish_prompt_comes_after_every_prefill_pass_over_static_storage(model, log):
     ids = random_ids(1, 40)
     with sparse_attention(model, Logged(token_budget=16)):
         cache = SparseCache.for_model(model, max_cache_len=60)
@@ -134,7 +134,7 @@ def test_a_failed_step_keeps_what_finish_prompt_wrote(max_cache_len, model, log)
     with sparse_attention(model, Logged(token_budget=16)):
         cache = SparseCache.for_model(model, max_cache_len)
         model(random_ids(1, 40), past_key_values=cache)
-        for count in (1, 2):  # the first step behind the prompt, and a later one
+        for count in (1, 2):  # the first step after the prompt, and a later one
             hook = model.get_decoder().layers[2].register_forward_pre_hook(fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 model(random_ids(1, 1), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Quest's one op against its parts, and what it keeps."""
+"""Quest's fused op against its parts, and its metadata."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def filled(method, length, padding, max_cache_len, seed=0):
 @pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
 @pytest.mark.parametrize("max_cache_len", [None, 256], ids=["growing", "static"])
 @pytest.mark.parametrize("length", [63, 64, 200])
-def test_one_op_does_what_its_parts_do(bounds_dtype, max_cache_len, length, monkeypatch):
+def test_the_fused_op_equals_its_parts(bounds_dtype, max_cache_len, length, monkeypatch):
     method = Quest(token_budget=64, bounds_dtype=bounds_dtype)
     monkeypatch.setattr(Quest, "attend", lambda self, query, layer, selection, scale: selection)
     results = []
@@ -47,7 +47,7 @@ def test_one_op_does_what_its_parts_do(bounds_dtype, max_cache_len, length, monk
             assert torch.equal(bound[row, :, held], parts.metadata[name][row, :, held])
 
 
-def test_bounds_are_kept_in_the_type_that_was_asked_for():
+def test_bounds_have_the_requested_dtype():
     in_8_bits = filled(Quest(), 50, 0, 160)[0].metadata
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in in_8_bits.items()} == {
         "page_min": ((2, KV_HEADS, 10, HEAD_DIM), torch.int8),

@@ -1,4 +1,4 @@
-"""TokenSelect against its definition written out, its Selection Cache, and what it does to a model."""
+"""TokenSelect against its definition, its Selection Cache, and its effect on a model."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def rotate(x, position):
 
 
 def chosen_by_definition(method, split, voting, keys):
-    """Indices of what one row reads: voting [q_heads, d] at its positions already, keys [kv_heads, tokens, d]."""
+    """Return the indices that one row reads, of a rotated voting query [q_heads, d] and keys [kv_heads, tokens, d]."""
     length = keys.shape[1]
     if length <= sum(split):
         return list(range(length))
@@ -87,7 +87,7 @@ def attend_by_definition(queries, keys, values, chosen, chunk, scale):
 @pytest.mark.parametrize("vote", ["soft", "head", "logits"])
 @pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
 @pytest.mark.parametrize("length", [30, 90])
-def test_decode_step_is_what_its_definition_says(tables, length, max_cache_len, vote):
+def test_decode_step_follows_its_definition(tables, length, max_cache_len, vote):
     method = replace(SMALL, vote=vote)
     layer = filled(tables, method, length, padding=21, max_cache_len=max_cache_len)
     generator = torch.Generator().manual_seed(1)
@@ -108,7 +108,7 @@ def test_decode_step_is_what_its_definition_says(tables, length, max_cache_len, 
 
 
 @pytest.mark.parametrize(("length", "queries"), [(90, 32), (90, 5), (33, 32), (32, 32)])
-def test_chunk_is_what_its_definition_says(tables, length, queries):
+def test_chunk_follows_its_definition(tables, length, queries):
     layer = filled(tables, SMALL, length, padding=21)
     query = torch.randn(2, Q_HEADS, queries, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = SMALL.prefill(query, layer, 0.25, None)
@@ -138,7 +138,7 @@ def test_chunk_is_what_its_definition_says(tables, length, queries):
         ({"token_budget": 100, "n_init": 0, "n_local": 20}, (0, 80, 20)),
     ],
 )
-def test_budget_is_shared_out(parameters, split):
+def test_budget_is_split(parameters, split):
     method = TokenSelect(**parameters)
     assert method.split == split
     assert method.token_budget == sum(split)
@@ -222,18 +222,20 @@ def test_scaled_rope_is_the_models_own(rope):
 
 def test_sliding_windows_are_refused():
     model = make_model("qwen2", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True)
-    with pytest.raises(ValueError, match=r"does not go with sliding-window layers .* 2 of this Qwen2ForCausalLM's 4"):
+    with pytest.raises(
+        ValueError, match=r"'tokenselect' does not support sliding-window .* 2 of this Qwen2ForCausalLM's 4"
+    ):
         patch_model(model, SMALL)
 
 
 @torch.inference_mode()
-def test_positions_that_slots_do_not_stand_for_are_refused():
+def test_positions_that_slots_cannot_represent_are_refused():
     model = make_model("llama")
     patch_model(model, SMALL)
     ids, cache = random_ids(2, 40), SparseCache.for_model(model)
     positions = torch.arange(40, device=DEVICE).repeat(2, 1)
     positions[1, 25:] -= 25  # two texts packed into one row
-    with pytest.raises(ValueError, match=r"must go up by one .* tokenselect .* got \[24, 0\] in row 1"):
+    with pytest.raises(ValueError, match=r"must increase by one .* 'tokenselect' .* got \[24, 0\] in row 1"):
         model(ids, position_ids=positions, past_key_values=cache)
     assert cache.get_seq_length() == 0
     mask = torch.ones_like(ids)
@@ -252,7 +254,7 @@ def test_caches_of_keys_before_and_after_rope_do_not_mix():
 
 
 @torch.inference_mode()
-def test_unpatching_puts_the_model_back():
+def test_unpatching_restores_the_model():
     model = make_model("llama")
     rotary, ids = model.model.rotary_emb, random_ids(1, 100)
     expected = model.generate(ids, **GREEDY)
@@ -313,7 +315,7 @@ def decode(model, cache, ids):
 
 
 @torch.inference_mode()
-def test_selection_cache_keeps_what_was_chosen_until_the_threshold():
+def test_selection_cache_reuses_a_selection_until_the_threshold():
     model = shared_model("llama")
     ids, steps = random_ids(2, 150), random_ids(2, 12, seed=4)
     counts, read = {}, {}
@@ -334,7 +336,7 @@ def test_selection_cache_keeps_what_was_chosen_until_the_threshold():
 
 
 @torch.inference_mode()
-def test_what_was_chosen_is_forgotten_with_a_new_prompt_a_crop_and_a_reset():
+def test_a_new_prompt_a_crop_and_a_reset_drop_the_selection():
     model = shared_model("llama")
     ids, steps = random_ids(2, 150), random_ids(2, 3, seed=4)
     with sparse_attention(model, replace(SMALL, selection_cache_threshold=-1)):
@@ -378,8 +380,8 @@ def test_static_cache_within_the_budget_is_dense_token_for_token():
 
 
 @torch.inference_mode()
-def test_patching_anew_keeps_the_tables_of_a_cache_where_they_are():
-    """A cache outlives a patch; tables at another address would take another CUDA graph."""
+def test_patching_again_keeps_the_addresses_of_a_caches_tables():
+    """A cache outlives a patch, and tables at another address would need another CUDA graph."""
     model = make_model("llama")
     cache = None
     addresses = []
@@ -395,7 +397,7 @@ def test_patching_anew_keeps_the_tables_of_a_cache_where_they_are():
 
 @torch.inference_mode()
 def test_kernels_and_references_choose_the_same_tokens(monkeypatch):
-    """But for candidates whose votes float32 cannot tell apart; the ops' own tests hold the kernels to equality."""
+    """Except for candidates whose votes tie in float32; the ops' own tests require equality of the kernels."""
     model = make_model("qwen3", num_hidden_layers=2)
     ids, steps = random_ids(2, 90), random_ids(2, 6, seed=4)
     mask = torch.ones(2, 96, dtype=torch.long, device=DEVICE)
@@ -429,7 +431,7 @@ def test_kernels_and_references_choose_the_same_tokens(monkeypatch):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
+    """Records the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -445,7 +447,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("max_cache_len", [None, 2100], ids=["growing", "static"])
 @torch.inference_mode()
-def test_a_long_prompt_takes_no_more_than_its_cache_and_hidden_states(max_cache_len):
+def test_a_long_prompt_needs_only_its_cache_and_hidden_states(max_cache_len):
     model = make_model("llama", num_hidden_layers=2)
     ids = random_ids(2, 2048)
     mask = torch.ones_like(ids)

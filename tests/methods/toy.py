@@ -1,4 +1,4 @@
-"""Methods for the tests alone: they prove that the frame takes what the real ones will need."""
+"""Methods for tests, which show that the contract suffices for other papers' methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_sparse_attn.methods import Selection, SparseMethod
 
 
 def unrounded(x):
-    """float32, or float64 as it is."""
+    """Convert to float32, but keep float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -40,7 +40,7 @@ class TokenTopK(SparseMethod):
 
 @dataclass(frozen=True)
 class MassThreshold(SparseMethod):
-    """As many blocks as it takes to hold ``threshold`` of the estimated mass: the count differs per head and step."""
+    """As many blocks as hold ``threshold`` of the estimated mass: the count differs per head and step."""
 
     name: ClassVar[str] = "toy-mass-threshold"
     summary: ClassVar[str] = "blocks by mean key, up to a share of the mass"
@@ -85,7 +85,7 @@ class MassThreshold(SparseMethod):
 
 @dataclass(frozen=True)
 class Window(SparseMethod):
-    """StreamingLLM's pattern: the first block and the last ones, whatever the query (arXiv 2309.17453)."""
+    """StreamingLLM's pattern: the first block and the last ones, for any query (arXiv 2309.17453)."""
 
     name: ClassVar[str] = "toy-window"
     summary: ClassVar[str] = "attention sinks and a sliding window"
@@ -113,7 +113,7 @@ class Window(SparseMethod):
 class SmallNorm(SparseMethod):
     """The prompt's tokens whose keys have the smallest norms, ranked once when it ends (arXiv 2406.11430).
 
-    Tokens behind the prompt have rank 0, so they are read first. ``finish_prompt`` alone writes the metadata.
+    Tokens after the prompt have rank 0, so they are read first. Only ``finish_prompt`` writes the metadata.
     """
 
     name: ClassVar[str] = "toy-small-norm"
@@ -142,7 +142,7 @@ class SmallNorm(SparseMethod):
 
 @dataclass(frozen=True)
 class Recent(SparseMethod):
-    """The last ``token_budget`` tokens, by a ``decode`` of its own: there is no selection."""
+    """The last ``token_budget`` tokens, by its own ``decode`` without a selection."""
 
     name: ClassVar[str] = "toy-recent"
     summary: ClassVar[str] = "the last tokens"

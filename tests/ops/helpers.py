@@ -1,4 +1,4 @@
-"""Inputs that the op tests share: padded rows, with NaN wherever no valid token lies."""
+"""Inputs shared by the op tests: padded rows, with NaN outside valid tokens."""
 
 import inspect
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ POISON = 99  # of int8 tensors that an op has not written
 
 
 def grid(*values: Any) -> Any:
-    """A case that is left to `-m grid`: others cover each of its values."""
+    """Mark a case `grid`, since other cases cover each of its values."""
     return pytest.param(*values, marks=pytest.mark.grid)
 
 
@@ -86,7 +86,7 @@ def exact_bounds(rows: Rows, page_size: int, max_pages: int) -> tuple[torch.Tens
 
 
 def empty_bounds(rows: Rows, page_size: int, *, int8: bool) -> dict[str, torch.Tensor]:
-    """Bounds that nothing was written to yet, by the names of the ops' arguments; with `int8`, the exponents too."""
+    """Allocate bounds under the names of the ops' arguments; with `int8`, the exponents too."""
     batch, kv_heads, capacity, head_dim = rows.keys.shape
     shape = (batch, kv_heads, -(-capacity // page_size), head_dim)
     if not int8:
@@ -166,9 +166,9 @@ def golden(name: str) -> dict[str, torch.Tensor]:
 
 
 def check_schema(op: str, arguments: dict[str, Any]) -> None:
-    """Assert that what the op's schema and fake say is what a call does; what is not given has the public default."""
+    """Assert that the op's schema and fake agree with a call; missing arguments have the public defaults."""
     parameters = inspect.signature(getattr(hf_sparse_attn_kernels, op)).parameters.values()
     given = {p.name: p.default for p in parameters if p.default is not p.empty} | arguments
     overload = getattr(torch.ops.hf_sparse_attn_kernels, op).default
-    # Every value given is cloned by opcheck, which compares what the schema says with what happens.
+    # opcheck clones every value, and compares the schema with the actual writes.
     torch.library.opcheck(overload, (), given, test_utils=("test_schema", "test_faketensor"))

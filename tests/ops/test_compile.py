@@ -30,7 +30,7 @@ def _state(int8, seed=0, lengths=(90, 70)):
 
 
 def _step(query, new_key, new_value, keys, values, seq_start, seq_end, counter, **bounds):
-    """One decode step with every op in it."""
+    """Run one decode step with every op."""
     rows = {"seq_start": seq_start, "seq_end": seq_end}
     seq_end += 1
     chosen = append_and_select(
@@ -67,12 +67,12 @@ def test_one_graph_with_the_results_of_eager_calls(backend, int8, dynamic_capaci
                 torch.testing.assert_close(first, second, equal_nan=True)
             for name, tensor in state.items():
                 torch.testing.assert_close(tensor, eager_state[name], rtol=0, atol=0, equal_nan=True, msg=name)
-    assert counter.frame_count == 1  # what the tensors hold makes no difference
+    assert counter.frame_count == 1  # contents of the tensors make no difference
     assert state["counter"][3].item() == 3
 
 
 @torch.no_grad()
-def test_what_is_compiled_follows_use_impl(monkeypatch):
+def test_compiled_code_follows_use_impl(monkeypatch):
     seen = []
     resolve = _op.resolve_impl
 

@@ -1,4 +1,4 @@
-"""Which implementation runs: what is asked for, or an error."""
+"""The choice of the implementation: the requested one, or an error."""
 
 import inspect
 import subprocess
@@ -72,8 +72,8 @@ OPS = [getattr(hf_sparse_attn_kernels, name) for name in hf_sparse_attn_kernels.
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_implementations_take_what_the_op_takes(op):
-    """By the same names, in the same order, less `impl`, and without defaults: those are the op's alone."""
+def test_implementations_take_the_ops_arguments(op):
+    """Same names in the same order, except `impl`, and without defaults, which only the op has."""
     schema = getattr(torch.ops.hf_sparse_attn_kernels, op.__name__).default._schema
     names = list(inspect.signature(op).parameters)
     assert [argument.name for argument in schema.arguments] == names
@@ -99,7 +99,7 @@ def test_an_op_has_the_docs_of_its_function_and_python_s_errors():
         _select(budget=3)
 
 
-def test_a_second_copy_of_the_package_takes_the_names_over():
+def test_a_second_copy_of_the_package_redefines_the_names():
     script = """
 import importlib.util, sys
 import torch, hf_sparse_attn_kernels as first

@@ -1,4 +1,4 @@
-"""The references know the lengths of CPU tensors; on a device they do without, and must do the same."""
+"""The references read the lengths of CPU tensors, but not of CUDA tensors; results must be the same."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def lengths_on_device(monkeypatch):
 
 
 def _run(lengths, int8, dtype, kv_heads, group):
-    """Every op once, on fresh rows; all that they return and write."""
+    """Run every op once on new rows; return all outputs and written tensors."""
     rows = make_rows(lengths, kv_heads=kv_heads, group=group, dtype=dtype)
     bounds = empty_bounds(rows, 16, int8=int8)
     row_ends = {"seq_start": rows.start, "seq_end": rows.end}

@@ -13,7 +13,7 @@ CANDIDATES = [
     (op, candidate) if candidate in (candidates[0], candidates[-1]) else grid(op, candidate)
     for op, candidates in tuning.CANDIDATES.items()
     for candidate in candidates
-    if op != "rope_decode"  # has a test of its own beside the op's
+    if op != "rope_decode"  # has its own test, next to the op's
 ]
 
 
@@ -70,7 +70,7 @@ def test_no_choice_changes_a_result(op, candidate):
         grid([260], 2, 1),
     ],
 )
-def test_two_levels_choose_what_one_does(lengths, max_blocks, group):
+def test_two_levels_select_the_same_as_one(lengths, max_blocks, group):
     options = {"kv_heads": 2, "group": group, "max_blocks": max_blocks}
     expected = _step(lengths, "reference", **options)
     for first in (1, 1 << 20):

@@ -1,4 +1,4 @@
-"""patch_model and its kin: what changes, what comes back, and what is refused before any work."""
+"""patch_model, unpatch_model and sparse_attention: changes, their undo, and errors before any work."""
 
 import copy
 
@@ -29,7 +29,7 @@ def model():
 
 
 def snapshot(model):
-    """Everything about a model that patching may touch."""
+    """Return everything in a model that patching may change."""
     return {
         "config": copy.deepcopy(model.config.to_dict()),
         "implementation": model.config._attn_implementation,
@@ -43,7 +43,7 @@ def snapshot(model):
     }
 
 
-def test_unpatching_puts_everything_back(model):
+def test_unpatching_restores_everything(model):
     before, ids = snapshot(model), random_ids(1, 50)
     expected = model.generate(ids, **GREEDY)
     assert patch_model(model, "quest", token_budget=48) is model
@@ -172,14 +172,14 @@ def test_bare_decoder_can_be_patched():
         ({"page_size": 12}, ValueError, r"page_size must be a power of two, such as 16, got 12"),
         ({"page_size": 0}, ValueError, r"page_size must be a power of two.*got 0"),
         ({"dense_layers": -1}, ValueError, r"dense_layers must be 0 or more, got -1"),
-        ({"dense_layers": 4}, ValueError, r"dense_layers must leave a layer to make sparse: got 4.*has 4 layers"),
+        ({"dense_layers": 4}, ValueError, r"dense_layers must leave at least one layer .*got 4 for a model of 4"),
         ({"sink_tokens": 1024}, ValueError, r"sink_tokens must be between 0 and 1008.*got 1024"),
         ({"group_reduce": "sum"}, ValueError, r"group_reduce must be one of softmax, mean, max, got 'sum'"),
         ({"bounds_dtype": "int4"}, ValueError, r"bounds_dtype must be one of int8, model, got 'int4'"),
         (
             {"method": Quest(), "token_budget": 64},
             TypeError,
-            r"hyperparameters \(token_budget\) go with a method's name",
+            r"hyperparameters \(token_budget\) are allowed only with a method's name",
         ),
     ],
 )
@@ -243,14 +243,14 @@ def test_training_is_refused(model):
         ({"past_key_values": DynamicCache()}, TypeError, r"must be a SparseCache .* got DynamicCache"),
     ],
 )
-def test_generate_refuses_what_it_cannot_do(model, arguments, error, message):
+def test_generate_refuses_unsupported_arguments(model, arguments, error, message):
     patch_model(model, "quest", token_budget=48)
     with pytest.raises(error, match=message):
         model.generate(random_ids(1, 30), **GREEDY, **arguments)
     assert model.generate(random_ids(1, 30), **GREEDY).shape == (1, 38)
 
 
-def test_forward_refuses_what_it_cannot_do(model):
+def test_forward_refuses_unsupported_arguments(model):
     patch_model(model, "quest", token_budget=48)
     ids = random_ids(2, 30)
     with pytest.raises(ValueError, match="output_attentions=True"):
@@ -258,7 +258,7 @@ def test_forward_refuses_what_it_cannot_do(model):
     with pytest.raises(TypeError, match=r"must be a SparseCache .* got DynamicCache"):
         model(ids, past_key_values=DynamicCache())
     other = SparseCache(model.config, Quest(token_budget=96))
-    with pytest.raises(ValueError, match=r"made for Quest\(token_budget=96.*patched with Quest\(token_budget=48"):
+    with pytest.raises(ValueError, match=r"created for Quest\(token_budget=96.*patched with Quest\(token_budget=48"):
         model(ids, past_key_values=other)
 
     mask = torch.ones_like(ids)
@@ -277,7 +277,7 @@ def test_a_mask_that_disappears_is_refused(model):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     cache = model(ids, attention_mask=mask).past_key_values
-    with pytest.raises(ValueError, match="holds left padding: attention_mask must be given"):
+    with pytest.raises(ValueError, match=r"attention_mask must be given, got None: .* left padding"):
         model(ids[:, :1], past_key_values=cache)
 
 

@@ -1,4 +1,4 @@
-"""RULER (arXiv 2404.06654): 13 tasks in prompts that are made to any length with the model's own tokenizer."""
+"""RULER (arXiv 2404.06654): 13 tasks in prompts generated at any length with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _FAMILIES: dict[str, Callable[[Order], Draft]] = {
 
 
 class Ruler(Benchmark):
-    """Prompts of exactly chosen lengths: needles, variable chains, word counts, and questions among distractors.
+    """Prompts of exact lengths: needles, variable chains, word counts, and questions among distractors.
 
-    A length is that of the prompt, chat template and answer's beginning included, plus the tokens to generate; no
-    sample exceeds it, and none is shorter by more than a unit of its haystack (a word, a line, a document) or a
-    thousandth. Settings and wording come from the protocol's file. Samples follow from seed, task, length and index
-    alone. Against RULER's generator: sizes are searched for rather than raised in fixed steps; sentences of the essays
-    are split with a regular expression; keys and values do not repeat by chance; worked examples stand inside the chat
+    A length includes the prompt, the chat template, the answer's beginning and the tokens to generate. No sample
+    exceeds it, or is shorter by more than a unit of its haystack (a word, a line, a document) or a thousandth. Settings
+    and wording come from the protocol's file. A sample depends only on seed, task, length and index.
+
+    There are four differences from RULER's generator. Sizes are searched for, not raised in fixed steps. Essays are
+    split into sentences by a regular expression. Keys and values never repeat. Worked examples are inside the chat
     template.
     """
 
@@ -57,13 +58,13 @@ class Ruler(Benchmark):
     protocol = "ruler"
 
     def items(self, setup: Setup) -> list[Item]:
-        """Items of every task and length in turn; ``setup.limit`` of each, or the paper's 500.
+        """Return ``setup.limit`` items, or the paper's 500, of every task and length.
 
         Raises
         ------
         EvalError
-            A file is missing or malformed, or a length too small for its task, beyond the model's
-            positions, or beyond the task's documents.
+            A file is missing or malformed, or a length is too small for its task, or exceeds the model's positions or
+            the task's documents.
         """
         content = load_protocol("ruler", setup.protocol_dir).values["tasks"]
         lengths = setup.lengths or self.default_lengths
@@ -76,7 +77,7 @@ class Ruler(Benchmark):
 
 
 class _Maker:
-    """Makes the samples of one task at one length."""
+    """Creates the samples of one task at one length."""
 
     def __init__(self, setup: Setup, content: dict[str, Any], task: str, length: int) -> None:
         self.setup, self.task, self.length = setup, task, length
@@ -94,7 +95,7 @@ class _Maker:
         return min(wanted, documents.question_count(self.args["dataset"], self.setup.data_dir))
 
     def check(self) -> None:
-        """Raise where the first sample cannot be made, cannot be so short, or cannot be so long."""
+        """Raise if the first sample cannot be created, or not at this length."""
         draft = self.draft(0)
         shortest = token_count(self.encode(draft.render(draft.smallest)))
         if shortest > self.room:
@@ -105,12 +106,12 @@ class _Maker:
         if draft.largest is None:
             return
         whole = draft.render(draft.largest)
-        if len(whole.text) < _MOST_CHARS_PER_TOKEN * self.room:  # else it is surely long enough
+        if len(whole.text) < _MOST_CHARS_PER_TOKEN * self.room:  # otherwise it is certainly long enough
             longest = token_count(self.encode(whole)) + self.template.tokens_to_generate
             if longest < self.length:
                 raise EvalError(
                     f"length={self.length} is too large for RULER's {self.task}: all its {draft.largest} documents "
-                    f"come to {longest} tokens"
+                    f"have {longest} tokens"
                 )
 
     def draft(self, index: int) -> Draft:
@@ -121,7 +122,7 @@ class _Maker:
         return _FAMILIES[self.family](order)
 
     def item(self, index: int) -> Item:
-        # Only needles have one place, and theirs is known without a file or a long text.
+        # Only needles have a single position, which is known without a file or a long text.
         depth = self.draft(index).depth if self.family == "niah" else None
         return Item(self.task, str(index), partial(self.sample, index), self.length, depth)
 

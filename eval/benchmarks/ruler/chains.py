@@ -10,15 +10,15 @@ from eval.benchmarks.ruler.needles import NOISE
 from eval.benchmarks.ruler.prompt import Draft, Order, Prompt, Template, encoder, fit, token_count
 
 _EXAMPLE_TOKENS = 500
-"""Length of the worked example, the answer's allowance included."""
+"""Length of the worked example, including room for the answer."""
 _EXAMPLE_NAME_LETTERS, _NAME_LETTERS = 3, 5
 _EXAMPLE_HOPS = 10
 
 
 def draft(order: Order) -> Draft:
-    """A prompt with ``num_chains`` chains of ``num_hops`` copies each, asking for the variables of the first.
+    """Draft a prompt with ``num_chains`` chains of ``num_hops`` copies each, asking for the variables of the first.
 
-    A worked example of about 500 tokens with names of three letters stands before it. The unit is a line of noise.
+    A worked example of about 500 tokens, with names of three letters, precedes it. The unit is a line of noise.
     """
     chains, hops, rng = order.args["num_chains"], order.args["num_hops"], order.rng
     example = _chains_draft(order.template, chains, min(hops, _EXAMPLE_HOPS), _EXAMPLE_NAME_LETTERS, rng)
@@ -44,7 +44,7 @@ def _worked_example(order: Order, example: Draft) -> str:
 
 def _chains_draft(template: Template, chains: int, hops: int, letters: int, rng: Random) -> Draft:
     names = _names(chains * (hops + 1), letters, rng)
-    values = rng.sample(range(10_000, 100_000), chains)  # distinct, or the answer would be more than one chain
+    values = rng.sample(range(10_000, 100_000), chains)  # distinct, so that the answer is one chain
     variables = [names[i * (hops + 1) : (i + 1) * (hops + 1)] for i in range(chains)]
     statements = [_assignments(value, chain) for value, chain in zip(values, variables, strict=True)]
     place_seed = rng.getrandbits(64)
@@ -66,7 +66,7 @@ def _assignments(value: int, chain: list[str]) -> list[str]:
 
 
 def _names(count: int, letters: int, rng: Random) -> list[str]:
-    names: dict[str, None] = {}  # a set that keeps the order
+    names: dict[str, None] = {}  # an ordered set
     while len(names) < count:
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
     return list(names)

@@ -12,19 +12,19 @@ from eval.benchmarks.ruler.prompt import Draft, Order, Prompt
 from eval.benchmarks.ruler.vocabulary import adjective_noun, all_words
 
 _LONG = 4096
-"""From this length on, words repeat as often as the task's settings say; below, less, or nothing would fit."""
+"""Minimum length at which words repeat as often as the task's settings say; below it they repeat less, to fit."""
 _SHORT_REPEATS = (6, 1)
 _CODE_LETTERS = 6
 _TOKENS_PER_CODE_WORD = 50
 _FREQUENT_ANSWERS = slice(1, 4)
-"""Ranks asked for; rank 0 is shown as dots."""
+"""Ranks that the question asks for; rank 0 is shown as dots."""
 
 
 def common_words(order: Order) -> Draft:
-    """A numbered list in which ``num_cw`` words stand ``freq_cw`` times and the others ``freq_ucw`` times.
+    """Draft a numbered list with ``num_cw`` words ``freq_cw`` times each, and the others ``freq_ucw`` times.
 
-    A worked example stands before it. The unit is a distinct word. Lists with more distinct words than the word lists
-    have, from about 100,000 tokens on, go on with adjective-noun pairs.
+    A worked example precedes it. The unit is a distinct word. Lists that exhaust the word lists, from about 100,000
+    tokens on, continue with adjective-noun pairs.
     """
     common_count, rng = order.args["num_cw"], order.rng
     if order.length < _LONG:
@@ -62,9 +62,9 @@ def _numbered(words: list[str]) -> str:
 
 
 def frequent_words(order: Order) -> Draft:
-    """A text in code words whose frequencies fall with their rank to the power ``alpha`` (a zeta distribution).
+    """Draft a text of code words whose frequencies fall with their rank to the power ``alpha`` (a zeta distribution).
 
-    One distinct word for every 50 tokens of length. The unit is a word of the text, before counts are rounded down.
+    It has one distinct word per 50 tokens of length. The unit is a word of the text, before counts are rounded down.
     """
     alpha, rng = order.args["alpha"], order.rng
     vocabulary_size = max(_FREQUENT_ANSWERS.stop + 1, order.length // _TOKENS_PER_CODE_WORD)
@@ -86,7 +86,7 @@ def frequent_words(order: Order) -> Draft:
 
     return Draft(
         render,
-        # From this size on, the last word asked for is more frequent than the next, counts rounded down.
+        # From this size on, rounded counts rank the last requested word above the next one.
         smallest=math.ceil(1 / (shares[last_asked] - shares[last_asked + 1])),
         step=100,
         references=words[_FREQUENT_ANSWERS],

@@ -18,9 +18,9 @@ class _Question:
     text: str
     answers: tuple[str, ...]
     own: tuple[int, ...]
-    """Indices of the documents that always stand in the prompt."""
+    """Indices of the documents that are always in the prompt."""
     related: tuple[int, ...] = ()
-    """Documents of the same article: the first distractors."""
+    """Documents of the same article, which are the first distractors."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Corpus:
 
 
 def question_count(dataset: str, data_dir: Path | None) -> int:
-    """Questions that a data set has.
+    """Return the number of questions of a data set.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def question_count(dataset: str, data_dir: Path | None) -> int:
 
 
 def draft(order: Order) -> Draft:
-    """Question number ``order.index`` of the data set; the unit is a document."""
+    """Draft question number ``order.index`` of the data set; the unit is a document."""
     corpus = _corpus(order.args["dataset"], order.data_dir)
     question, rng = corpus.questions[order.index], order.rng
     taken = {*question.own, *question.related}
@@ -88,20 +88,20 @@ def _read_squad(content: Any) -> _Corpus:
             own = number[paragraph["context"]]
             related = tuple(i for i in article if i != own)
             questions += [
-                _Question(row["question"], _answers(answer["text"] for answer in row["answers"]), (own,), related)
-                for row in paragraph["qas"]
-                if not row["is_impossible"]
+                _Question(entry["question"], _answers(answer["text"] for answer in entry["answers"]), (own,), related)
+                for entry in paragraph["qas"]
+                if not entry["is_impossible"]
             ]
     return _Corpus(documents, questions)
 
 
 def _read_hotpotqa(content: Any) -> _Corpus:
-    contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in content]
+    contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]] for entry in content]
     documents = sorted({text for context in contexts for text in context})
     number = {text: i for i, text in enumerate(documents)}
     questions = [
-        _Question(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in context)))
-        for row, context in zip(content, contexts, strict=True)
+        _Question(entry["question"], (entry["answer"],), tuple(dict.fromkeys(number[text] for text in context)))
+        for entry, context in zip(content, contexts, strict=True)
     ]
     return _Corpus(documents, questions)
 

@@ -1,4 +1,4 @@
-"""RULER's needle tasks: sentences with magic values, hidden in repeated lines, in essays, or among their like."""
+"""RULER's needle tasks: sentences with magic values, hidden in repeated lines, essays, or similar sentences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from eval.benchmarks.ruler.vocabulary import adjective_noun
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _ESSAY_DEPTHS = tuple(round(100 * i / 39) / 100 for i in range(40))
-# RULER splits with nltk's punkt, which needs a download; needles only need places between sentences, so the end of a
-# sentence is here a full stop, question or exclamation mark, perhaps a closing quote, and no lower-case letter next.
+# RULER splits with nltk's punkt, which needs a download. Needles only need positions between sentences: here a sentence
+# ends at a full stop, question or exclamation mark, with an optional closing quote and no lower-case letter next.
 _SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')\]\u201d\u2019]))\s+(?![a-z])""")
 
 
@@ -29,17 +29,17 @@ class _Needle:
     key: str
     value: str
     depth: float
-    """Part of the haystack that stands before it."""
+    """Share of the haystack before the needle."""
 
     def sentence(self, kind: str) -> str:
         return _NEEDLE.format(kind=kind, key=self.key, value=self.value)
 
 
 def draft(order: Order) -> Draft:
-    """A prompt with ``num_needle_k`` keys of ``num_needle_v`` values each, asking for ``num_needle_q`` of the keys.
+    """Draft a prompt with ``num_needle_k`` keys of ``num_needle_v`` values, asking for ``num_needle_q`` of the keys.
 
-    The haystack's unit is a word of the essays, or a line. All that does not depend on the size is drawn here, so the
-    needles stand at the same depths whatever the size; no file is read.
+    The haystack's unit is a word of the essays, or a line. Everything independent of the size is drawn here, without
+    reading a file, so needles have the same depths at every size.
     """
     rng, kind = order.rng, order.args["type_needle_v"]
     asked_count, value_count = order.args["num_needle_q"], order.args["num_needle_v"]
@@ -69,7 +69,7 @@ def draft(order: Order) -> Draft:
         else:
             pieces, separator = _other_needles(order, keys, size, Random(line_seed)), "\n"
         places = [(int(len(pieces) * needle.depth), needle.sentence(kind)) for needle in needles]
-        for place, sentence in sorted(places, reverse=True):  # from the end, so that earlier places stay where they are
+        for place, sentence in sorted(places, reverse=True):  # from the end, so that earlier places do not move
             pieces.insert(place, sentence)
         return template.fill(separator.join(pieces), type_needle_v=asked_kind, query=query)
 
@@ -89,7 +89,7 @@ def _depths(haystack: str, count: int, rng: Random) -> list[float]:
 
 
 def _other_needles(order: Order, keys: Collection[str], count: int, rng: Random) -> list[str]:
-    """Lines of the same form with other keys; the first ones are the same for every ``count``."""
+    """Return lines of the same form with other keys; a larger ``count`` only appends lines."""
     kind = order.args["type_needle_v"]
     draw_key, draw_value = _DRAWERS[order.args["type_needle_k"]], _DRAWERS[kind]
     lines: list[str] = []
@@ -112,21 +112,21 @@ _DRAWERS: dict[str, Callable[[Random], str]] = {"numbers": _number, "words": adj
 
 
 def _distinct(draw: Callable[[Random], str], count: int, rng: Random) -> list[str]:
-    drawn: dict[str, None] = {}  # a set that keeps the order
+    drawn: dict[str, None] = {}  # an ordered set
     while len(drawn) < count:
         drawn[draw(rng)] = None
     return list(drawn)
 
 
 class _Essays:
-    """The essays by sentences; they begin again where they end."""
+    """The sentences of the essays, repeated from the start after the end."""
 
     def __init__(self, text: str) -> None:
         self.sentences = _SENTENCE_END.split(" ".join(text.split()))
         self.word_ends = list(accumulate(sentence.count(" ") + 1 for sentence in self.sentences))
 
     def first_words(self, count: int) -> list[str]:
-        """Sentences that come to ``count`` words, the last one cut short."""
+        """Return sentences with ``count`` words in total, the last one cut short."""
         rounds, count = divmod(count, self.word_ends[-1])
         whole = bisect_right(self.word_ends, count)
         sentences = self.sentences * rounds + self.sentences[:whole]

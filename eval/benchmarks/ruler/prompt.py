@@ -1,4 +1,4 @@
-"""A RULER prompt that can grow, and how large it gets within a length."""
+"""A RULER prompt of variable size, and the search for the largest size within a length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INTERPOLATIONS = 8
 """Guesses by slope before the search falls back to halving."""
 _SPARE = 0.001
-"""The part of a length that may stay unused rather than be searched for."""
+"""Share of a length that may stay unused."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Prompt:
     answer_prefix: str
 
     def after(self, example: str) -> Prompt:
-        """This prompt with a worked example before it."""
+        """Return this prompt with a worked example before it."""
         return replace(self, text=example + self.text)
 
 
@@ -40,12 +40,12 @@ class Template:
     """Wording of a family of tasks, from the protocol's file."""
 
     text: str
-    """With the fields ``{context}`` and, by family, ``{query}``, ``{type_needle_v}``, ``{num_v}``."""
+    """Text with the fields ``{context}`` and, by family, ``{query}``, ``{type_needle_v}``, ``{num_v}``."""
     answer_prefix: str
     tokens_to_generate: int
 
     def singular(self) -> Template:
-        """The wording when a single value is asked for."""
+        """Return the wording for a single value."""
 
         def reword(text: str) -> str:
             for plural, single in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
@@ -55,14 +55,14 @@ class Template:
         return replace(self, text=reword(self.text), answer_prefix=reword(self.answer_prefix))
 
     def fill(self, context: str, **fields: object) -> Prompt:
-        """The prompt with this context; the question is what follows it."""
+        """Return the prompt with this context; the question is the text after it."""
         text, question_chars = render_prompt(self.text, context, **fields)
         return Prompt(text, question_chars, self.answer_prefix.format(**fields))
 
 
 @dataclass(frozen=True)
 class Order:
-    """The settings and random numbers that one sample is made from."""
+    """Settings and random numbers of one sample."""
 
     template: Template
     args: dict[str, Any]
@@ -71,25 +71,25 @@ class Order:
     """Tokens of prompt and answer together."""
     index: int
     rng: Random
-    """The sample's own; nothing else draws from it."""
+    """The sample's own random numbers."""
     tokenizer: PreTrainedTokenizerBase
     data_dir: Path | None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A sample whose size is still open."""
+    """A sample of variable size."""
 
     render: Callable[[int], Prompt]
-    """The prompt with so many units of haystack: words, lines, documents."""
+    """Returns the prompt with a number of units of haystack: words, lines, documents."""
     smallest: int
-    """The fewest units that the task makes sense with."""
+    """Minimum number of units for the task."""
     step: int
-    """Units that come to a few hundred tokens: the first that the search adds."""
+    """Units with a few hundred tokens in total, which the search adds first."""
     references: list[str]
     depth: float | None = None
     largest: int | None = None
-    """All the units there are; None where there is no end."""
+    """Maximum number of units; None for no limit."""
 
 
 TokenParts = tuple[list[int], list[int]]
@@ -97,7 +97,7 @@ Encode = Callable[[Prompt], TokenParts]
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, chat: bool) -> Encode:
-    """A function from a prompt to the tokens of its material and of its question."""
+    """Return a function that encodes a prompt as tokens of its material and of its question."""
 
     def encode(prompt: Prompt) -> TokenParts:
         return encode_prompt(
@@ -108,25 +108,25 @@ def encoder(tokenizer: PreTrainedTokenizerBase, chat: bool) -> Encode:
 
 
 def token_count(parts: TokenParts) -> int:
-    """Tokens of material and question together."""
+    """Return the number of tokens of material and question together."""
     return len(parts[0]) + len(parts[1])
 
 
 def fit(draft: Draft, room: int, encode: Encode) -> tuple[int, TokenParts]:
-    """The largest size whose prompt has at most ``room`` tokens, and that prompt's tokens.
+    """Find the largest size whose prompt has at most ``room`` tokens; return it with the prompt's tokens.
 
-    Guesses by the tokens that a unit takes, counts the guess exactly, and corrects it: a handful of encodings at any
-    length. Leaves at most one unit or a thousandth of ``room`` unused, unless the draft has no more units.
+    Guesses from the tokens per unit, counts exactly, and corrects the guess: a few encodings at any length. Leaves at
+    most one unit or a thousandth of ``room`` unused, unless the draft has no more units.
 
     Raises
     ------
     EvalError
-        The smallest prompt has more tokens already.
+        Even the smallest prompt has more tokens.
     """
     size, parts = draft.smallest, encode(draft.render(draft.smallest))
     used = start_used = token_count(parts)
     if used > room:
-        raise EvalError(f"the shortest prompt of this sample takes {used} tokens, and there is room for {room}")
+        raise EvalError(f"the shortest prompt of this sample takes {used} tokens, but only {room} are allowed")
     beyond: int | None = None
     beyond_used = 0
     guess = size + draft.step

@@ -5,5 +5,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# A checkout runs as it is, without being installed.
+# A checkout runs without being installed.
 sys.path.insert(1, str(ROOT / "kernels" / "torch-ext"))

@@ -1,4 +1,4 @@
-"""From which length on the sparse step is faster than dense attention."""
+"""The length from which the sparse step is faster than dense attention."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from op_bench.registry import STEP
 from op_bench.results import Record, shape_of
 
 Points = Sequence[tuple[int, float]]
-"""Lengths, and how many times faster than dense attention."""
+"""Pairs of length and speed-up over dense attention."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where a configuration breaks even."""
+    """The lengths at which a configuration breaks even."""
 
     shortest: int
-    """The shortest length that was measured."""
+    """Shortest measured length."""
     measured: int | None
-    """The shortest measured length that is faster, as are all longer ones; None where the longest is not."""
+    """Shortest measured length from which all are faster; None if the longest is not."""
     crossing: float | None
-    """Where the ratio passes 1 between two measured lengths, log-linearly; None where it does so at none of them."""
+    """Length at which the log-linearly interpolated ratio passes 1; None if it never does between measurements."""
 
 
 def break_even(points: Points) -> BreakEven:
@@ -44,7 +44,7 @@ def break_even(points: Points) -> BreakEven:
 
 
 def step_ratios(report: Record, way: str, step: tuple[str, str] = STEP) -> dict[str, list[tuple[int, float]]]:
-    """Ratios of a step against the best dense backend, for each configuration (heads, head_dim, batch and chunk)."""
+    """Return a step's speed-ups over the best dense backend, by configuration (heads, head_dim, batch and chunk)."""
     points = defaultdict(list)
     for entry in report["entries"]:
         if (entry["op"], entry["variant"]) == step and entry["against"]:
@@ -54,7 +54,7 @@ def step_ratios(report: Record, way: str, step: tuple[str, str] = STEP) -> dict[
 
 
 def speed_ratios(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    """Ratios of ``generate()``'s time per token, for each patched side of a report of ``python -m eval speed``."""
+    """Return the speed-ups of ``generate()``'s time per token, by patched side of a ``python -m eval speed`` report."""
     points = defaultdict(list)
     for result in report["results"]:
         for side in result["sides"]:

@@ -1,4 +1,4 @@
-"""Dense decode attention as others have it: what ours is compared with."""
+"""Dense decode attention of other libraries, the baseline of the comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from op_bench.shapes import Shape
 
 @dataclass(frozen=True)
 class Backend:
-    """Attention of a layer's queries to all of their rows' tokens, of the queries' shape."""
+    """Dense attention of a layer's queries to all tokens of their rows; returns the shape of the queries."""
 
     name: str
     run: Callable[[Any], torch.Tensor]
     check: Callable[[torch.Tensor, Any], None] = oracle.check_dense_output
-    """Raises ``oracle.Mismatch`` unless the output is right."""
+    """Raises ``oracle.Mismatch`` if the output is wrong."""
 
 
 _SDPA = {
@@ -34,14 +34,14 @@ _SDPA = {
 
 
 def backends(shape: Shape) -> list[Backend]:
-    """All that may run; which ones do is found out by running them."""
+    """Return all backends that may run; running them shows which ones do."""
     found = []
     for name, kind in _SDPA.items():
         if shape.group == 1:
             found.append(Backend(f"SDPA {name}", partial(_sdpa, kind)))
             continue
-        # The query heads of a group as so many query tokens of their KV head: the same sums without a mask, and keys
-        # and values are read once for all of them.
+        # The query heads of a group become query tokens of their KV head: without a mask the sums are the same, and
+        # keys and values are read once for the group.
         found.append(Backend(f"SDPA {name}, folded group", partial(_sdpa_folded, kind)))
         found.append(Backend(f"SDPA {name}, enable_gqa", partial(_sdpa, kind)))
     if find_spec("flashinfer") is not None and shape.batch == 1:
@@ -50,7 +50,7 @@ def backends(shape: Shape) -> list[Backend]:
 
 
 def fast_backends(shape: Shape) -> list[Backend]:
-    """Those among which the best was at every shape measured; the others take most of a run's time."""
+    """Return the backends that were best at some measured shape; the others take most of a run's time."""
     return [each for each in backends(shape) if "efficient" not in each.name and "folded" not in each.name]
 
 

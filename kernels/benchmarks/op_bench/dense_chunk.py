@@ -1,4 +1,4 @@
-"""Dense attention of a chunk of the prefill as others have it: every token of the chunk to all before it and itself."""
+"""Dense attention of a chunk of the prefill, from other libraries: causal over all tokens before it and itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from op_bench.token_workload import TokenLayer
 
 
 def backends(shape: Shape) -> list[Backend]:
-    """All that may run; which ones do is found out by running them.
+    """Return all backends that may run; running them shows which ones do.
 
-    torch has cuDNN's causal mask begin at the first key, not end at the last. So cuDNN takes the chunk in two parts,
-    which are merged; and without a mask, as a bound: that is the same work and less than the chunk's share more.
+    torch aligns cuDNN's causal mask with the first key, not the last. cuDNN therefore takes the chunk in two parts,
+    which are merged. It also runs without a mask as a bound, with at most the chunk's share of extra work.
     """
     to_the_end = partial(check_dense_chunk, is_causal=False)
     found = [
@@ -51,7 +51,7 @@ def _cudnn_in_parts(layer: TokenLayer) -> torch.Tensor:
 def merged(
     first: torch.Tensor, first_lse: torch.Tensor, second: torch.Tensor, second_lse: torch.Tensor
 ) -> torch.Tensor:
-    """Attention to two sets of tokens as attention to both, by their log-sum-exps [batch, q_heads, queries]."""
+    """Merge attention to two sets of tokens by their log-sum-exps [batch, q_heads, queries]."""
     share = torch.sigmoid(second_lse - first_lse)[..., None].to(first.dtype)
     return torch.lerp(first, second, share)
 

@@ -1,4 +1,4 @@
-"""The end-to-end part: ``eval.speed`` on an architecture with random weights, with no more than it needs imported."""
+"""The end-to-end part: ``eval.speed`` on an architecture with random weights, with few imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from op_bench.results import ResultsError, file_stem
 
 QUEST_BUDGET = "2048"
-"""Of the measured target; other methods have their own."""
+"""Budget of the measured target; other methods have their own default."""
 
 
 def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
@@ -22,7 +22,7 @@ def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
     Raises
     ------
     ResultsError
-        Something that it needs is not installed, or what was asked for cannot be.
+        A needed package is not installed, or an option is invalid.
     """
     sys.path.insert(1, str(root))
     try:
@@ -32,7 +32,7 @@ def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
         from eval.speed import SpeedConfig, measure_model, save
         from eval.speed_shapes import SHAPES, build_model
     except ImportError as error:
-        raise ResultsError(f"--end-to-end needs transformers and what it brings: {error}") from error
+        raise ResultsError(f"--end-to-end needs transformers and its dependencies: {error}") from error
     logging.set_verbosity_error()
     device = torch.device("cuda", torch.cuda.current_device())
     methods = tuple(options.method.split(","))
@@ -56,7 +56,7 @@ def run_end_to_end(options: argparse.Namespace, root: Path) -> int:
             measured = measure_model(model, replace(config, contexts=(context,)), _say)
             report = measured | {"results": [*report.get("results", []), *measured["results"]]}
             report["settings"]["contexts"] = list(config.contexts[:count])
-            save(report, out)  # after every context: what was measured stays, whatever comes next
+            save(report, out)  # after every context, so that a later failure loses nothing
     except EvalError as error:
         raise ResultsError(str(error)) from error
     for result in report["results"]:

@@ -1,4 +1,4 @@
-"""Measured ops: how each is called, what it must move, how its result is checked; and which belong together."""
+"""Measured ops: the call, the bytes to move and the check of each, grouped in families."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Entry:
     op: str
     variant: str
     run: Callable[[Any, str | None], Outputs]
-    """Takes a layer of the entry's family and ``impl``; what is timed."""
+    """Timed function of a layer of the entry's family and ``impl``."""
     check: Callable[[Any, Outputs], None]
-    """Raises ``oracle.Mismatch`` unless the outputs, and what was written in place, are right."""
+    """Raises ``oracle.Mismatch`` if an output, or a tensor written in place, is wrong."""
     moved_bytes: Callable[[Shape, Settings], int]
-    """Counts the bytes that must be read and written at least."""
+    """Minimum number of bytes to read and write."""
     prepare: Callable[[Any], None] = lambda layer: None
-    """Spoils what the op writes in place, so that a check cannot pass on an earlier call's work."""
+    """Spoils the tensors that the op writes in place, so that no check passes on the work of an earlier call."""
     against_dense: bool = False
-    """Whether it replaces dense attention, and is compared with it."""
+    """Whether the op replaces dense attention, and is compared with it."""
 
     @property
     def name(self) -> str:
@@ -39,22 +39,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Family:
-    """Entries that share shapes, buffers, and the dense attention that they are compared with."""
+    """Entries that share shapes, buffers and dense backends."""
 
     name: str
     shapes: tuple[Shape, ...]
     quick_shapes: tuple[Shape, ...]
     entries: tuple[Entry, ...]
     make_layer: Callable[..., Any]
-    """Takes shape, settings, device and seed."""
+    """Creates a layer from shape, settings, device and seed."""
     layer_bytes: Callable[[Shape, Settings], int]
-    """Bytes that a layer's buffers take."""
+    """Bytes of a layer's buffers."""
     step_bytes: Callable[[Shape, Settings], int]
-    """Counts the bytes that a step of one layer moves: so many layers are measured that they flush the L2 cache."""
+    """Bytes that a step of one layer moves, which decides how many layers flush the L2 cache."""
     backends: Callable[[Shape], list[Backend]]
-    """The dense attention of others."""
+    """Dense backends of other libraries."""
     least_layers: int = 8
 
     def shapes_of(self, *, quick: bool) -> tuple[Shape, ...]:
-        """The shapes of a whole or of a quick run."""
+        """Return the shapes of a whole or of a quick run."""
         return self.quick_shapes if quick else self.shapes

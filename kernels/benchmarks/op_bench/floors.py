@@ -1,4 +1,4 @@
-"""The bytes that each op must read and write at least."""
+"""The minimum number of bytes that each op must read and write."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from op_bench.shapes import Settings, Shape
 from op_bench.workload import DTYPE
 
 
-def _rows(shape: Shape) -> int:
+def _pairs(shape: Shape) -> int:
     return shape.batch * shape.kv_heads
 
 
 def _bound_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Both bounds of every page, with their exponents; without the channels'."""
+    """Bytes of both bounds of every page with their exponents, without the channel exponents."""
     page = 2 * shape.head_dim + 1 if kind == "int8" else 2 * shape.head_dim * DTYPE.itemsize
-    return _rows(shape) * settings.pages(shape) * page
+    return _pairs(shape) * settings.pages(shape) * page
 
 
 def metadata_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """All bounds and exponents of every row and KV head."""
-    channels = _rows(shape) * shape.head_dim if kind == "int8" else 0
+    """Bytes of all bounds and exponents of every row and KV head."""
+    channels = _pairs(shape) * shape.head_dim if kind == "int8" else 0
     return _bound_bytes(kind, shape, settings) + channels
 
 
@@ -27,16 +27,16 @@ def _query_bytes(shape: Shape) -> int:
 
 
 def _token_bytes(shape: Shape) -> int:
-    """One token's key, in all rows and KV heads."""
-    return _rows(shape) * shape.head_dim * DTYPE.itemsize
+    """Bytes of one token's key in all rows and KV heads."""
+    return _pairs(shape) * shape.head_dim * DTYPE.itemsize
 
 
 def _selection_bytes(shape: Shape, settings: Settings) -> int:
-    return 4 * _rows(shape) * (settings.max_blocks + 1)
+    return 4 * _pairs(shape) * (settings.max_blocks + 1)
 
 
 def prompt_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
-    """Bytes of all keys, read once, and the bounds, written."""
+    """Bytes of all keys, read once, and of the written bounds."""
     return shape.length * _token_bytes(shape) + metadata_bytes(kind, shape, settings)
 
 
@@ -48,13 +48,13 @@ def token_bounds_bytes(kind: str, shape: Shape, settings: Settings) -> int:
 
 def scores_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """Bytes of all metadata, the query and the scores."""
-    written = 4 * _rows(shape) * settings.pages(shape)
+    written = 4 * _pairs(shape) * settings.pages(shape)
     return metadata_bytes(kind, shape, settings) + _query_bytes(shape) + written
 
 
 def select_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the scores and the selection."""
-    return 4 * _rows(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
+    return 4 * _pairs(shape) * settings.pages(shape) + _selection_bytes(shape, settings)
 
 
 def append_and_select_bytes(kind: str, shape: Shape, settings: Settings) -> int:
@@ -71,7 +71,7 @@ def sparse_decode_bytes(shape: Shape, settings: Settings) -> int:
 
 
 def dense_bytes(shape: Shape, settings: Settings) -> int:
-    """All keys and values, the query and the output."""
+    """Bytes of all keys and values, the query and the output."""
     return 2 * shape.length * _token_bytes(shape) + 2 * _query_bytes(shape)
 
 

@@ -1,4 +1,4 @@
-"""The run itself: shape by shape, every dense backend and every op, checked and then timed."""
+"""The run: checks, then times every dense backend and every op, shape by shape."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from op_bench.shapes import Settings, Shape
 MOST_LAYERS = 32
 L2_MULTIPLE = 4
 RESERVED_BYTES = 8 << 30
-"""Left free beside the layers, for the oracles and the benchmark's own L2 flush."""
+"""Memory left free for the oracles and the L2 flush."""
 FULL_BUDGET_MS, QUICK_BUDGET_MS = 40.0, 15.0
 
 
 class DeviceLostError(Exception):
-    """A kernel has broken the CUDA context: nothing can run after it."""
+    """A kernel broke the CUDA context, so nothing can run after it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The settings that all shapes share."""
+    """Settings shared by all shapes."""
 
     settings: Settings
     seed: int
@@ -41,19 +41,19 @@ class Run:
 
 
 def plan_layers(family: Family, shape: Shape, settings: Settings, free_bytes: int, l2_bytes: int) -> int:
-    """How many layers to measure: several L2 caches' worth of our step's bytes, at least a few, as memory allows."""
+    """Return the number of layers: as many as overflow the L2 cache several times, at least a few, if memory allows."""
     wanted = -(-L2_MULTIPLE * l2_bytes // family.step_bytes(shape, settings))
     fitting = (free_bytes - RESERVED_BYTES) // family.layer_bytes(shape, settings)
     return max(0, min(max(wanted, family.least_layers), MOST_LAYERS, fitting))
 
 
 def measure_shape(family: Family, shape: Shape, entries: Sequence[Entry], run: Run, report: Record) -> None:
-    """Measure entries of a family, and the dense backends where one is compared with them, and add them to ``report``.
+    """Measure entries of a family, and dense backends if an entry is compared with them, and add them to ``report``.
 
     Raises
     ------
     DeviceLostError
-        The CUDA context is broken; what was measured before is in the report.
+        A kernel broke the CUDA context; the report has everything measured before.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -70,7 +70,7 @@ def measure_shape(family: Family, shape: Shape, entries: Sequence[Entry], run: R
         lambda: [family.make_layer(shape, run.settings, device, run.seed + index) for index in range(count)]
     )
     run.say(f"{shape.name}: {count} layers")
-    # Families share shapes, and dense attention is the same for all of them.
+    # Families share shapes, and with them dense attention.
     dense = [record for record in report["dense"] if record["shape"]["name"] == shape.name]
     if layers and not dense and any(entry.against_dense for entry in entries):
         dense = [_measure_backend(backend, layers, run) for backend in family.backends(shape)]
@@ -137,7 +137,7 @@ def _timed(
     layers: list[Any],
     run: Run,
 ) -> Record:
-    """Check a step called plainly, in a graph, and in a graph of all layers; time the two graphs."""
+    """Check a step run eagerly, in a graph, and in a graph of all layers; time both graphs."""
     prepare(layers[0])
     check(layers[0], step(layers[0]))
 
@@ -167,7 +167,7 @@ def _check_replay(
 
 
 def _attempt(measure: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The result and no error, or no result and the error: one that fails does not end the others' run."""
+    """Return the result or the error, so that one failure does not end the run."""
     error: str | None = None
     result = None
     try:

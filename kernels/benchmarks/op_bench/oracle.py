@@ -1,4 +1,4 @@
-"""Oracles that every result is compared with before it is timed: the ops' references, and attention in float32."""
+"""Oracles that check every result before it is timed: the ops' references, and attention in float32."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 from op_bench.workload import DTYPE, Bounds, Layer
 
 ERROR_MARGIN = 2.0
-"""Times the error that plain attention makes in the inputs' own precision: what an output may be off."""
+"""Allowed error of an output, in multiples of the error of plain attention in the inputs' precision."""
 ROUNDINGS = 32
-"""Float32 roundings of the largest score that scores may differ by, and below which two of them tie."""
+"""Allowed difference of scores, in float32 roundings of the largest one; scores closer than that tie."""
 
 
-class Mismatch(Exception):  # noqa: N818 -- what is wrong is the measured op
-    """A result is not what the oracle says."""
+class Mismatch(Exception):  # noqa: N818 -- the measured op is wrong, not the program
+    """A result differs from the oracle's."""
 
 
 def check_bounds(found: Bounds, expected: Bounds, what: str) -> None:
-    """Raise unless all bounds and exponents are the same."""
+    """Raise unless all bounds and exponents are equal."""
     names = ("page_min", "page_max", "page_exponent", "channel_exponent")
     for name, ours, theirs in zip(names, found.tensors, expected.tensors, strict=False):
         if not torch.equal(ours, theirs):
             wrong = int((ours != theirs).sum())
-            raise Mismatch(f"{what}: {wrong} of {ours.numel()} values of {name} are not the reference's")
+            raise Mismatch(f"{what}: {wrong} of {ours.numel()} values of {name} differ from the reference's")
 
 
 def check_prompt_bounds(layer: Layer, kind: str) -> None:
-    """Raise unless the bounds are those of all tokens but the newest, which were all new."""
+    """Raise unless the bounds are those of a prompt of all tokens but the newest."""
     for head in range(layer.shape.kv_heads):  # one by one: the reference holds several copies of the keys
         found = layer.bounds[kind].of_head(head)
         expected = found.clone()
@@ -50,7 +50,7 @@ def check_appended(layer: Layer) -> None:
 
 
 def reference_scores(layer: Layer, kind: str) -> torch.Tensor:
-    """Scores of all pages, float32 [batch, kv_heads, pages]."""
+    """Compute the scores of all pages, float32 [batch, kv_heads, pages]."""
     bounds = layer.bounds[kind]
     scores: torch.Tensor = ops.page_scores(
         layer.query,
@@ -66,13 +66,13 @@ def reference_scores(layer: Layer, kind: str) -> torch.Tensor:
 
 
 def score_rounding(scores: torch.Tensor) -> float:
-    """How far apart scores may be that differ by rounding alone."""
+    """Return the largest difference that rounding alone may make between scores."""
     largest = float(scores.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return ROUNDINGS * torch.finfo(torch.float32).eps * (1.0 + largest)
 
 
 def check_scores(found: torch.Tensor, layer: Layer, kind: str) -> None:
-    """Raise unless the scores are the reference's within rounding."""
+    """Raise unless the scores equal the reference's up to rounding."""
     expected = reference_scores(layer, kind)
     error = float((found - expected).abs().max())
     if not error <= score_rounding(expected):  # NaN is an error too
@@ -82,7 +82,7 @@ def check_scores(found: torch.Tensor, layer: Layer, kind: str) -> None:
 def check_selection(
     found: tuple[torch.Tensor, torch.Tensor], scores: torch.Tensor, layer: Layer, rounding: float = 0.0
 ) -> None:
-    """Raise unless the selected blocks are the reference's; ``rounding`` says how far apart tied scores may be."""
+    """Raise unless the selected blocks are the reference's; scores at most ``rounding`` apart tie."""
     settings, pages = layer.settings, scores.shape[-1]
     indices, counts = found
     expected_indices, expected_counts = ops.select_blocks(
@@ -94,17 +94,17 @@ def check_selection(
         impl="reference",
     )
     if not torch.equal(counts, expected_counts):
-        raise Mismatch("selection: other counts than the reference's")
+        raise Mismatch("selection: counts differ from the reference's")
     if torch.equal(indices, expected_indices):
         return
     used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     in_range = ((indices >= 0) & (indices < pages)) == used
     ascending = (indices[..., 1:] > indices[..., :-1]) | ~used[..., 1:]
     if not bool(in_range.all() and ascending.all()):
-        raise Mismatch("selection: not ascending, in range and then -1")
+        raise Mismatch("selection: not ascending, in range, then -1")
     for block in (*range(settings.sink_blocks), *range(pages - settings.recent_blocks, pages)):
         if not bool((indices == block).any(dim=-1).all()):
-            raise Mismatch(f"selection: block {block}, which is always read, is missing")
+            raise Mismatch(f"selection: block {block} is missing, which must always be read")
     ours, theirs = (
         scores.gather(2, blocks.clamp(min=0).long()).masked_fill(~used, 0.0).sort(dim=-1)[0]
         for blocks in (indices, expected_indices)
@@ -141,7 +141,7 @@ def check_dense_output(found: torch.Tensor, layer: Layer) -> None:
 
 
 def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Plain attention in a dtype, one KV head after another; float32 [batch, q_heads, head_dim]."""
+    """Compute plain attention in a dtype, one KV head after another; return float32 [batch, q_heads, head_dim]."""
     group = query.shape[1] // keys.shape[1]
     outputs = []
     for head in range(keys.shape[1]):
@@ -152,7 +152,7 @@ def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dty
 
 
 def check_counter(layer: Layer, expected: tuple[int, int, int, int]) -> None:
-    """Raise unless the ops counted what they read."""
+    """Raise unless the ops counted their reads correctly."""
     found = tuple(layer.counter.tolist())
     if found != expected:
         raise Mismatch(f"counter {found}, expected {expected}")
@@ -164,7 +164,7 @@ def _reference_bounds(layer: Layer, keys: torch.Tensor, bounds: Bounds, end: tor
 
 
 def check_output(found: torch.Tensor, truth: torch.Tensor, rough: torch.Tensor) -> None:
-    """Raise unless ``found`` is as near to the truth as plain attention in the inputs' own precision."""
+    """Raise unless ``found`` is as close to the truth as plain attention in the inputs' precision."""
     error, plain_error = ((each.float() - truth).abs().max().item() for each in (found, rough))
     allowed = ERROR_MARGIN * plain_error
     if not error <= allowed:  # NaN is an error too

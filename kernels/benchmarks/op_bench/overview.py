@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 TIMES = Path("kernels/benchmarks/results/nvidia-h200.json")
 CONFIGURATION = "q32-kv8-d128-b1"
 """Llama 3.1 8B's attention, batch 1."""
-SWEEPS = ("results-qwen2.5-coder-0.5b", "results-tokenselect-theta")
-"""Sweeps over the same samples: Quest's over its budget, TokenSelect's over the threshold of its selection cache."""
-PLACES = (("passkey", "book", 16000), ("needle", "essay", 16000))
-"""Benchmark, task and length: what both sweeps ran."""
+SWEEP = "results-overview"
+"""The sweep whose runs the left panel shows the mean of, each benchmark, task and length with the same weight."""
 TOKENSELECT = ("sink_tokens", "voted_tokens", "recent_tokens")
 """The settings whose sum TokenSelect reads."""
 FOLDER = Path("docs/assets")
 FILES = {"light": "overview.svg", "dark": "overview-dark.svg"}
 
 TITLE = "Accuracy against bytes read, and time of a decode step against length"
-TITLES = {"qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct (Q4_K_M)"}
-SWEPT = {"Quest": "token_budget", "TokenSelect": "selection_cache_threshold"}
+TITLES = {"qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)"}
 NAMES = {"full": "dense attention", "quest": "Quest", "tokenselect": "TokenSelect"}
 
 
@@ -40,12 +37,12 @@ def overview_data(root: Path) -> Record:
     -------
     dict
         ``accuracy``: what was measured, and for each method points ``[percent of dense attention's bytes, score in
-        percent, label]``, means over ``PLACES``. ``time``: where, and for each line points ``[length, µs]``.
+        percent, token budget]``, means over the sweep. ``time``: where, and for each line points ``[length, µs]``.
 
     Raises
     ------
     ResultsError
-        A results file cannot be read, lacks what is drawn, or the sweeps differ in model, device or samples.
+        A results file cannot be read or lacks what is drawn, or runs differ in model, device or samples.
     """
     report = read(root / TIMES)
     try:
@@ -60,45 +57,39 @@ def overview_data(root: Path) -> Record:
         "budgets": {"Quest": settings["token_budget"], "TokenSelect": sum(settings[name] for name in TOKENSELECT)},
         "lines": {name: [list(point) for point in points] for name, points in lines.items()},
     }
-    return {"accuracy": _accuracy(root / "eval/results"), "time": time}
+    return {"accuracy": _accuracy(root / "eval/results" / SWEEP), "time": time}
 
 
-def _accuracy(results: Path) -> Record:
-    entries: dict[tuple[str, str], dict[tuple[str, str, int], Record]] = {}
+def _accuracy(sweep: Path) -> Record:
+    cells: dict[tuple[str, str], dict[tuple[str, str, int], Record]] = {}
     runs: list[Record] = []
-    for sweep in SWEEPS:
-        for path in sorted((results / sweep).glob("*/summary.json")):
-            summary = _summary(path)
-            for entry in summary["table"]:
-                place = (entry["benchmark"], entry["task"], entry["length"])
-                if place in PLACES:
-                    column = (entry["method"], _label(entry, summary["config"]["parameters"]))
-                    entries.setdefault(column, {}).setdefault(place, entry)
-                    samples = entry["samples"] - entry["errors"]
-                    runs.append({**{name: summary[name] for name in ("model", "dtype", "device")}, "samples": samples})
-    if not runs or any(run != runs[0] for run in runs) or any(set(found) != set(PLACES) for found in entries.values()):
-        raise ResultsError(f"{results}: {' and '.join(SWEEPS)} must hold the same tasks, on one model and device")
+    for path in sorted(sweep.glob("*/summary.json")):
+        summary = _summary(path)
+        for entry in summary["table"]:
+            column = (entry["method"], "" if entry["token_budget"] is None else f"{entry['token_budget']:,}")
+            cells.setdefault(column, {})[entry["benchmark"], entry["task"], entry["length"]] = entry
+            samples = entry["samples"] - entry["errors"]
+            runs.append({**{name: summary[name] for name in ("model", "dtype", "device")}, "samples": samples})
+    places = sorted({place for found in cells.values() for place in found})
+    if not runs or any(run != runs[0] for run in runs) or any(set(found) != set(places) for found in cells.values()):
+        raise ResultsError(f"{sweep} must hold every task and length of each method, on one model and device")
     points: dict[str, list[list[Any]]] = {}
-    for (method, label), found in entries.items():
-        mean = {name: sum(entry[name] for entry in found.values()) / len(PLACES) for name in ("kv_fraction", "score")}
-        points.setdefault(NAMES[method], []).append([100 * mean["kv_fraction"], 100 * mean["score"], label])
-    tasks = [f"{benchmark} ({task})" for benchmark, task, _ in PLACES]
-    return {**runs[0], "tasks": tasks, "length": PLACES[0][2], "points": points}
+    for (method, budget), found in cells.items():
+        mean = {name: sum(entry[name] for entry in found.values()) / len(places) for name in ("kv_fraction", "score")}
+        points.setdefault(NAMES[method], []).append([100 * mean["kv_fraction"], 100 * mean["score"], budget])
+    tasks = list(dict.fromkeys(f"{benchmark} ({task})" for benchmark, task, _ in places))
+    lengths = sorted({length for *_, length in places})
+    total = runs[0]["samples"] * len(places)
+    return {**runs[0], "samples": total, "tasks": sorted(tasks, reverse=True), "lengths": lengths, "points": points}
 
 
 def _summary(path: Path) -> Record:
     try:
         summary: Record = json.loads(path.read_text(encoding="utf-8"))
-        summary["table"], summary["config"]["parameters"]
+        summary["table"], summary["model"], summary["dtype"], summary["device"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path} is not the summary of a run: {error!r}") from error
     return summary
-
-
-def _label(entry: Record, parameters: Record) -> str:
-    if entry["method"] == "quest":
-        return f"{entry['token_budget']:,}"
-    return str(parameters["selection_cache_threshold"]) if entry["method"] == "tokenselect" else ""
 
 
 def write_overview(root: Path) -> list[Path]:
@@ -132,8 +123,8 @@ def overview_figure(data: Record, theme: Theme) -> Figure:
     captions = {
         left: (
             "Accuracy against bytes read",
-            f"{TITLES.get(accuracy['model'], accuracy['model'])}, {accuracy['length']:,} tokens, {accuracy['dtype']}, "
-            f"{accuracy['device']};\nmean of {' and '.join(accuracy['tasks'])}, {accuracy['samples']} samples each",
+            f"{TITLES.get(accuracy['model'], accuracy['model'])}, {accuracy['dtype']}, {accuracy['device']};\n"
+            f"{', '.join(accuracy['tasks'])}, {_thousands(accuracy['lengths'])} tokens: {accuracy['samples']} samples",
         ),
         right: (
             "Time of a decode step of one layer",
@@ -151,39 +142,40 @@ def _draw_accuracy(axes: Axes, points: dict[str, list[list[Any]]], theme: Theme)
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     for method, found in points.items():
-        ordered = sorted(found)
-        axes.plot(
-            [point[0] for point in ordered],
-            [point[1] for point in ordered],
-            **{**theme.line(method), "label": f"{method}, by {SWEPT[method]}" if method in SWEPT else method},
-        )
-        labels: dict[tuple[float, float], list[str]] = {}
-        for read_share, score, label in found:
-            labels.setdefault((round(read_share, 1), score), []).append(label)
-        for at, names in labels.items():
-            beside = (7, -3) if method == "Quest" else (-7, -3)
-            is_top = at[1] == 100
+        axes.plot([point[0] for point in found], [point[1] for point in found], **theme.line(method))
+        labels: dict[float, list[tuple[float, str]]] = {}
+        for read_share, score, budget in found:
+            labels.setdefault(round(score), []).append((read_share, budget))
+        for score, beside in labels.items():  # budgets of the same score share a label above their points
+            is_one = len(beside) == 1
             axes.annotate(
-                ", ".join(names),
-                at,
-                xytext=(0, 7) if is_top else beside,
+                ", ".join(budget for _, budget in beside),
+                (sum(share for share, _ in beside) / len(beside), score),
+                xytext=(6, -9) if is_one else (0, 7),
                 textcoords="offset points",
-                ha="center" if is_top else "left" if method == "Quest" else "right",
+                ha="left" if is_one else "center",
                 fontsize=8.5,
                 color=theme.line(method)["color"],
             )
     axes.set_xscale("log")
-    axes.set_xlim(2.5, 130)
-    axes.xaxis.set_major_locator(FixedLocator([3, 5, 10, 20, 50, 100]))
+    axes.set_xlim(9, 125)
+    axes.xaxis.set_major_locator(FixedLocator([10, 20, 50, 100]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-    axes.set_ylim(0, 112)
-    axes.yaxis.set_major_locator(FixedLocator(range(0, 101, 20)))
+    lowest = min(score for found in points.values() for _, score, _ in found)
+    axes.set_ylim(max(0, 10 * (lowest // 10) - 20), 105)
+    axes.yaxis.set_major_locator(FixedLocator(range(0, 101, 10)))
     axes.set_xlabel("KV cache and metadata read in decode steps (dense: 100 %)", fontsize=9.5)
     axes.set_ylabel("score", fontsize=9.5)
-    axes.legend(loc="lower right", fontsize=9, frameon=False, labelcolor=theme.text)
+    legend = {"loc": "lower right", "fontsize": 9, "frameon": False, "labelcolor": theme.text}
+    axes.legend(title="labels: token_budget", title_fontproperties={"size": 8.5}, **legend)
+    axes.get_legend().get_title().set_color(theme.faint)
     dress(axes, theme)
+
+
+def _thousands(lengths: list[int]) -> str:
+    return ", ".join(f"{length:,}" for length in lengths)
 
 
 def accuracy_table(root: Path, method: str) -> str:
@@ -200,7 +192,7 @@ def accuracy_table(root: Path, method: str) -> str:
         for name, dense in (("dense attention", "dense"), (method, ""))
         for read_share, score, label in points[name]
     ]
-    return table((SWEPT[method], "KV read, %", "score, %"), rows)
+    return table(("token_budget", "KV read, %", "score, %"), rows)
 
 
 def times_table(root: Path, method: str) -> str:

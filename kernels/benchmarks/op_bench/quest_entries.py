@@ -1,4 +1,4 @@
-"""Quest's ops: how they are called, what they must move, and how their results are checked."""
+"""Quest's ops: calls, bytes to move, and checks."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def _check_dense_decode(layer: Layer, outputs: Outputs) -> None:
 
 
 def _token_counts(layer: Layer, *, sparse: bool) -> tuple[int, int]:
-    """Tokens read, and tokens that dense attention reads."""
-    rows = layer.shape.batch * layer.shape.kv_heads
+    """Return the tokens read, and the tokens that dense attention reads."""
+    pairs = layer.shape.batch * layer.shape.kv_heads
     read = layer.settings.tokens_read(layer.shape) if sparse else layer.shape.length
-    return rows * read, rows * layer.shape.length
+    return pairs * read, pairs * layer.shape.length
 
 
 def _of_kind(kind: str) -> list[Entry]:
@@ -226,7 +226,7 @@ ENTRIES: tuple[Entry, ...] = (
 )
 
 STEP = ("quest_step", "int8")
-"""The entry that stands for Quest in tables: 8-bit bounds are its default."""
+"""Quest's entry in tables: 8-bit bounds are the default."""
 
 QUEST = Family(
     "quest",

@@ -24,18 +24,18 @@ FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK)
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
 TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice kept"))
-"""The entries that stand for TokenSelect's decode step in tables: without its selection cache, and where it hits."""
+"""The entries of TokenSelect's decode step in tables: without the selection cache, and with a hit."""
 CHUNK_STEP = ("tokenselect_chunk", "")
-"""The entry that stands for TokenSelect's prefill."""
+"""The entry of TokenSelect's prefill in tables."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:
-    """The entries of the ops named; all of them without any.
+    """Return the entries of the named ops, or all entries if none is named.
 
     Raises
     ------
     ValueError
-        There is no op of that name.
+        Unknown op.
     """
     known = list(dict.fromkeys(entry.op for entry in ENTRIES))
     for name in filters:
@@ -45,7 +45,7 @@ def matching_entries(filters: list[str]) -> list[Entry]:
 
 
 def family_shapes(entries: list[Entry], *, quick: bool) -> list[Shape]:
-    """The shapes at which any of the entries is measured, each once."""
+    """Return the shapes at which any of the entries is measured, each once."""
     families = [family for family in FAMILIES if any(entry in family.entries for entry in entries)]
     shapes = [shape for family in families for shape in family.shapes_of(quick=quick)]
     return list(dict.fromkeys(shapes))

@@ -16,32 +16,32 @@ from typing import Any
 from op_bench.shapes import Shape
 
 NOMINAL_BYTES_PER_SECOND = 4.27e12
-"""Bytes a second that one H200 copies, read and written: floors are given by it, and by the device's own copy."""
+"""Copy bandwidth of one H200, read and written. Floors are given for it and for the measured device."""
 WAYS = ("replay", "layers")
 OURS = "dense_decode (ours)"
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 MARGIN = 0.05
-"""Slower by more than this fraction is slower."""
+"""Fraction by which a time must grow to count as slower."""
 
 Record = dict[str, Any]
 
 
 class ResultsError(Exception):
-    """Two files cannot be compared, or a file is not of results."""
+    """Two results files cannot be compared, or a file has no results."""
 
 
 def shape_record(shape: Shape) -> Record:
-    """A shape as JSON has it."""
+    """Convert a shape to its JSON record."""
     return {"name": shape.name, **asdict(shape)}
 
 
 def shape_of(record: Mapping[str, Any]) -> Shape:
-    """The shape of an entry or of a dense backend's times."""
+    """Return the shape of an entry's or a dense backend's record."""
     return Shape(**{key: value for key, value in record["shape"].items() if key != "name"})
 
 
 def floors_us(moved_bytes: int, copy_bytes_per_second: float) -> dict[str, float]:
-    """µs that moving so many bytes takes: at the nominal bandwidth, and at what the device copies."""
+    """Return the time in µs to move ``moved_bytes``, at the nominal bandwidth and at the device's own."""
     return {
         "nominal": 1e6 * moved_bytes / NOMINAL_BYTES_PER_SECOND,
         "copy": 1e6 * moved_bytes / copy_bytes_per_second,
@@ -49,29 +49,29 @@ def floors_us(moved_bytes: int, copy_bytes_per_second: float) -> dict[str, float
 
 
 def over_floor(times: Mapping[str, Any], floors: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Medians over floors, for each way of timing."""
+    """Return medians divided by floors, for each way of timing."""
     return {way: {name: times[way]["median"] / floor for name, floor in floors.items()} for way in WAYS}
 
 
 def against_dense(
     times: Mapping[str, Any], dense: Sequence[Mapping[str, Any]], ours: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """How much faster than dense attention.
+    """Compute the speed-up over dense attention.
 
     Parameters
     ----------
     times : mapping
-        Of the entry.
+        Times of the entry.
     dense : sequence of mapping
-        Others' backends at the same shape; those without times do not count.
+        Records of other libraries' backends at the same shape; those without times are ignored.
     ours : mapping or None
-        Times of our own ``dense_decode`` there.
+        Times of this package's ``dense_decode`` at the same shape.
 
     Returns
     -------
     dict or None
-        For each way of timing ``best`` and ``ratio``, against the best of the others, and ``best_with_ours`` and
-        ``ratio_with_ours``, where our own counts too. None where none of the others has a time.
+        For each way of timing, ``best`` and ``ratio`` against the best of the others, and ``best_with_ours`` and
+        ``ratio_with_ours``, which include ``dense_decode``. None if none of the others has a time.
     """
     found = {}
     for way in WAYS:
@@ -93,7 +93,7 @@ def against_dense(
 
 
 def machine_record(device: str, copy_bytes_per_second: float, command: str, root: Path) -> Record:
-    """Where, on what and how a run was made."""
+    """Describe the machine, versions, date and command of a run."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -113,7 +113,7 @@ def machine_record(device: str, copy_bytes_per_second: float, command: str, root
 
 
 def _clean_commit(root: Path) -> str | None:
-    """The commit that was measured; None where the checkout holds anything else, which no name would lead back to."""
+    """Return the measured commit; None if the checkout differs from it."""
     changed = _output("git", "-C", str(root), "status", "--porcelain")
     return None if changed else _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")
 
@@ -127,7 +127,7 @@ def _output(*command: str) -> str | None:
 
 
 def file_stem(device: str) -> str:
-    """A device's name as a file's."""
+    """Convert a device's name to a file name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -143,13 +143,13 @@ def read(path: Path) -> Record:
     Raises
     ------
     ResultsError
-        The file cannot be read, or is not one of results.
+        The file cannot be read, or is not a results file.
     """
     try:
         report: Record = json.loads(path.read_text(encoding="utf-8"))
         report["machine"]["device"], report["entries"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} is not a file of results: {error!r}") from error
+        raise ResultsError(f"{path} is not a results file: {error!r}") from error
     return report
 
 
@@ -159,19 +159,19 @@ def entry_key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def merged(old: Record, new: Record) -> Record:
-    """Put a run's entries into an older report of the same device: in place of those they repeat, or after them all.
+    """Merge a run's entries into an older report of the same device; new entries replace those of the same name.
 
-    What comes from the new run, and only that, has the ``machine`` of its own that differs: date, command, versions.
+    New entries get a ``machine`` of their own with the values that differ: date, command, versions.
 
     Raises
     ------
     ResultsError
-        The runs were made with different settings.
+        The runs have different settings.
     """
     shared = old["settings"].keys() & new["settings"].keys()
     differing = [name for name in sorted(shared) if old["settings"][name] != new["settings"][name]]
     if differing:
-        raise ResultsError(f"the file's results were made with other settings: {', '.join(differing)}")
+        raise ResultsError(f"the file's results have other settings: {', '.join(differing)}")
     changed = {key: value for key, value in new["machine"].items() if old["machine"].get(key) != value}
     result = {**old, "settings": old["settings"] | new["settings"]}
     keys: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -187,12 +187,12 @@ def merged(old: Record, new: Record) -> Record:
 
 
 def machine_of(report: Mapping[str, Any], record: Mapping[str, Any]) -> Record:
-    """Where, on what and how a record of a report was made."""
+    """Return the machine, versions, date and command of a record of a report."""
     return {**report["machine"], **record.get("machine", {})}
 
 
 def check_device(old: Record, device: str, force: bool) -> None:
-    """Refuse to compare times of different devices.
+    """Raise if two reports are of different devices.
 
     Raises
     ------
@@ -201,19 +201,20 @@ def check_device(old: Record, device: str, force: bool) -> None:
     """
     if old["machine"]["device"] != device and not force:
         raise ResultsError(
-            f"the old results are of {old['machine']['device']!r}, these of {device!r}; --force compares them anyway"
+            f"the old results are from {old['machine']['device']!r}, these from {device!r}; --force compares them "
+            "anyway"
         )
 
 
 def compare(old: Record, new: Record, margin: float = MARGIN) -> tuple[list[str], int]:
-    """Set two reports side by side.
+    """Compare two reports.
 
     Returns
     -------
     lines : list of str
         A table: old and new medians in µs and their quotient, for each way of timing.
     slower : int
-        How many are slower by more than ``margin``.
+        Number of times that are slower by more than ``margin``.
     """
     before = {entry_key(entry): entry["times"] for entry in old["entries"] if entry["times"]}
     lines = [f"{'':52} {'way':>6} {'old, us':>10} {'new, us':>10} {'new/old':>8}"]

@@ -1,4 +1,4 @@
-"""Settings of the measurements: shapes of a decode step or a chunk of the prefill, and what selections take."""
+"""Settings of the measurements: shapes of a decode step or a chunk of the prefill, and budgets of the selections."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def length_label(tokens: int) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention: the queries of every row's last tokens, ``length`` cached tokens in every row."""
+    """The shape of one layer's attention, from the newest tokens of every row to ``length`` cached tokens."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     batch: int
     length: int
-    """Tokens of every row, the newest included."""
+    """Tokens of every row, including the newest."""
     queries: int = 1
-    """The newest tokens of a row, whose queries attend: one in a decode step, a chunk in the prefill."""
+    """Newest tokens of a row, whose queries attend: one in a decode step, a chunk in the prefill."""
 
     @property
     def group(self) -> int:
@@ -45,15 +45,15 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As ``--shape`` takes it."""
+        """Name of the shape for ``--shape``."""
         return f"{self.configuration}-{self.length_label}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of the measured targets.
+    """Settings of the measured targets.
 
-    Quest's: 2,048 tokens in pages of 16, the first and the newest page always read. TokenSelect's are its paper's.
+    Quest reads 2,048 tokens in pages of 16, the first and the newest page always. TokenSelect's are its paper's.
     """
 
     token_budget: int = 2048
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def max_blocks(self) -> int:
-        """Pages that a KV head reads."""
+        """Number of pages that a KV head reads."""
         return self.token_budget // self.page_size
 
     @property
@@ -133,7 +133,7 @@ QUICK_CHUNK_SHAPES = (Shape(28, 4, 128, 1, 131072, 512),)
 
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:
-    """The shapes whose name contains one of ``filters``; all of them without any.
+    """Return the shapes whose name contains one of ``filters``, or all shapes without filters.
 
     Raises
     ------

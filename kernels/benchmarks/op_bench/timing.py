@@ -1,4 +1,4 @@
-"""Two ways of timing a step: one CUDA-graph replay of it, and what a layer costs in a graph of many layers."""
+"""Two ways of timing a step: one CUDA-graph replay, and one layer's share of a graph of many layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 WARMUP_CALLS = 3
-"""Before a capture: kernels are compiled and loaded, and cuDNN builds its plans."""
+"""Calls before a capture, in which kernels are compiled and loaded, and cuDNN builds its plans."""
 COPIED_BYTES = 1 << 31
 
 
 def quartiles(microseconds: Sequence[float]) -> dict[str, float]:
-    """Minimum, quartiles and number of samples."""
+    """Return minimum, quartiles and number of samples."""
     values = sorted(microseconds)
     if len(values) == 1:
         values *= 2
@@ -24,7 +24,7 @@ def quartiles(microseconds: Sequence[float]) -> dict[str, float]:
 
 
 def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture a step on a stream of its own, after warm-up; return the graph and what the step returned."""
+    """Capture a step on a separate stream after warm-up; return the graph and the step's result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -33,7 +33,7 @@ def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     was_collecting = gc.isenabled()
-    gc.disable()  # a kernel that is collected during the capture is unloaded, which ends the capture
+    gc.disable()  # a kernel collected during the capture is unloaded, which aborts the capture
     try:
         with torch.cuda.graph(graph, stream=stream):
             outputs = step()
@@ -45,7 +45,7 @@ def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def time_replay(graph: torch.cuda.CUDAGraph, budget_ms: float) -> dict[str, float]:
-    """Times of one replay in µs, with the L2 cache flushed before each."""
+    """Return the times of one replay in µs, with the L2 cache flushed before each."""
     from triton.testing import do_bench
 
     times = do_bench(graph.replay, warmup=max(5, int(budget_ms / 4)), rep=int(budget_ms), return_mode="all")
@@ -53,7 +53,7 @@ def time_replay(graph: torch.cuda.CUDAGraph, budget_ms: float) -> dict[str, floa
 
 
 def time_layers(graph: torch.cuda.CUDAGraph, layers: int, budget_ms: float) -> dict[str, float]:
-    """Times of one layer in µs: of a replay over their number. The layers flush the L2 cache for each other."""
+    """Return the times of one layer in µs: a replay divided by the layers, which flush the L2 cache for each other."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     for mark in marks:
         mark.record()
@@ -71,7 +71,7 @@ def time_layers(graph: torch.cuda.CUDAGraph, layers: int, budget_ms: float) -> d
 
 
 def copy_bytes_per_second() -> float:
-    """Return the bytes that a copy within the device's memory reads and writes per second."""
+    """Measure the bytes per second that a copy within the device's memory reads and writes."""
     from triton.testing import do_bench
 
     source = torch.randn(COPIED_BYTES // 4, device="cuda")

@@ -1,4 +1,4 @@
-"""TokenSelect's ops and its two whole steps: how they are called, what they must move, how they are checked."""
+"""TokenSelect's ops and its two whole steps: calls, bytes to move, and checks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _append_and_rotate(
     return rotated(query, cos, sin).to(query.dtype)
 
 
-# generate() compiles its decode step, and with it what comes before the ops; each shape is compiled for itself.
+# generate() compiles its decode step, including the work before the ops; each shape is compiled separately.
 _compiled_append_and_rotate = torch.compile(_append_and_rotate, dynamic=False)
 
 
@@ -94,7 +94,7 @@ def _run_step(cache: Callable[[TokenLayer], dict[str, Any]], layer: TokenLayer, 
 
 
 def _run_chunk(layer: TokenLayer, impl: str | None) -> Outputs:
-    """As a prefill does it, which generate() does not compile."""
+    """Run a chunk as a prefill does, which generate() does not compile."""
     voting = ops.mean_query(layer.query, layer.cos, layer.sin, first_slot=layer.settings.recent_tokens, impl=impl)
     selection = _select(layer, voting, layer.seq_end - layer.shape.queries, impl)
     return (*_prefill(layer, *selection, impl), *selection, voting)
@@ -121,9 +121,9 @@ def _take_newest_token_away(layer: TokenLayer) -> None:
 
 def _check_counters(layer: TokenLayer, *, votes: bool, attends: bool) -> None:
     shape, settings = layer.shape, layer.settings
-    rows = shape.batch * shape.kv_heads if attends else 0
+    pairs = shape.batch * shape.kv_heads if attends else 0
     read = token_floors.vote_bytes(shape, settings) if votes else 0
-    oracle.check_counter(layer, (rows * settings.max_tokens, rows * shape.length, read, int(attends)))
+    oracle.check_counter(layer, (pairs * settings.max_tokens, pairs * shape.length, read, int(attends)))
 
 
 def _check_reuse(layer: TokenLayer, reused: int) -> None:

@@ -1,4 +1,4 @@
-"""Oracles of TokenSelect's results: votes in float64, attention in float32 over what was chosen."""
+"""Oracles of TokenSelect's results: votes in float64, attention to the chosen tokens in float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from op_bench.token_workload import TokenLayer, chunk_vote, rotated
 from op_bench.workload import DTYPE
 
 TOKENS_AT_ONCE = 1 << 17
-"""Keys that are held in float64 at a time."""
+"""Number of keys held in float64 at a time."""
 
 
 def check_voting(found: torch.Tensor, layer: TokenLayer) -> None:
-    """Raise unless ``found`` is the query rotated for the vote, or the mean of a chunk's, rounded once."""
+    """Raise unless ``found`` is the query rotated for the vote, or a chunk's mean rotated query, rounded once."""
     cos, sin, recent = layer.cos.double(), layer.sin.double(), layer.settings.recent_tokens
     if layer.shape.queries == 1:
         truth = rotated(layer.query, cos[recent], sin[recent])
@@ -27,7 +27,7 @@ def check_voting(found: torch.Tensor, layer: TokenLayer) -> None:
 
 
 def soft_votes(voting: torch.Tensor, layer: TokenLayer) -> tuple[torch.Tensor, float]:
-    """Votes for the candidates, float64 [batch, candidates], and the largest q.k in them, absolute."""
+    """Return the votes for the candidates, float64 [batch, candidates], and their largest absolute q.k."""
     settings = layer.settings
     candidates = slice(settings.sink_tokens, layer.choice_length - settings.recent_tokens)
     largest, rows = 0.0, []
@@ -43,9 +43,9 @@ def soft_votes(voting: torch.Tensor, layer: TokenLayer) -> tuple[torch.Tensor, f
 
 
 def check_choice(indices: torch.Tensor, counts: torch.Tensor, layer: TokenLayer) -> torch.Tensor:
-    """Raise unless a selection has its form; return the part of it that was voted for.
+    """Check the form of a selection and return its tokens chosen by vote.
 
-    The form: as many tokens as may be chosen, ascending, the first and the last ones that are always read among them.
+    A selection has ``max_tokens`` tokens, ascending, including the first and last ones that are always read.
     """
     settings, batch = layer.settings, layer.shape.batch
     if indices.shape != (batch, 1, settings.max_tokens) or not bool((counts == settings.max_tokens).all()):
@@ -61,9 +61,9 @@ def check_choice(indices: torch.Tensor, counts: torch.Tensor, layer: TokenLayer)
 
 
 def check_votes(indices: torch.Tensor, counts: torch.Tensor, voting: torch.Tensor, layer: TokenLayer) -> None:
-    """Raise unless no token that was left out has more votes than one that was chosen.
+    """Raise if a token left out has more votes than a chosen one.
 
-    Votes count as the same where roundings of q.k in float32, as many as ``ROUNDINGS``, could have swapped them.
+    Votes tie if ``ROUNDINGS`` roundings of q.k in float32 could swap them.
     """
     chosen = check_choice(indices, counts, layer) - layer.settings.sink_tokens
     votes, largest = soft_votes(voting, layer)
@@ -77,15 +77,15 @@ def check_votes(indices: torch.Tensor, counts: torch.Tensor, voting: torch.Tenso
 
 
 def check_kept_choice(indices: torch.Tensor, counts: torch.Tensor, layer: TokenLayer) -> None:
-    """Raise unless the selection cache's tokens were taken again."""
+    """Raise unless the selection cache's tokens were reused."""
     if not torch.equal(check_choice(indices, counts, layer), layer.cached_tokens.long()):
-        raise Mismatch("selection: not the cached one's tokens")
+        raise Mismatch("selection: not the cached tokens")
 
 
 def check_sparse_output(
     found: torch.Tensor, layer: TokenLayer, block_indices: torch.Tensor, block_counts: torch.Tensor
 ) -> None:
-    """Raise unless ``found`` is attention to the chosen tokens, and to a chunk, all rotated to their slots."""
+    """Raise unless ``found`` is attention to the chosen tokens and the chunk, all rotated to their slots."""
     count, queries, kv_heads = int(block_counts.min()), layer.shape.queries, layer.shape.kv_heads
     tokens = block_indices[:, 0, :count].long()
     if queries > 1:
@@ -102,7 +102,7 @@ def check_sparse_output(
 
 
 def check_dense_chunk(found: torch.Tensor, layer: TokenLayer, *, is_causal: bool = True) -> None:
-    """Raise unless ``found`` is attention from the chunk to all tokens, none rotated; causal, or to the end."""
+    """Raise unless ``found`` is attention from the chunk to all tokens without rotation, causal or unmasked."""
     name = f"dense, {'causal' if is_causal else 'to the end'}"
     for dtype in (torch.float32, DTYPE):
         if f"{name}, {dtype}" not in layer.expected:
@@ -114,7 +114,7 @@ def check_dense_chunk(found: torch.Tensor, layer: TokenLayer, *, is_causal: bool
 def chunk_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, *, is_causal: bool = True
 ) -> torch.Tensor:
-    """Plain attention of the last tokens in a dtype, head by head; float32 [batch, q_heads, queries, head_dim]."""
+    """Compute plain attention of the last tokens in a dtype; return float32 [batch, q_heads, queries, head_dim]."""
     group, queries = query.shape[1] // keys.shape[1], query.shape[2]
     later = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
     outputs = []

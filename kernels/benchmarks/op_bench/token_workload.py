@@ -17,14 +17,13 @@ ROPE_THETA = 1e6
 class TokenLayer:
     """Tensors that a decode step of one layer, or a chunk of its prefill, reads and writes.
 
-    The newest tokens are in the buffers already: a step that appends its token again writes what is there, so that it
-    can be repeated.
+    The buffers already hold the newest tokens. A step writes the same token again, so it can be repeated.
     """
 
     shape: Shape
     settings: Settings
     query: torch.Tensor
-    """[batch, q_heads, head_dim], or of a chunk [batch, q_heads, queries, head_dim]; before RoPE."""
+    """[batch, q_heads, head_dim], or [batch, q_heads, queries, head_dim] for a chunk; before RoPE."""
     new_key: torch.Tensor
     """[batch, kv_heads, head_dim]."""
     new_value: torch.Tensor
@@ -36,23 +35,23 @@ class TokenLayer:
     sin: torch.Tensor
     seq_start: torch.Tensor
     seq_end: torch.Tensor
-    """int32 [batch]: the rows' end, with the newest tokens."""
+    """int32 [batch]: end of the rows, including the newest tokens."""
     choice_end: torch.Tensor
-    """int32 [batch]: the end of what is chosen from, which a chunk is not part of."""
+    """int32 [batch]: end of the tokens to choose from, which excludes a chunk."""
     voting: torch.Tensor
-    """[batch, q_heads, head_dim]: the query rotated for the vote; of a chunk their mean."""
+    """[batch, q_heads, head_dim]: the query rotated for the vote, or a chunk's mean rotated query."""
     cached_query: torch.Tensor
-    """[batch, q_heads, head_dim], as the op's selection cache has it."""
+    """[batch, q_heads, head_dim]: the query in the op's selection cache."""
     cached_tokens: torch.Tensor
     """int32 [batch, voted_tokens]."""
     cached_valid: torch.Tensor
     """int32 [batch]."""
     counter: torch.Tensor
-    """int64 [4], as the ops count."""
+    """int64 [4], added to by the ops."""
     reuse_counter: torch.Tensor
     """int64 [2]."""
     finished: torch.Tensor
-    """int32 [batch, kv_heads]: zeros between ops."""
+    """int32 [batch, kv_heads]: zero between ops."""
     block_indices: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     block_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -60,12 +59,12 @@ class TokenLayer:
 
     @property
     def choice_length(self) -> int:
-        """Tokens of a row that are chosen from."""
+        """Tokens of a row to choose from."""
         return choice_length(self.shape)
 
     @property
     def selection_cache(self) -> dict[str, torch.Tensor]:
-        """The selection cache as the op's keyword arguments."""
+        """Selection cache as keyword arguments of the op."""
         return {
             "cached_query": self.cached_query,
             "cached_tokens": self.cached_tokens,
@@ -74,36 +73,36 @@ class TokenLayer:
 
 
 def choice_length(shape: Shape) -> int:
-    """Tokens of a row that are chosen from: those before a chunk; in a decode step all, the newest included."""
+    """Return the tokens of a row to choose from: those before a chunk, or all tokens in a decode step."""
     return shape.length - (shape.queries if shape.queries > 1 else 0)
 
 
 def rope_slots(shape: Shape, settings: Settings) -> int:
-    """Slots that a selection and its chunk take."""
+    """Return the slots that a selection and its chunk take."""
     return settings.max_tokens + shape.queries
 
 
 def rope_tables(slots: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of RoPE's angles, float32 [slots, head_dim // 2]."""
+    """Return cosine and sine of RoPE's angles, float32 [slots, head_dim // 2]."""
     frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x's halves against each other: [..., head_dim] by tables [..., head_dim // 2], in the tables' dtype."""
+    """Apply RoPE to ``x`` [..., head_dim] by tables [..., head_dim // 2], in the tables' dtype."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def chunk_vote(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, recent_tokens: int) -> torch.Tensor:
-    """The chunk's mean query, its tokens i rotated to recent_tokens + i, in the tables' dtype."""
+    """Return the chunk's mean query, token i rotated to recent_tokens + i, in the tables' dtype."""
     at = torch.arange(recent_tokens, recent_tokens + query.shape[2], device=query.device)
     return rotated(query, cos[at], sin[at]).mean(dim=2)
 
 
 def token_layer_bytes(shape: Shape, settings: Settings) -> int:
-    """Bytes that a layer's buffers take."""
+    """Return the bytes of a layer's buffers."""
     kept = 2 * shape.batch * shape.kv_heads * shape.length * shape.head_dim
     queries = shape.batch * shape.q_heads * (shape.queries + 2) * shape.head_dim
     tables = 4 * rope_slots(shape, settings) * shape.head_dim
@@ -113,16 +112,16 @@ def token_layer_bytes(shape: Shape, settings: Settings) -> int:
 def make_token_layer(
     shape: Shape, settings: Settings, device: torch.device, seed: int = 0, impl: str | None = None
 ) -> TokenLayer:
-    """Make a layer of normally distributed queries, keys and values.
+    """Create a layer of normally distributed queries, keys and values.
 
     Raises
     ------
     ValueError
-        There are no more tokens than are chosen.
+        All tokens would be chosen.
     """
     if choice_length(shape) <= settings.max_tokens:
         raise ValueError(f"length={shape.length}; allowed: more tokens to choose from than {settings.max_tokens}")
-    torch.compiler.reset()  # steps are compiled shape by shape, and only so many shapes in all
+    torch.compiler.reset()  # steps are compiled for each shape, and Dynamo limits their number
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -164,7 +163,7 @@ def make_token_layer(
 
 
 def _some_tokens(shape: Shape, settings: Settings, generator: torch.Generator) -> torch.Tensor:
-    """A choice that no vote makes, ascending: int32 [batch, voted_tokens] of the tokens that votes are for."""
+    """Choose random candidates, ascending: int32 [batch, voted_tokens]."""
     candidates = choice_length(shape) - settings.sink_tokens - settings.recent_tokens
     values = torch.rand(shape.batch, candidates, device=generator.device, generator=generator)
     places = values.argsort(dim=1)[:, : settings.voted_tokens].sort(dim=1)[0]

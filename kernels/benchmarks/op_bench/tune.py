@@ -1,4 +1,4 @@
-"""Measures the launch choices of the kernels, shape by shape, and writes those that the launchers look up."""
+"""Measures the launch choices of the kernels for each shape, and writes the file that the launchers look up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from op_bench.timing import capture, time_layers
 from op_bench.token_entries import TOKEN_DECODE
 
 MOST_TOKENS = 1 << 23
-"""Of all rows and KV heads together; longer shapes take the choices of the nearest."""
+"""Tokens of all rows and KV heads together; longer shapes take the choices of the nearest."""
 TIMED_WITH: dict[str, tuple[Family, str]] = {
     "score": (QUEST, "append_and_select"),
     "select": (QUEST, "append_and_select"),
@@ -24,14 +24,14 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
 }
-"""The op whose time decides, in its 8-bit variant where it has several."""
+"""The op whose time decides, in its 8-bit variant if it has one."""
 MOST_BYTES = 24 << 30
 LAYERS = 8
 BUDGET_MS = 15.0
 
 
 def tuned_shapes(family: Family) -> list[Shape]:
-    """The shapes that a family's launches are measured at."""
+    """Return the shapes at which a family's launches are measured."""
     return [shape for shape in family.shapes if shape.batch * shape.kv_heads * shape.length <= MOST_TOKENS]
 
 
@@ -39,12 +39,12 @@ ALL_TUNED_SHAPES = tuple(dict.fromkeys([*tuned_shapes(QUEST), *tuned_shapes(TOKE
 
 
 def chosen_launches(names: Sequence[str]) -> list[str]:
-    """The launches of those names, in the order in which they are tuned; all of them without any.
+    """Return the named launches in tuning order, or all launches if none is named.
 
     Raises
     ------
     ValueError
-        There is no launch of one of the names.
+        Unknown launch.
     """
     for name in names:
         if name not in TIMED_WITH:
@@ -68,7 +68,7 @@ def tune(
 
 
 def write(found: dict[str, Any], device: torch.device) -> None:
-    """Put the choices of one kind of device into the package's file, in place of those it had for the same shapes."""
+    """Write the choices of one kind of device to the package's file; they replace those of the same shapes."""
     tuned = json.loads(tuning.TUNED.read_text()) if tuning.TUNED.exists() else {}
     major, minor = torch.cuda.get_device_capability(device)
     of_device = tuned.setdefault(f"{major}.{minor}", {})
@@ -84,7 +84,7 @@ def write(found: dict[str, Any], device: torch.device) -> None:
 def _tune_shape(
     family: Family, shape: Shape, launches: Sequence[str], device: torch.device, say: Callable[[str], None]
 ) -> dict[str, dict[str, int]]:
-    """Return the fastest choice of each launch; the two launches of one op are tuned one after the other."""
+    """Return the fastest choice of each launch; the two launches of an op are tuned in turn."""
     settings = Settings()
     count = max(1, min(LAYERS, MOST_BYTES // family.layer_bytes(shape, settings)))
     layers = [family.make_layer(shape, settings, device, seed) for seed in range(count)]
@@ -106,7 +106,7 @@ def _describe(shape: Shape) -> dict[str, int]:
 
 
 def _time(entry: Entry, layers: list[Any], choices: dict[str, dict[str, int]]) -> float:
-    """Microseconds a layer; infinite where the choice does not fit the device."""
+    """Return microseconds per layer; infinite if the choice does not fit the device."""
     with tuning.forced(**choices):
         try:
             graph, _ = capture(lambda: [entry.run(layer, None) for layer in layers])

@@ -1,4 +1,4 @@
-"""One layer's buffers: random keys and values, the metadata over them, and the token that the step appends."""
+"""One layer's buffers: random keys and values, their metadata, and the token that the step appends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from op_bench.shapes import Settings, Shape
 
 DTYPE = torch.bfloat16
 BOUNDS = ("int8", "bf16")
-"""How page bounds are kept: 8-bit levels with exponents, or in the keys' dtype."""
+"""Kinds of page bounds: 8-bit levels with exponents, or the keys' dtype."""
 
 
 @dataclass
 class Bounds:
-    """Page bounds, [batch, kv_heads, pages, head_dim], and the exponents that 8-bit ones have."""
+    """Page bounds, [batch, kv_heads, pages, head_dim], with the exponents of 8-bit ones."""
 
     page_min: torch.Tensor
     page_max: torch.Tensor
@@ -38,12 +38,12 @@ class Bounds:
 
     @property
     def exponents(self) -> dict[str, torch.Tensor | None]:
-        """The exponents as the ops' keyword arguments."""
+        """Exponents as keyword arguments of the ops."""
         return {"page_exponent": self.page_exponent, "channel_exponent": self.channel_exponent}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All there are."""
+        """All tensors of the bounds."""
         every = (self.page_min, self.page_max, self.page_exponent, self.channel_exponent)
         return [tensor for tensor in every if tensor is not None]
 
@@ -52,7 +52,7 @@ class Bounds:
         return Bounds(*(tensor.clone() for tensor in self.tensors))
 
     def of_head(self, head: int) -> Bounds:
-        """Views of one KV head."""
+        """Return views of one KV head."""
         return Bounds(*(tensor[:, head : head + 1] for tensor in self.tensors))
 
 
@@ -60,8 +60,7 @@ class Bounds:
 class Layer:
     """Tensors that a step of one layer reads and writes.
 
-    The newest token is in the buffers and in the metadata already: a step that appends it again writes what is there,
-    so that it can be repeated.
+    Buffers and metadata already hold the newest token. A step writes the same token again, so it can be repeated.
     """
 
     shape: Shape
@@ -81,13 +80,13 @@ class Layer:
     block_counts: torch.Tensor
     seq_start: torch.Tensor
     context_end: torch.Tensor
-    """int32 [batch]: the rows' end before the newest token."""
+    """int32 [batch]: end of the rows without the newest token."""
     seq_end: torch.Tensor
-    """int32 [batch]: with it."""
+    """int32 [batch]: end of the rows, including the newest token."""
     counter: torch.Tensor
-    """int64 [4], as the ops count."""
+    """int64 [4], added to by the ops."""
     finished: torch.Tensor
-    """int32 [batch, kv_heads]: zeros between ops."""
+    """int32 [batch, kv_heads]: zero between ops."""
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     """Results that checks computed once."""
 
@@ -151,17 +150,17 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
         counter=torch.zeros(4, dtype=torch.int64, device=device),
         finished=torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device),
     )
-    rows = (layer.seq_start, layer.seq_end)
+    row_bounds = (layer.seq_start, layer.seq_end)
     for kind, bounds in layer.bounds.items():
         layer.context_bounds(kind, shape.length, impl)
         levels = (bounds.page_min, bounds.page_max)
         page = {"page_size": settings.page_size, "impl": impl}
-        ops.page_bounds(keys, *levels, *rows, num_new=1, **bounds.exponents, **page)
+        ops.page_bounds(keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
     levels = (layer.bounds["bf16"].page_min, layer.bounds["bf16"].page_max)
-    layer.scores = ops.page_scores(layer.query, *levels, *rows, page_size=settings.page_size, impl=impl)
+    layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, page_size=settings.page_size, impl=impl)
     layer.block_indices, layer.block_counts = ops.select_blocks(
         layer.scores,
-        *rows,
+        *row_bounds,
         block_size=settings.page_size,
         **settings.budget,
         impl=impl,

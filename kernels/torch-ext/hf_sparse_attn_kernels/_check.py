@@ -1,4 +1,4 @@
-"""Argument checks that several ops share: on shapes, dtypes and devices alone, so that none waits for the device."""
+"""Argument checks shared by several ops. They look at shapes, dtypes and devices only, so none waits for a device."""
 
 import torch
 
@@ -33,10 +33,10 @@ def check_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def check_dims(name: str, tensor: torch.Tensor, axes: str) -> None:
-    """Check the number of dimensions against `axes`, as in "batch, kv_heads, n"; none may be empty."""
+    """Check that `tensor` has the dimensions named in `axes`, such as "batch, kv_heads, n", and that none is 0."""
     count = axes.count(",") + 1
     if tensor.dim() != count or 0 in tensor.shape:
-        raise ValueError(f"{name} has shape {_shape(tensor)}; allowed: [{axes}], none of them 0")
+        raise ValueError(f"{name} has shape {_shape(tensor)}; allowed: [{axes}], all at least 1")
 
 
 def check_shape(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...]) -> None:
@@ -52,13 +52,13 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that the kernels may count through the tensor without strides."""
+    """Check that the tensor is contiguous, as kernels that take no strides assume."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())}; allowed: contiguous")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that `tensor` has the one dtype that is allowed."""
+    """Check that `tensor` has the only dtype allowed."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
 
@@ -66,7 +66,7 @@ def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 def check_sequence(
     seq_start: torch.Tensor, seq_end: torch.Tensor, batch: int, other_name: str, other: torch.Tensor
 ) -> None:
-    """Check the bounds of the rows: int32 [batch] on the device of `other`."""
+    """Check the row bounds: int32 [batch] on the device of `other`."""
     for name, tensor in (("seq_start", seq_start), ("seq_end", seq_end)):
         check_dtype(name, tensor, torch.int32)
         check_shape(name, tensor, "batch", (batch,))
@@ -74,13 +74,13 @@ def check_sequence(
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:
-    """Check a whole number of the host."""
+    """Check that `value` is a whole number of at least `minimum`."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}={value!r}; allowed: an int of at least {minimum}")
 
 
 def check_page_size(page_size: int) -> None:
-    """Check for a power of two."""
+    """Check that `page_size` is a power of two."""
     check_at_least("page_size", page_size, 1)
     if page_size & (page_size - 1):
         raise ValueError(f"page_size={page_size}; allowed: a power of two")
@@ -107,7 +107,7 @@ def check_buffers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 
 
 def check_keys_and_values(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check keys and values, the number of whose dimensions is known, against the query."""
+    """Check 4-dimensional keys and values against the query."""
     shape = (query.shape[0], *keys.shape[1:3], query.shape[-1])
     for name, buffer in (("keys", keys), ("values", values)):
         check_shape(name, buffer, BUFFER_AXES, shape)
@@ -118,7 +118,7 @@ def check_keys_and_values(query: torch.Tensor, keys: torch.Tensor, values: torch
 def check_selection(
     query: torch.Tensor, keys: torch.Tensor, block_indices: torch.Tensor, block_counts: torch.Tensor
 ) -> None:
-    """Check a selection for every KV head, or one that all of them share."""
+    """Check a selection, one per KV head or shared by all of them."""
     batch, kv_heads = keys.shape[:2]
     check_dims("block_indices", block_indices, "batch, kv_heads or 1, max_blocks")
     heads = 1 if block_indices.shape[1] == 1 else kv_heads
@@ -133,7 +133,7 @@ def check_selection(
 def check_rope(
     rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, query: torch.Tensor, slots_name: str, slots: int
 ) -> None:
-    """Check a table of rotations with a row for each of the `slots` that may be taken."""
+    """Check that the tables of rotations cover `slots` slots."""
     if rope_cos is None or rope_sin is None:
         if rope_cos is not None or rope_sin is not None:
             name, other = ("rope_cos", "rope_sin") if rope_cos is None else ("rope_sin", "rope_cos")
@@ -155,7 +155,7 @@ def check_rope(
 def check_counters(
     counter: torch.Tensor | None, finished: torch.Tensor | None, query: torch.Tensor, kv_heads: int
 ) -> None:
-    """Check the counter that an op adds to, and the scratch counters of its programs."""
+    """Check the counter of reads, and the scratch counters of an op's programs."""
     if counter is not None:
         check_dtype("counter", counter, torch.int64)
         check_shape("counter", counter, "4", (4,))
@@ -169,13 +169,13 @@ def check_counters(
 
 
 def check_triton_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...] = TRITON_DTYPES) -> None:
-    """Check the dtype that decides the precision of an op against those that its kernels take."""
+    """Check the dtype that decides the precision of an op against the kernels' dtypes."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed for impl='triton': {', '.join(map(str, dtypes))}")
 
 
 def check_triton(name: str, tensor: torch.Tensor) -> None:
-    """Check dtype and head_dim, which is the last dimension, against what the kernels take."""
+    """Check dtype and head_dim, the last dimension, against the limits of the kernels."""
     check_triton_dtype(name, tensor)
     if tensor.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(f"head_dim={tensor.shape[-1]} of {name}; allowed for impl='triton': at most {MAX_HEAD_DIM}")

@@ -1,4 +1,4 @@
-"""`@op` makes an op of a public function: its signature is the schema, its body the checks and the fake."""
+"""`@op` turns a public function into an op: its signature is the schema, its body the checks and the fake."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 try:
-    import triton  # noqa: F401 (only asks whether it is installed)
+    import triton  # noqa: F401 (only checks whether it is installed)
 except ImportError:
     HAS_TRITON = False
 else:
@@ -27,27 +27,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def output(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Declare a tensor that an op returns, on the device of `like`. Only the fake allocates it."""
+    """Declare an output of an op, on the device of `like`. Only the fake allocates it."""
     return like, shape, dtype  # type: ignore[return-value]
 
 
 def selection_output(like: torch.Tensor, batch: int, heads: int, max_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Declare the block indices and counts that an op returns."""
+    """Declare block indices and counts as outputs of an op."""
     return output(like, (batch, heads, max_blocks), torch.int32), output(like, (batch, heads), torch.int32)
 
 
 def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Make an op of a function that checks its arguments and returns the `output`s that it declares.
+    """Turn a function that checks its arguments and declares its `output`s into an op.
 
-    The function takes tensors, then keyword-only options, the last of which is `impl`. Called, the op runs the body for
-    its checks, then an implementation with the same arguments less `impl`, defaults filled in. Under torch.compile it
-    is one opaque node: the annotations are its schema, and its fake allocates what the body declares.
+    The function takes tensors, then keyword-only options, the last of which is `impl`. A call runs the function for its
+    checks, then an implementation with the same arguments except `impl`, defaults filled in. Under torch.compile the op
+    is one opaque node: the annotations are its schema, and its fake allocates the declared outputs.
 
     Parameters
     ----------
     launcher : str
-        Module beside the function's, in which the function of the same name launches the Triton kernels. The reference
-        is that in `reference`.
+        Module next to the function's, whose function of the same name launches the Triton kernels. The reference is the
+        function of this name in the module `reference`.
     writes : tuple of str
         Arguments written in place.
     """
@@ -86,7 +86,7 @@ def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
         def fake_node(*arguments: Any) -> Any:
             return _allocate(function(**dict(zip(parameters, arguments, strict=True))))
 
-        # A second copy of the package takes the names over, as both do the same.
+        # A second copy of the package redefines the names, which is harmless: both do the same.
         schema = _schema(function, writes)
         node = torch.library.custom_op(f"{NAMESPACE}::{name}", run_node, mutates_args=writes, schema=schema)
         node.register_fake(fake_node)
@@ -96,10 +96,10 @@ def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 
 def _schema(function: Callable[..., Any], writes: tuple[str, ...]) -> str:
-    """Infer a schema whose arguments all come by position, and have no defaults.
+    """Infer a schema in which all arguments are positional and without defaults.
 
-    The dispatcher leaves out arguments at the end that equal a default, and torch 2.11 then fails where one of them is
-    a tensor that would have been written.
+    The dispatcher drops trailing arguments that equal their defaults. torch 2.11 then fails if one of them is a tensor
+    that the op may write.
     """
     signature = inspect.signature(function)
     plain = [
@@ -114,7 +114,7 @@ def _schema(function: Callable[..., Any], writes: tuple[str, ...]) -> str:
 
 
 def _allocate(outputs: Any) -> Any:
-    """Allocate the tensors that an op's body declares."""
+    """Allocate the declared outputs of an op."""
     if outputs is None:
         return None
     if isinstance(outputs[0], tuple):
@@ -124,7 +124,7 @@ def _allocate(outputs: Any) -> Any:
 
 
 def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
-    """Return "triton" or "reference" for an op on `tensor`; what is named but cannot run is an error."""
+    """Return "triton" or "reference" for an op on `tensor`; raise if the requested one cannot run."""
     _check_impl(impl)
     impl = impl or _default_impl.get()
     if impl is None:
@@ -142,17 +142,17 @@ def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
 
 @contextmanager
 def use_impl(name: str | None) -> Iterator[None]:
-    """Set what `impl=None` means for the ops called inside the `with` block.
+    """Set the default of `impl` for ops called inside the `with` block.
 
     Parameters
     ----------
     name : {"triton", "reference"} or None
-        None restores the rule of the package: Triton for CUDA tensors where Triton is installed, else the reference.
+        None restores the package's default: Triton for CUDA tensors if Triton is installed, else the reference.
 
     Raises
     ------
     ValueError
-        `name` is something else.
+        Unknown name.
     """
     _check_impl(name)
     token = _default_impl.set(name)

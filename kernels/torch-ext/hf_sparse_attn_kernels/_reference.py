@@ -1,8 +1,8 @@
-"""Helpers that the torch references share.
+"""Helpers shared by the torch references.
 
-References read only what the kernels read, copy no length of a CUDA tensor to the host, and compute in float32 (float64
-for float64). On the CPU a decode step costs mostly the number of torch calls: lengths are at hand there, and masks and
-gathers that they make needless are left out.
+References read only what the kernels read, never copy lengths from a CUDA device, and compute in float32 (float64 for
+float64). On the CPU the number of torch calls dominates a decode step. Lengths are known there, so references skip
+masks and gathers that the lengths make unnecessary.
 """
 
 import math
@@ -11,22 +11,22 @@ import torch
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute in, and that of scores, for tensors of `dtype`."""
+    """Return the dtype of computations and scores for tensors of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_lengths(seq_start: torch.Tensor, seq_end: torch.Tensor) -> torch.Tensor:
-    """int32 [batch]: the valid tokens of each row."""
+    """Return the number of valid tokens of each row, int32 [batch]."""
     return (seq_end - seq_start).clamp_(min=0)
 
 
 def host_lengths(seq_start: torch.Tensor, seq_end: torch.Tensor) -> list[int] | None:
-    """Return the valid tokens of each row, or None where that would wait for a device."""
+    """Return the number of valid tokens of each row, or None if that would wait for a device."""
     return row_lengths(seq_start, seq_end).tolist() if seq_start.device.type == "cpu" else None
 
 
 def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """2 ** exponent, exactly: the bits of a float32, for exponents between -126 and 127."""
+    """Return 2 ** exponent exactly, from the bits of a float32, for exponents between -126 and 127."""
     return ((exponent.int() + 127) << 23).view(torch.float32).to(dtype)
 
 
@@ -39,8 +39,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> list[torch.Tensor]:
     """Gather each buffer [batch, kv_heads, capacity, head_dim] at int64 `positions` [batch, 1 or kv_heads, n].
 
-    Whatever the strides, every token is a row of one flat view of the storage, and taking rows of a matrix is several
-    times faster than indexing three dimensions at once. Positions past the buffer read its first or last token.
+    With any strides, every token is a line of one flat view of the storage. Selecting lines of a matrix is several
+    times faster than indexing three dimensions. Positions past the buffer read its first or last token.
     """
     batch, kv_heads, capacity, head_dim = buffers[0].shape
     positions = positions.clamp(0, capacity - 1)

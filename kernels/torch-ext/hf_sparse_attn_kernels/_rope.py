@@ -1,4 +1,4 @@
-"""RoPE by slot, for the kernels that read keys as they were before it."""
+"""RoPE by slot, for kernels that read keys before RoPE."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rotated(
-    at,  # [N, 1], addresses of rows of HEAD_DIM channels
+    at,  # [N, 1], addresses of vectors of HEAD_DIM channels
     stride,  # of the channels
     slot,  # [N]
     valid,  # [N]
@@ -17,9 +17,9 @@ def load_rotated(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Load rows as two halves [N, BLOCK_H], row i rotated to slot[i] in float32 and rounded once; 0 where not `valid`.
+    """Load vectors as two halves [N, BLOCK_H], vector i rotated to slot[i] in float32 and rounded once; 0 if invalid.
 
-    In halves every cosine and sine is loaded once, and no channel is read a second time for its partner's sake.
+    With halves, every cosine, sine and channel is loaded only once.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     dims = tl.arange(0, BLOCK_H)[None, :]

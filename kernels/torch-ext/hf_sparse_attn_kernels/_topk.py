@@ -1,4 +1,4 @@
-"""Top-k without a sort, shared by the Triton kernels that select: a search over the scores' bits, then compaction."""
+"""Top-k without a sort, shared by the selecting Triton kernels: a search over the scores' bits, then compaction."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -8,27 +8,27 @@ import triton.language as tl
 
 @triton.jit
 def _key_of(score):
-    """A float32 as int32 of the same order."""
+    """Map a float32 to an int32 of the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _score_of(key):
-    """The float32 of a key."""
+    """Invert `_key_of`."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _place(reached, num_blocks):
-    """How far up the scores a bound lies that so many of them reach."""
+    """Estimate how far up the scores a bound lies that `reached` of them reach."""
     reached = tl.maximum(reached.to(tl.float32), 0.5)
     return tl.sqrt(tl.maximum(tl.log2(num_blocks.to(tl.float32) / reached), 0.0))
 
 
 @triton.jit
 def order_keys(scores, blocks, num_blocks, sink_blocks, recent_blocks):
-    """Scores as int32 of the same order: forced blocks above every score, absent blocks below."""
+    """Map scores to int32 of the same order, with forced blocks above every score and absent blocks below."""
     scores = tl.where(scores == scores, scores, float("-inf"))  # NaN ranks with the lowest
     scores = tl.where(scores == 0.0, 0.0, scores)  # -0.0 ties with 0.0
     keys = _key_of(scores)
@@ -39,10 +39,9 @@ def order_keys(scores, blocks, num_blocks, sink_blocks, recent_blocks):
 
 @triton.jit
 def load_order_keys(scores_ptr, blocks, num_blocks, sink_blocks, recent_blocks, PADDED: tl.constexpr):
-    """The order keys of scores in memory.
+    """Load scores as order keys.
 
-    PADDED says that the row of scores may be read up to a multiple of 16: a mask that changes there only lets the loads
-    be vectors.
+    PADDED allows reading up to a multiple of 16 scores: a mask that changes only there keeps the loads vectorized.
     """
     mask = blocks < (num_blocks + 15) // 16 * 16 if PADDED else blocks < num_blocks
     scores = tl.load(scores_ptr + blocks, mask=mask, other=0.0, cache_modifier=".cg")
@@ -51,10 +50,10 @@ def load_order_keys(scores_ptr, blocks, num_blocks, sink_blocks, recent_blocks, 
 
 @triton.jit
 def write_top_blocks(
-    first_keys,  # int32 [BLOCK_N], the order keys of the first BLOCK_N blocks, which stay in registers
+    first_keys,  # int32 [BLOCK_N], order keys of the first BLOCK_N blocks, which stay in registers
     first_blocks,  # int32 [BLOCK_N], their indices, ascending
-    floor,  # a key that at least `count` keys reach, where one is known; else the lowest
-    scores_ptr,  # the row's scores, read where there are more
+    floor,  # a key that at least `count` keys are known to reach, else the lowest
+    scores_ptr,  # the row's scores, read beyond the first BLOCK_N
     indices_ptr,  # the row's block indices
     num_blocks,
     count,
@@ -67,11 +66,11 @@ def write_top_blocks(
 ):
     """Write the indices of the `count` blocks with the largest keys, ascending, then -1 up to `max_blocks`.
 
-    Of equal keys the lower index wins. Returns the count-th largest key, or a lower one where all blocks are taken.
+    Of equal keys the lower index wins. Returns the count-th largest key, or a lower one if all blocks are taken.
     """
     lanes = tl.arange(0, BLOCK_N)
     # The count-th largest key is the largest one that at least `count` keys reach. It lies between the least score and
-    # one above the greatest (where nothing but forced blocks fit).
+    # one above the greatest (if only forced blocks fit).
     least, greatest = _range_of_scores(first_keys)
     if not ONE_TILE:
         for first in range(BLOCK_N, num_blocks, BLOCK_N):
@@ -94,8 +93,8 @@ def write_top_blocks(
     step = 0
     last_side = 0
     while span > 0:
-        # The next guess lies on the line between the ends, drawn with half the distance to an end that stayed twice
-        # (the Illinois rule); every fourth halves the range of keys, which limits the steps whatever the scores are.
+        # The next guess interpolates between the ends, halving the distance to an end that stayed twice (the Illinois
+        # rule). Every fourth guess halves the range of keys, which limits the steps for any scores.
         share = (place - place_low) / tl.maximum(place_high - place_low, 1e-6)
         guess_key = _key_of(low_score + (high_score - low_score) * share)
         half_way = (step % 4 == 3) | (guess_key <= low)
@@ -122,7 +121,7 @@ def write_top_blocks(
             span = guess - 1
             last_side = 2
         step += 1
-    # How many of the keys equal to the bound are taken: all of them, or those with the lowest indices.
+    # Number of keys equal to the bound that are taken: all of them, or those with the lowest indices.
     ties_left = count
     if reach_low > count:
         ties_left -= tl.sum((first_keys > low).to(tl.int32))
@@ -147,16 +146,16 @@ def write_top_blocks(
 
 @triton.jit
 def _range_of_scores(keys):
-    """The least and the greatest key that is a score, neither forced nor absent."""
+    """Return the least and the greatest key of a score that is neither forced nor absent."""
     is_score = (keys != 0x7FFFFFFF) & (keys != -0x80000000)
     return tl.min(tl.where(is_score, keys, 0x7FFFFFFF)), tl.max(tl.where(is_score, keys, -0x7FFFFFFF))
 
 
 @triton.jit
 def _ranks(flags, BLOCK_N: tl.constexpr):
-    """Count the flags of a tile that are set before each one, [BLOCK_N].
+    """Count the flags of a tile set before each one, [BLOCK_N].
 
-    In two levels, the longer of them within few threads: a scan of the whole tile would take several times as long.
+    In two levels, the longer one within few threads: a scan of the whole tile would take several times as long.
     """
     rows = tl.reshape(flags.to(tl.int32), (BLOCK_N // 32, 32))
     in_row = tl.sum(rows, axis=1)
@@ -166,7 +165,7 @@ def _ranks(flags, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _write_tile(keys, blocks, bound, ties_left, has_surplus, written, indices_ptr, BLOCK_N: tl.constexpr):
-    """Write the indices of a tile's taken blocks after those written; return the new number, and the ties left."""
+    """Append the indices of a tile's taken blocks; return the number of indices written and of ties left."""
     taken = keys >= bound
     if has_surplus:
         tied = keys == bound

@@ -1,4 +1,4 @@
-"""Helpers that the Triton kernels and their launchers share."""
+"""Helpers shared by the Triton kernels and their launchers."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -12,26 +12,26 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton sees it when the kernels are decorated
-INTERPRETER_MULTIPROCESSORS = 8  # stands in for the device's where there is none: few, but enough to split
+INTERPRETER_MULTIPROCESSORS = 8  # assumed without a device: few, but enough to split
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-# Triton's own, which kernels use too, take a call of several microseconds, and a decode step has hundreds of them.
+# Triton's own versions take several microseconds per call, and a decode step makes hundreds of calls.
 def cdiv(dividend: int, divisor: int) -> int:
-    """The quotient rounded up."""
+    """Return the quotient rounded up."""
     return -(-dividend // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """Return the type of the operands of `tl.dot` for tensors of `dtype`.
+    """Return the operand type of `tl.dot` for tensors of `dtype`.
 
-    Triton's interpreter multiplies the bit patterns of bfloat16 as integers, so there they are widened, which is exact.
+    Triton's interpreter multiplies bfloat16 bit patterns as integers, so it gets float32, which is exact.
     """
     if INTERPRET and dtype == torch.bfloat16:
         return tl.float32
@@ -39,13 +39,13 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 
 
 def score_dtype(query: torch.Tensor, quantized: bool) -> Any:
-    """Return the type of the operands of `tl.dot` for page scores: 8-bit levels become float16."""
+    """Return the operand type of `tl.dot` for page scores: 8-bit levels become float16."""
     return tl.float16 if quantized and query.dtype != torch.float32 else dot_dtype(query.dtype)
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Count the programs of the largest kind that the device runs at once."""
+    """Return the number of the device's multiprocessors."""
     if device.type != "cuda":
         return INTERPRETER_MULTIPROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -54,9 +54,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Launch arguments for programmatic dependent launch where the device has it: Hopper and later.
+    """Return launch arguments for programmatic dependent launch on devices that have it: Hopper and later.
 
-    A kernel launched so may start while the one before it in the stream still runs; it waits before its first load.
+    Such a kernel may start while the previous one in the stream still runs; it waits before its first load.
     """
     dependent = not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
@@ -64,7 +64,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Wait until the kernel before this one has finished and its results are visible, then let the next one start."""
+    """Wait until the previous kernel has finished and its results are visible, then let the next one start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -72,9 +72,9 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 @triton.jit
 def finished_last(finished_ptr, programs):
-    """Whether this is the last of `programs` programs to come here; what the others stored is then visible to it.
+    """Return whether this is the last of `programs` programs to finish; it then sees all stores of the others.
 
-    The counter at `finished_ptr` is 0 before the first comes and after the last has.
+    The counter at `finished_ptr` is 0 before the first and after the last.
     """
     tl.debug_barrier()  # every thread's stores come before the count
     is_last = tl.atomic_add(finished_ptr, 1, sem="acq_rel") == programs - 1

@@ -1,7 +1,7 @@
-"""Launch choices by shape: measured once, kept in `tuned.json`, looked up by the launchers.
+"""Launch choices by shape: measured once, stored in `tuned.json`, looked up by the launchers.
 
-Nothing is timed when an op is called: which choice it takes depends on shapes alone, so that results do not change from
-run to run and compiling a model costs no search. `python kernels/benchmarks/run.py --tune` measures and writes it.
+Calling an op never times anything. The choice depends on shapes alone, so results do not change from run to run and
+compiling a model costs no search. `python kernels/benchmarks/run.py --tune` measures the choices and writes the file.
 """
 
 import json
@@ -16,15 +16,15 @@ import torch
 
 TUNED = Path(__file__).parent / "tuned.json"
 SHAPE = ("pairs", "group", "head_dim", "tokens")
-"""A choice depends on batch * KV heads, query heads per KV head, head_dim, and the buffers' capacity in tokens."""
+"""Dimensions of a choice: batch * KV heads, query heads per KV head, head_dim, and capacity in tokens."""
 
 DEFAULTS: dict[str, dict[str, int]] = {
     # Pages in a tile, programs for each multiprocessor, warps in a program.
     "score": {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
-    # Pages from which the selection has two levels, pages that a program reduces over the group.
+    # Pages from which the selection has two levels, and pages that a program reduces over the group.
     "select": {"two_levels_from": 2049, "reduced": 512, "warps": 4},
-    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a launch of
-    # its own merges the splits, which is quicker where they are many or the group is large.
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a separate
+    # launch merges the splits, which is faster for many splits or a large group.
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
@@ -67,13 +67,13 @@ _forced: dict[str, dict[str, int]] = {}
 
 
 def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
-    """Return the choice for a shape, `SHAPE` by name: that of the nearest shape measured on such a device."""
+    """Return the choice of the nearest shape measured on such a device; `shape` gives `SHAPE` by name."""
     return _forced.get(op) or _nearest(op, device, tuple(shape[name] for name in SHAPE))
 
 
 @contextmanager
 def forced(**choices: dict[str, int]) -> Iterator[None]:
-    """Set the choice of ops, by name, inside the `with` block, whatever the shape: to measure it, or to test it."""
+    """Force the choice of ops, by name, for every shape inside the `with` block, to measure or test it."""
     before = dict(_forced)
     _forced.update({op: DEFAULTS[op] | config for op, config in choices.items()})
     try:
@@ -106,6 +106,6 @@ def _measured(device: torch.device) -> dict[str, list[dict[str, Any]]]:
 
 
 def forget() -> None:
-    """Read the file again at the next look-up."""
+    """Drop cached choices, so that the next look-up reads the file again."""
     _nearest.cache_clear()
     _measured.cache_clear()

@@ -1,4 +1,4 @@
-"""Made-up data and a protocol of our own, for every test of RULER."""
+"""Invented data and a protocol with our own wording, for every test of RULER."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def protocol(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A protocol with wordings of our own; tests may change it before they make items."""
+    """A protocol with our own wording; tests may change it before they create items."""
     return use_own_protocol(monkeypatch)
 
 

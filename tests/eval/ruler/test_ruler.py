@@ -1,4 +1,4 @@
-"""RULER's samples: their lengths, what they follow from, and what is refused."""
+"""RULER's samples: lengths, reproducibility, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.eval.ruler_data import PARAGRAPHS, items_of, texts_of
 from tests.eval.tokenizers import tiny_tokenizer
 
 ESSAY_TASKS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
-# Tokens of the unit that a prompt grows by, at most; a thousandth of the length may be unused beside.
+# Maximum tokens of the unit by which a prompt grows; in addition, a thousandth of the length may stay unused.
 UNIT = {"niah_multikey_2": 70, "niah_multikey_3": 140, "niah_single_1": 50, "vt": 50, "cwe": 60, "qa_1": 130}
 UNIT |= {"qa_2": 130, "fwe": 25, **dict.fromkeys(ESSAY_TASKS, 12)}
 
@@ -35,7 +35,7 @@ def test_length_is_never_exceeded_and_nearly_reached(setup: Setup, protocol: Any
     changes = {"tokenizer": tiny_tokenizer(chat=True), "chat": True} if chat else {}
     for length in (500, 1501, 2500, 5000) if task not in ("vt", "cwe", "qa_2") else (2500, 3000, 8000):
         if task == "qa_2" and length > 3000:
-            continue  # beyond the made-up file
+            continue  # beyond the invented file
         for item in items_of(setup, task, length, limit=3, **changes):
             sample = item.build()
             total = len(sample.material_ids) + len(sample.question_ids) + sample.max_new_tokens
@@ -95,14 +95,14 @@ def test_search_ends_on_lumpy_units_and_at_the_last_one() -> None:
     assert len(lumpy.sizes) < 30
     assert fit(Units([10] * 50, largest=50).draft, 5000, lumpy.encode)[0] == 50
     assert fit(Units([10] * 50).draft, 10, lumpy.encode)[0] == 1
-    with pytest.raises(EvalError, match="takes 10 tokens, and there is room for 9"):
+    with pytest.raises(EvalError, match="takes 10 tokens, but only 9 are allowed"):
         fit(Units([10] * 50).draft, 9, lumpy.encode)
 
 
 # Items
 
 
-def test_samples_follow_from_seed_task_length_and_index(setup: Setup) -> None:
+def test_samples_depend_on_seed_task_length_and_index(setup: Setup) -> None:
     for task in Ruler.tasks:
         first, second = (item.build() for item in items_of(setup, task))
         again = items_of(setup, task, limit=1)[0].build()
@@ -122,13 +122,13 @@ def test_no_limit_means_the_papers_500(setup: Setup) -> None:
     assert {item.length for item in Ruler().items(replace(setup, lengths=()))} == {4096}
 
 
-def test_lengths_that_cannot_be_are_refused_before_any_work(setup: Setup) -> None:
+def test_impossible_lengths_are_refused_before_any_work(setup: Setup) -> None:
     for task in ("vt", "cwe", "qa_2"):
         with pytest.raises(EvalError, match=rf"length=300 is too small for RULER's {task}: .* takes \d+ tokens"):
             items_of(setup, task, 300)
     with pytest.raises(EvalError, match="length=0 is not allowed"):
         items_of(setup, "fwe", 0)
-    with pytest.raises(EvalError, match="length=200001 is beyond what the model holds: 200000"):
+    with pytest.raises(EvalError, match=r"length=200001 is not allowed: at most .* 200000 positions"):
         items_of(setup, "fwe", 200_001)
 
 
@@ -142,7 +142,7 @@ def test_missing_and_malformed_files_are_named_before_any_work(
 ) -> None:
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     for task, name in [("niah_single_2", "PaulGrahamEssays.json"), ("qa_1", "squad.json"), ("qa_2", "hotpotqa.json")]:
-        with pytest.raises(EvalError, match=rf"{name} .*is not there: looked at .*--data-dir"):
+        with pytest.raises(EvalError, match=rf"{name} .*is missing: looked at .*--data-dir"):
             items_of(setup, task, data_dir=tmp_path)
     assert len(items_of(setup, "niah_single_1", data_dir=tmp_path)) == 2  # needs no file
     (tmp_path / "squad.json").write_text('{"rows": []}')

@@ -1,4 +1,4 @@
-"""RULER's answers: that they are where they must be, and as often, in every kind of task."""
+"""RULER's answers: their positions and counts, in every kind of task."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_depth_is_where_the_needle_stands(setup: Setup) -> None:
         assert items_of(setup, task)[0].depth is None
 
 
-def test_essay_goes_round_when_it_is_used_up(setup: Setup, data_dir: Path) -> None:
+def test_essays_repeat_from_the_start(setup: Setup, data_dir: Path) -> None:
     material, _, _ = texts_of(setup, items_of(setup, "niah_single_2", 60_000, limit=1)[0])
     sentences = " ".join(essays(data_dir).split()).split(". ")
     assert material.count(sentences[0] + ".") >= 2
@@ -115,7 +115,7 @@ def found(pattern: str, text: str) -> re.Match[str]:
 
 
 def resolve(text: str) -> dict[str, str]:
-    """Variables and the numbers that they come to hold."""
+    """Return the variables with their final numbers."""
     values: dict[str, str] = {}
     for name, right, number in re.findall(r"VAR ([A-Z]+) = (?:VAR ([A-Z]+)|(\d{5}))", text):
         values[name] = number or values[right]  # a KeyError is a copy before its source
@@ -186,7 +186,7 @@ def test_common_words_are_the_most_common(
     assert {count for word, count in shown.items() if word not in answer} == {example_repeats[1]}
 
 
-def test_word_list_goes_on_with_pairs_when_it_is_used_up(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_list_continues_with_pairs(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     known = all_words()[::20]
     monkeypatch.setattr(counting, "all_words", lambda: known)
     material, _, references = texts_of(setup, items_of(setup, "cwe", 25_000)[0])
@@ -240,7 +240,7 @@ def test_squad_question_stands_with_its_paragraph_among_those_of_its_article(set
         assert references == [f"Place {index}", str(index)]
         assert question == f"\n\nNow answer: What lies north, {index}? Answer:"
     assert len(set(places)) > 2
-    assert len(items_of(setup, "qa_1", 1500, limit=None)) == PARAGRAPHS  # those without an answer do not count
+    assert len(items_of(setup, "qa_1", 1500, limit=None)) == PARAGRAPHS  # unanswerable ones do not count
 
 
 def test_hotpot_question_stands_with_its_ten_paragraphs(setup: Setup) -> None:

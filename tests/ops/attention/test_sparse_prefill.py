@@ -12,7 +12,7 @@ def _chunk(lengths, queries, most, *, shared=True, rope=True, seed=0, group=1, *
     rows = make_rows(lengths, group=group, seed=seed, **options)
     batch, kv_heads, _, head_dim = rows.keys.shape
     generator = torch.Generator().manual_seed(seed + 1)
-    # Strided as the projections leave it; NaN where padding reaches into the chunk.
+    # Strided like the output of the projections; NaN for padding in the chunk.
     query = torch.randn(batch, queries, kv_heads * group, head_dim, generator=generator)
     heads = 1 if shared else kv_heads
     indices = torch.full((batch, heads, most), -1, dtype=torch.int32)
@@ -81,7 +81,7 @@ def test_error_is_bounded_by_the_eager_error(lengths, queries, most, shared, rop
     for impl in IMPLS:
         out = _prefill(rows, *selection, table, impl=impl)
         assert out.dtype == dtype
-        # Triton's interpreter cuts what it rounds to bfloat16: twice the error.
+        # Triton's interpreter truncates to bfloat16, which doubles the error.
         cut = impl == "triton" and device.type == "cpu" and dtype == torch.bfloat16
         assert (out.double() - exact).abs().max().item() <= allowed * (2 if cut else 1), impl
 
@@ -152,7 +152,7 @@ def test_compiled_is_one_node_with_the_results_of_an_eager_call(impl):
     torch.testing.assert_close(compiled(rows, indices, counts, rope, impl=impl), expected)
 
 
-def test_schema_and_fake_agree_with_what_happens():
+def test_schema_and_fake_agree_with_a_call():
     rows, indices, counts, rope = _chunk([40, 5], 7, 9, group=2)
     arguments = {
         "query": rows.query, "keys": rows.keys, "values": rows.values, "block_indices": indices,

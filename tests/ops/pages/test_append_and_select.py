@@ -70,7 +70,7 @@ def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_
         assert indices.dtype == counts.dtype == torch.int32
         assert torch.equal(counts, expected[1])
         assert torch.equal(indices, expected[0])
-        # Bit for bit, what was never written included.
+        # Bit for bit, including memory that was never written.
         pairs = ((rows.keys, keys), (rows.values, values), *((bounds[name], expected_bounds[name]) for name in bounds))
         for written, exact in pairs:
             torch.testing.assert_close(written, exact, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Bounds in 8 bits: what `page_bounds` writes, and what `page_scores` makes of it."""
+"""Bounds in 8 bits: `page_bounds` writes them, `page_scores` uses them."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_token_by_token_equals_recomputing(impl, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_single_token_sets_the_exponents_of_its_own_row_alone(impl):
+def test_a_single_token_sets_only_its_own_rows_exponents(impl):
     rows = make_rows([1, 2, 0, 16, 17, 40])
     rows.keys[:, :, 10:] *= 1000
     bounds = empty_bounds(rows, 16, int8=True)
@@ -141,9 +141,9 @@ def test_a_single_token_sets_the_exponents_of_its_own_row_alone(impl):
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("splits", [(1, 60), (2, 16, 17), (33, 2, 30, 2), (7, 7, 7, 40, 3)])
-def test_bounds_are_the_same_whatever_the_split_into_calls(splits, impl, on_host, monkeypatch):
-    """A short first call, as of a chat's first turn, must not fix the exponents for the text behind it."""
-    if not on_host:  # as for CUDA tensors, whose lengths the reference does not ask for
+def test_bounds_do_not_depend_on_the_split_into_calls(splits, impl, on_host, monkeypatch):
+    """A short first call, such as a chat's first turn, must not fix the exponents for later text."""
+    if not on_host:  # as for CUDA tensors, whose lengths the reference does not read
         monkeypatch.setattr(reference_bounds, "host_lengths", lambda *rows: None)
     rows = make_rows([70, 70, 41], head_dim=32)
     rows.keys[1, :, 3:8] /= 500  # a quiet beginning

@@ -1,4 +1,4 @@
-"""mean_query against float64, and what it refuses."""
+"""mean_query against float64, and its errors."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_is_the_mean_of_the_rotated_queries(impl, dtype, queries, head_dim, firs
     query = buffer.transpose(1, 2)[:, :3, 2 : 2 + queries]
     expected = exact(query, cos, sin, first_slot)
     low_precision = exact(query, cos, sin, first_slot).to(dtype).double()
-    # Triton's interpreter cuts bfloat16 off instead of rounding it.
+    # Triton's interpreter truncates bfloat16 instead of rounding it.
     roundings = 4 if device.type == "cpu" and dtype == torch.bfloat16 else 2
     bound = roundings * (low_precision - expected).abs().max() + 1e-6
     buffer[:, :2] = buffer[:, 2 + queries :] = torch.nan

@@ -142,7 +142,7 @@ def test_golden_selections(impl):
         (
             {"cached_valid": torch.zeros(1).int()},
             ValueError,
-            r"cached_valid given; allowed: cached_query",
+            r"cached_valid given; allowed: all of cached_query",
         ),
         ({"counter": torch.zeros(3).long()}, ValueError, r"counter has shape \[3\]; allowed: \[4\]"),
         ({"reuse_counter": torch.zeros(2)}, TypeError, r"reuse_counter has dtype torch.float32; allowed: torch.int64"),

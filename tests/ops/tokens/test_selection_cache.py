@@ -1,4 +1,4 @@
-"""The selection cache of `select_tokens`, and all that the op writes."""
+"""The selection cache of `select_tokens`, and the op's writes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def _select(rows, impl, **options):
 
 
 def _new_cache(rows, num_voted=12):
-    """A selection cache that holds nothing."""
+    """Create an empty selection cache."""
     batch = len(rows.lengths)
     return {
         "cached_query": torch.full_like(rows.query, NAN),
@@ -34,7 +34,7 @@ def _grow(rows, new_tokens):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cache_takes_a_selection_again_without_reading_keys(impl, dtype):
+def test_cache_reuses_a_selection_without_reading_keys(impl, dtype):
     rows = make_rows([560, 60, 12, 25], group=3, dtype=dtype)
     cache = _new_cache(rows)
     first, _ = _select(rows, impl, threshold=0.9, **cache)
@@ -49,7 +49,7 @@ def test_cache_takes_a_selection_again_without_reading_keys(impl, dtype):
     before = {name: tensor.clone() for name, tensor in cache.items()}
     _grow(rows, 3)
     kept_query = rows.query.clone()
-    rows.query[1] *= 2  # as far as its direction goes, the same
+    rows.query[1] *= 2  # same direction
     rows.query[3] = -rows.query[3]
     keys = rows.keys.clone()
     rows.keys[:3] = NAN

@@ -1,1 +1,1 @@
-"""Attention to the KV cache: whole, to selected blocks, and of a chunk of the prompt."""
+"""Attention to the KV cache: dense decoding, sparse decoding, and sparse prefill of a chunk."""

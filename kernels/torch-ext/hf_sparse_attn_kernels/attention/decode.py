@@ -11,7 +11,7 @@ from .decode_kernel import decode_attention_kernel
 from .merge import merge_splits_kernel
 
 MAX_SPLITS = 128
-MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, in at most 16 splits
+MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, of at most 16 splits
 
 
 def sparse_decode(
@@ -64,7 +64,7 @@ def _attend(
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels over the blocks in `selection`, or over every valid token where it is None."""
+    """Launch the kernels over the blocks in `selection`, or over every valid token if it is None."""
     check_triton("query", query)
     batch, q_heads, head_dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -74,11 +74,11 @@ def _attend(
     block_indices, block_counts = (seq_start, seq_start) if selection is None else selection
     max_blocks = 0 if selection is None else block_indices.shape[2]
     most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
-    # With RoPE each half of the channels is a product of its own, of 16 channels or more.
+    # With RoPE each half of the channels is a separate product, of at least 16 channels.
     block_d = max(16 if rope is None else 32, next_power_of_2(head_dim))
     op = "dense_decode" if selection is None else "sparse_decode" if rope is None else "rope_decode"
     config = choice(op, query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=capacity)
-    # One tile of K and one of V, with RoPE half as large and the table's: at most 64 KiB, times the stages in flight.
+    # One tile of K and one of V, with RoPE half as large plus the tables': at most 64 KiB, times the stages in flight.
     most_n = 32768 // (block_d * keys.element_size())
     block_n = max(16, min(config["block_n"], most_n if rope is None else most_n // 2))
     per_pair = config["per_multiprocessor"] * multiprocessors(query.device) // pairs

@@ -57,9 +57,9 @@ def decode_attention_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of a row and KV head, all query heads of its group; grid (splits, pairs).
+    """Attend over one split of a row and KV head, for all query heads of its group; grid (splits, pairs).
 
-    The last to finish merges them, unless that is left to a kernel of its own (MERGE_APART).
+    The last program to finish merges the splits, unless a separate kernel does (MERGE_APART).
     """
     wait_for_previous_kernel(PDL)
     split = tl.program_id(0)
@@ -69,8 +69,8 @@ def decode_attention_kernel(
     head = pair % kv_heads
     start = tl.load(start_ptr + row)
     end = tl.load(end_ptr + row)
-    # The splits share the tokens that there are, or the most that can be selected, in whole tiles. Not those that are
-    # selected: the loads below need not wait for their number.
+    # The splits share all tokens, or the maximum that can be selected, in whole tiles. The number actually selected is
+    # not used, so the loads below need not wait for it.
     tokens = tl.maximum(end - start, 0) if DENSE else max_blocks * BLOCK_SIZE
     selection = row if SHARED else pair
     selected = tokens if DENSE else tl.load(counts_ptr + selection) * BLOCK_SIZE
@@ -113,7 +113,7 @@ def decode_attention_kernel(
             valid = (block >= 0) & (position < end) & (token < selected)
         mask = valid[:, None] & dim_mask[None, :]
         keys_at = keys_ptr + position[:, None] * keys_stride_n
-        # What is masked is 0, not the buffer's content: a weight of 0 times a NaN would still be NaN.
+        # Masked values must be 0: a weight of 0 times a NaN in the buffer would still be NaN.
         if ROPE:
             k1, k2 = load_rotated(keys_at, 1, token, valid, rope_cos_ptr, rope_sin_ptr, HEAD_DIM, BLOCK_H)
             scores = tl.dot(q1.to(DOT_DTYPE), tl.trans(k1.to(DOT_DTYPE)), input_precision="ieee")

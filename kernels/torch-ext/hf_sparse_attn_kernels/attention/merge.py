@@ -1,4 +1,4 @@
-"""How the splits of a row and KV head are merged by their log-sum-exp."""
+"""Merge of the splits of a row and KV head by their log-sum-exp."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -23,7 +23,7 @@ def merge_if_last(
     BLOCK_S: tl.constexpr,
     MERGE_G: tl.constexpr,
 ):
-    """Merge the splits in the last of their programs."""
+    """Merge the splits if this is the last of their programs."""
     if finished_last(finished_ptr, splits):
         _merge_splits(
             partial_max_ptr,

@@ -38,11 +38,11 @@ def sparse_decode(
     finished: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from one query token per row to the selected blocks of the KV cache, and to nothing else.
+    """Attend from one query token per row to the selected blocks of the KV cache only.
 
-    The approximate attention of Quest (arXiv 2406.10774, section 3), with the split-KV decoding of Flash-Decoding.
-    With `rope_cos` and `rope_sin` that of TokenSelect (arXiv 2411.02886): keys are cached before RoPE, and the selected
-    tokens are rotated to consecutive slots. Query head h reads KV head h // group,
+    The approximate attention of Quest (arXiv 2406.10774, section 3), with the split-KV decoding of Flash-Decoding. With
+    `rope_cos` and `rope_sin`, the attention of TokenSelect (arXiv 2411.02886): keys are cached before RoPE, and
+    selected tokens are rotated to consecutive slots. Query head h reads KV head h // group,
     group = q_heads // kv_heads.
 
     Parameters
@@ -56,15 +56,15 @@ def sparse_decode(
         int32 [batch, kv_heads, max_blocks], without duplicates, as `select_blocks` returns them; or
         [batch, 1, max_blocks]: one selection for all KV heads.
     block_counts : torch.Tensor
-        int32 [batch, kv_heads] or [batch, 1]: how many leading entries of `block_indices` to read; may be 0.
+        int32 [batch, kv_heads] or [batch, 1]: number of leading entries of `block_indices` to read; may be 0.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     block_size : int
         Tokens per block, at least 1; 1 selects single tokens.
     rope_cos, rope_sin : torch.Tensor, optional
         float32 [slots, head_dim // 2], slots >= max_blocks, contiguous: cosines and sines of RoPE's angles. Both or
-        none; with them `query` and `keys` are those before RoPE, and block_size is 1. The token of entry i of
-        `block_indices` is rotated to slot i, the query to that of the last entry, which is its own token.
+        neither; with them `query` and `keys` are those before RoPE, and block_size is 1. The token of entry i of
+        `block_indices` is rotated to slot i, the query to the slot of the last entry, which is its own token.
     scale : float, optional
         Factor on q.k. Default: head_dim ** -0.5.
     counter : torch.Tensor, optional
@@ -119,16 +119,16 @@ def dense_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from one query token per row to all of the row's valid tokens.
 
-    Softmax attention over a preallocated KV cache without a mask: each row's range is read on the device. Query head h
-    reads KV head h // group, group = q_heads // kv_heads.
+    Softmax attention over a preallocated KV cache without a mask: the kernel reads each row's range. Query head h reads
+    KV head h // group, group = q_heads // kv_heads.
 
     Parameters
     ----------
     query : torch.Tensor
         One token per row [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
     keys, values : torch.Tensor
-        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`. Strides are free but for the last,
-        which is 1. Positions outside a row's valid tokens are never used.
+        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`. The last stride
+        is 1, the others are free. Positions outside a row's valid tokens are never used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     scale : float, optional
@@ -182,30 +182,30 @@ def sparse_prefill(
 ) -> torch.Tensor:
     """Attend from a chunk of the prompt to tokens selected before it and, causally, to the chunk itself.
 
-    The chunked prefill of TokenSelect (arXiv 2411.02886): the chunk's keys and values are in the buffers already, and
-    with `rope_cos` and `rope_sin` the selected tokens and the chunk are rotated to consecutive slots. Query
-    head h reads KV head h // group, group = q_heads // kv_heads.
+    The chunked prefill of TokenSelect (arXiv 2411.02886). The buffers already hold the chunk's keys and values. With
+    `rope_cos` and `rope_sin`, the selected tokens and the chunk are rotated to consecutive slots. Query head h reads KV
+    head h // group, group = q_heads // kv_heads.
 
     Parameters
     ----------
     query : torch.Tensor
-        [batch, q_heads, queries, head_dim]: the last `queries` tokens of the buffers' rows, at positions
+        [batch, q_heads, queries, head_dim]: the last `queries` tokens of the rows, at positions
         seq_end - queries .. seq_end - 1; float32, bfloat16 or float16 (float64 in the reference), the last stride is 1.
     keys, values : torch.Tensor
         Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Positions
         outside a row's valid tokens are never used.
     block_indices : torch.Tensor
-        int32 [batch, kv_heads, n], or [batch, 1, n] for all KV heads: single tokens, counted from the row's first,
-        all of them before the chunk, without duplicates.
+        int32 [batch, kv_heads, n], or [batch, 1, n] for all KV heads: single tokens before the chunk, counted from the
+        row's first, without duplicates.
     block_counts : torch.Tensor
-        int32 [batch, kv_heads] or [batch, 1]: how many leading entries of `block_indices` to read; may be 0.
+        int32 [batch, kv_heads] or [batch, 1]: number of leading entries of `block_indices` to read; may be 0.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1. Queries
         before seq_start[b] are padding; such a row has no tokens before the chunk, and its block_counts are 0.
     rope_cos, rope_sin : torch.Tensor, optional
         float32 [slots, head_dim // 2], slots >= n + queries, contiguous: cosines and sines of RoPE's angles. Both or
-        none; with them `query` and `keys` are those before RoPE. The token of entry i of `block_indices` is rotated to
-        slot i, the chunk's valid tokens and their queries to the slots from block_counts on.
+        neither; with them `query` and `keys` are those before RoPE. The token of entry i of `block_indices` is rotated
+        to slot i, the chunk's valid tokens and their queries to the slots from block_counts on.
     scale : float, optional
         Factor on q.k. Default: head_dim ** -0.5.
     impl : {"triton", "reference"}, optional

@@ -16,7 +16,7 @@ PACKED_AT_ONCE = 32  # slots in a tile of the packing kernel
 
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may take; where nothing limits it, those of an H200."""
+    """Return the shared memory that one program may take, in bytes; without a device, that of an H200."""
     if device.type != "cuda":
         return 227 << 10
     most: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -24,12 +24,12 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _tiles(query: torch.Tensor, lanes: int) -> dict[str, int]:
-    """Sizes of the tiles of queries and of slots, warps and stages."""
+    """Choose the sizes of the tiles of queries and slots, the warps and the stages."""
     width = max(16, next_power_of_2(query.shape[3]))
     if query.element_size() == 4:  # no tensor cores: products of small tiles
         block_m, block_n, warps, stages = 16, 32 if width <= 128 else 16, 8, 2
     else:
-        # Tiles of 64 queries leave room for two programs on a multiprocessor: one computes while the other waits.
+        # Tiles of 64 queries leave room for two programs per multiprocessor: one computes while the other waits.
         block_m = max(16, min(64, next_power_of_2(lanes)))
         block_n, warps, stages = (64, 4, 3) if width <= 128 else (32, 8, 3)
     row_bytes = width * query.element_size()
@@ -61,7 +61,7 @@ def sparse_prefill(
     block_h = max(8, next_power_of_2((head_dim + 1) // 2))
     tiles = _tiles(query, group * queries)
     most_chosen = block_indices.shape[2]
-    whole = max(PACKED_AT_ONCE, tiles["BLOCK_N"])  # both are powers of two: whole tiles of either
+    whole = max(PACKED_AT_ONCE, tiles["BLOCK_N"])  # whole tiles of either, since both are powers of two
     packed_slots = cdiv(most_chosen + queries, whole) * whole
     packed = query.new_empty((2, pairs, packed_slots, 2 * block_h))
     common = {
@@ -92,7 +92,7 @@ def sparse_prefill(
         num_warps=4,
         **common,
     )
-    # Whole tiles of what is packed come by descriptor: one copy each, whatever their width.
+    # Whole tiles of packed tokens are loaded by descriptor: one copy each, for any width.
     tile = [tiles["BLOCK_N"], 2 * block_h]
     packed_keys, packed_values = (TensorDescriptor.from_tensor(tokens.flatten(0, 1), tile) for tokens in packed)
     out = query.new_empty((batch, q_heads, queries, head_dim))

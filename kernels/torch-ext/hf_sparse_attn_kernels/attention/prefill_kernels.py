@@ -1,4 +1,4 @@
-"""The kernels behind `sparse_prefill`: one packs what a chunk attends to, one attends to what is packed."""
+"""The kernels behind `sparse_prefill`: one packs the tokens that a chunk attends to, the other attends to them."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -11,7 +11,7 @@ from .._triton import wait_for_previous_kernel
 
 @triton.jit
 def _own_tokens(start_ptr, end_ptr, row, queries):
-    """Return where the row starts and ends, and how many of the queries are its tokens: those at its end."""
+    """Return the start and end of the row, and the number of its own tokens among the queries: the last ones."""
     start = tl.load(start_ptr + row)
     end = tl.load(end_ptr + row)
     return start, end, tl.minimum(tl.maximum(end - start, 0), queries)
@@ -46,9 +46,9 @@ def pack_tokens_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Put the chosen tokens, then the chunk's, one after another; zeros past them; grid (tiles of slots, pairs).
+    """Pack the chosen tokens, then the chunk's, followed by zeros; grid (tiles of slots, pairs).
 
-    Of keys and values alike, each half of the channels takes BLOCK_H columns, the rest of which are 0.
+    Each half of the channels of keys and values takes BLOCK_H columns, padded with 0.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
@@ -78,7 +78,7 @@ def pack_tokens_kernel(
     v1 = tl.load(values_at + dims[None, :], mask=first_mask, other=0.0)
     v2 = tl.load(values_at + dims[None, :] + HALF, mask=second_mask, other=0.0)
     packed_at = (pair * packed_slots + slot)[:, None] * (2 * BLOCK_H) + dims[None, :]
-    # The rows of the packed tokens are whole tiles.
+    # Packed tokens fill whole tiles.
     tl.store(packed_keys_ptr + packed_at, k1)
     tl.store(packed_keys_ptr + packed_at + BLOCK_H, k2)
     tl.store(packed_values_ptr + packed_at, v1)
@@ -99,13 +99,13 @@ def _attend_to_tile(
     CAUSAL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Take a tile of keys and values into the running maximum, sum and output of its queries."""
+    """Add a tile of keys and values to the running maximum, sum and output of the queries."""
     scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if CAUSAL:
         later = (first + tl.arange(0, k.shape[0]))[None, :] > slot[:, None]
         scores = tl.where(later, float("-inf"), scores * scale_log2)
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # padding may see nothing
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # padding may see no token
         weights = tl.exp2(scores - shift[:, None])
     else:
         new_max = tl.maximum(running_max, tl.max(scores, axis=1) * scale_log2)
@@ -146,7 +146,7 @@ def prefill_attention_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Causal attention over packed tokens; grid (tiles, pairs): the queries of a tile are of all heads of the group."""
+    """Attend causally over packed tokens; grid (tiles, pairs). A tile has queries of all heads of the group."""
     wait_for_previous_kernel(PDL)
     # The last queries attend to the most tokens: they start first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -155,7 +155,7 @@ def prefill_attention_kernel(
     head = pair % kv_heads
     _, _, own = _own_tokens(start_ptr, end_ptr, row, queries)
     count = tl.load(counts_ptr + (row if SHARED else pair))
-    # Lane i is a query of head i % group; the slot of query j is that of its token.
+    # Lane i is a query of head i % group; a query has the slot of its token.
     first_slot = count - (queries - own)
     lanes = tile + tl.arange(0, BLOCK_M)
     query = lanes // group
@@ -180,11 +180,11 @@ def prefill_attention_kernel(
         sin = tl.load(rope_sin_ptr + at, mask=mask, other=0.0)
         sin = tl.where((columns < BLOCK_H)[None, :], -sin, sin)
         q = (q.to(tl.float32) * cos + partner.to(tl.float32) * sin).to(q.dtype)
-    # The scale is not negative below: what is largest before it is largest after it.
+    # Make the scale non-negative below, so that it keeps the maximum where it is.
     q = tl.where(scale_log2 < 0, -q, q).to(DOT_DTYPE)  # [BLOCK_M, 2 * BLOCK_H]
     scale_log2 = tl.abs(scale_log2)
 
-    # Every lane attends to all of the tiles before `shared`; in those up to `stop`, each to the slots up to its own.
+    # Every lane attends to all tiles before `shared`, and up to its own slot in the tiles up to `stop`.
     last_query = tl.minimum((tile + BLOCK_M - 1) // group, queries - 1)
     shared = tl.maximum(first_slot + tile // group + 1, 0) // BLOCK_N * BLOCK_N
     stop = first_slot + last_query + 1

@@ -1,4 +1,4 @@
-"""Torch references of the ops that attend."""
+"""Torch references of the attention ops."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,11 +25,11 @@ def sparse_decode(
     """Reference of `hf_sparse_attn_kernels.sparse_decode`."""
     length = row_lengths(seq_start, seq_end)
     slots = torch.arange(block_indices.shape[2], device=query.device)
-    # A slot that lists no block stands past every row.
+    # A slot without a block points past every row.
     first_tokens = (block_indices.long() * block_size).masked_fill_(slots >= block_counts[..., None], keys.shape[2])
     tokens = (first_tokens[..., None] + torch.arange(block_size, device=query.device)).flatten(2)
     invalid = tokens >= length[:, None, None]  # [batch, kv_heads or 1, tokens]
-    # An absent token reads the first one listed instead, whose score is masked.
+    # An absent token reads the first one listed instead; its score is masked.
     positions = torch.where(invalid, tokens[..., :1], tokens) + seq_start[:, None, None]
     k, v = take_tokens((keys, values), positions)
     if counter is not None:
@@ -65,7 +65,7 @@ def dense_decode(
         invalid = (positions < seq_start[:, None]) | (positions >= seq_end[:, None])
         values = values.masked_fill(invalid[:, None, :, None], 0.0)  # a weight of 0 times a NaN would still be NaN
         return _attend(query, keys, values, invalid[:, None], scale)
-    # Each row cut to its tokens: no mask, and nothing else is read.
+    # Each row is cut to its tokens, so it needs no mask and reads nothing else.
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = query.new_full(query.shape[:2], float("-inf"), dtype=compute_dtype(query.dtype))
     for row, (start, length) in enumerate(zip(seq_start.tolist(), lengths, strict=True)):
@@ -95,19 +95,19 @@ def sparse_prefill(
     """Reference of `hf_sparse_attn_kernels.sparse_prefill`."""
     batch, _, queries, head_dim = query.shape
     kv_heads = keys.shape[1]
-    if block_counts.device.type == "cpu":  # where it costs no wait, slots that no row uses are left out
+    if block_counts.device.type == "cpu":  # drops slots that no row uses, if that needs no wait for a device
         block_indices = block_indices[..., : int(block_counts.max())]
     chosen = torch.arange(block_indices.shape[2], device=query.device)
     chunk = torch.arange(queries, device=query.device)
     own = seq_end[:, None].long() - queries + chunk  # [batch, queries]: buffer positions
     is_query = own >= seq_start[:, None]
-    # Of every slot to attend to, first the chosen tokens, then the chunk: [batch, kv_heads or 1, n + queries]
+    # For every slot, first the chosen tokens, then the chunk: [batch, kv_heads or 1, n + queries]
     is_chosen = chosen < block_counts[..., None]
     heads = is_chosen.shape[1]
     exists = torch.cat((is_chosen, is_query[:, None].expand(-1, heads, -1)), dim=2)
     positions = block_indices.long() + seq_start[:, None, None]
     positions = torch.cat((positions, own[:, None].expand(-1, heads, -1)), dim=2)
-    # An absent token reads the row's last one instead, whose score is masked.
+    # An absent token reads the row's last one instead; its score is masked.
     positions = torch.where(exists, positions, seq_end[:, None, None] - 1)
     k, v = take_tokens((keys, values), positions)
 
@@ -137,7 +137,7 @@ def sparse_prefill(
 
 
 def _scores(grouped: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Scaled q.k [.., group, n] of queries [.., group, head_dim] and keys [.., n, head_dim]."""
+    """Return scaled q.k [.., group, n] of queries [.., group, head_dim] and keys [.., n, head_dim]."""
     dtype = compute_dtype(grouped.dtype)
     scale = grouped.shape[-1] ** -0.5 if scale is None else scale
     return (grouped.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
@@ -157,7 +157,7 @@ def _attend(
     scores = _scores(grouped, k.flatten(0, 1), scale).view(batch, kv_heads, -1, k.shape[2])
     scores.masked_fill_(invalid[:, :, None], float("-inf"))  # [batch, kv_heads, group, n]
     weights = scores.softmax(dim=3).flatten(0, 1)
-    # Without a valid token the softmax is NaN, and what was taken in place of one may be, too.
+    # Without a valid token the softmax is NaN, and so may be the tokens read instead.
     nothing = invalid.all(dim=2)[:, :, None, None]
     out = weights.bmm(v.to(weights.dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim).masked_fill_(nothing, 0.0)
     out = out.view(batch, q_heads, head_dim).to(query.dtype)

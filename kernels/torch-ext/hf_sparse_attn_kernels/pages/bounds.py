@@ -1,4 +1,4 @@
-"""Triton kernels of `page_bounds`: elementwise minimum and maximum of the keys of a page, as they are or in 8 bits."""
+"""Triton kernels of `page_bounds`: elementwise minimum and maximum of a page's keys, exact or in 8 bits."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -29,7 +29,7 @@ def largest_keys_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Largest |k| of each channel over TOKENS of a row's new tokens; grid (token chunks, pairs)."""
+    """Reduce the largest |k| of each channel over TOKENS of a row's new tokens; grid (token chunks, pairs)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     start = tl.load(start_ptr + row)
@@ -52,7 +52,7 @@ def largest_keys_kernel(
 def channel_exponents_kernel(
     largest_ptr,  # [batch * kv_heads, head_dim]
     channel_exponent_ptr,  # [batch * kv_heads, head_dim]
-    raised_ptr,  # int32 [batch * kv_heads]: whether the pages so far are to be quantized anew
+    raised_ptr,  # int32 [batch * kv_heads]: whether existing pages must be quantized again
     start_ptr,
     end_ptr,
     kv_heads,
@@ -60,7 +60,7 @@ def channel_exponents_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Set the exponents of a row that is all new, raise those of others; grid (pairs,)."""
+    """Set the exponents of entirely new rows, raise those of other rows; grid (pairs,)."""
     pair = tl.program_id(0).to(tl.int64)
     row = pair // kv_heads
     length = tl.load(end_ptr + row) - tl.load(start_ptr + row)
@@ -109,7 +109,7 @@ def page_bounds_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One page of one row and KV head: a touched one, or any where exponents were raised; grid (pages, pairs)."""
+    """Update one page of a row and KV head: a touched one, or any if exponents were raised; grid (pages, pairs)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
@@ -166,7 +166,7 @@ def page_bounds(
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
 ) -> None:
-    """Launch `page_bounds_kernel`; for several new tokens in 8 bits, first the two kernels of the exponents."""
+    """Launch `page_bounds_kernel`, after the two exponent kernels for several new tokens in 8 bits."""
     check_triton("keys", keys)
     if num_new == 0:
         return
@@ -174,14 +174,14 @@ def page_bounds(
     pairs = batch * kv_heads
     max_pages = page_min.shape[2]
     num_new = min(num_new, capacity)
-    # The most pages that num_new consecutive tokens can touch.
+    # The maximum number of pages that num_new consecutive tokens can touch.
     pages = min((num_new + page_size - 2) // page_size + 1, max_pages)
     block_d = max(16, next_power_of_2(head_dim))
     block_n = min(page_size, max(1, 8192 // block_d))
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()
     raised = seq_start
     if channel_exponent is not None and num_new > 1:
-        pages = max_pages  # where exponents are raised; the other programs end at once
+        pages = max_pages  # needed if exponents are raised; otherwise the other programs exit at once
         scratch = torch.zeros((pairs, head_dim + 1), dtype=torch.int32, device=keys.device)
         largest, raised = scratch.view(-1)[:-pairs].view(pairs, head_dim), scratch.view(-1)[-pairs:]
         largest_keys_kernel[(cdiv(num_new, TOKENS_PER_PROGRAM), pairs)](

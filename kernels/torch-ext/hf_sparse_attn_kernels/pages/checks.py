@@ -1,4 +1,4 @@
-"""Argument checks that the ops on pages share."""
+"""Argument checks shared by the ops on pages."""
 
 import torch
 
@@ -24,7 +24,7 @@ def check_bounds(
     other_name: str,
     other: torch.Tensor,
 ) -> None:
-    """Check page bounds: of the dtype of `other` without exponents, or int8 with both."""
+    """Check page bounds: in the dtype of `other` without exponents, or int8 with both exponents."""
     batch, kv_heads, max_pages, head_dim = shape
     for name, bound in (("page_min", page_min), ("page_max", page_max)):
         check_shape(name, bound, BOUNDS_AXES, shape)
@@ -64,7 +64,7 @@ def check_capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> Non
 
 
 def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
-    """Check the reduction over a group, and a bound on the pages to score."""
+    """Check the reduction over a group, and the number of pages to score."""
     if group_reduce not in GROUP_REDUCE:
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
     if num_pages is not None and not 1 <= num_pages <= max_pages:
@@ -72,7 +72,7 @@ def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> N
 
 
 def check_budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent: int = 0) -> None:
-    """Check that the blocks that are always chosen fit."""
+    """Check that the always chosen blocks fit."""
     check_at_least("max_blocks", max_blocks, 1)
     check_at_least("sink_blocks", sink_blocks, 0)
     check_at_least("recent_blocks", recent_blocks, least_recent)

@@ -1,4 +1,4 @@
-"""Page bounds in 8 bits: levels, and exponents of channels and pages."""
+"""Page bounds in 8 bits: levels with exponents per channel and per page."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -8,47 +8,47 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(exponent):
-    """2 ** exponent as float32, exact for -126 <= exponent <= 127."""
+    """Return 2 ** exponent as float32, exact for -126 <= exponent <= 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exponent_for(x, FRACTION: tl.constexpr):
-    """The smallest e with x <= (1 + FRACTION / 2**23) * 64 * 2**e, for x >= 0."""
+    """Return the smallest e with x <= (1 + FRACTION / 2**23) * 64 * 2**e, for x >= 0."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 23) - 133 + ((bits & 0x7FFFFF) > FRACTION).to(tl.int32)
 
 
 @triton.jit
 def channel_exponent_for(largest):
-    """Exponent of a channel whose keys and RoPE partner's reach `largest`: 90 levels hold it, 127 hold it rotated."""
+    """Return a channel's exponent: `largest`, over its keys and its RoPE partner's, takes 90 levels, rotated 127."""
     return tl.minimum(tl.maximum(exponent_for(largest, 3407872), -60), 60)  # 90 = (1 + 3407872 / 2**23) * 64
 
 
 @triton.jit
 def page_exponent_for(largest):
-    """Exponent of a page whose bounds reach `largest` in units of their channel's exponent: 127 levels hold it."""
+    """Return a page's exponent: `largest`, over its bounds in units of their channels' exponents, takes 127 levels."""
     return tl.minimum(tl.maximum(exponent_for(largest, 8257536), 0), 60)  # 127 = (1 + 8257536 / 2**23) * 64
 
 
 @triton.jit
 def lower_level(x):
-    """Rounded outwards to a level, as float32."""
+    """Round a lower bound outwards to a level, as float32."""
     return tl.maximum(tl.minimum(tl.floor(x), 127.0), -127.0)
 
 
 @triton.jit
 def upper_level(x):
-    """Rounded outwards to a level, as float32."""
+    """Round an upper bound outwards to a level, as float32."""
     return tl.maximum(tl.minimum(tl.ceil(x), 127.0), -127.0)
 
 
 @triton.jit
 def levels_to_half(levels, INTERPRET: tl.constexpr):
-    """int8 levels as float16, exactly.
+    """Convert int8 levels to float16 exactly.
 
-    Converting each would keep the few units that can busy for longer than memory; the bits of 1024 + (level + 128),
-    put together four at a time, less 1152, take two instructions for two levels.
+    Plain conversions take longer than the loads, since few units can do them. The bits of 1024 + (level + 128) are
+    assembled four at a time instead; subtracting 1152 leaves the level, with two instructions for two levels.
     """
     if INTERPRET:
         return levels.to(tl.float16)

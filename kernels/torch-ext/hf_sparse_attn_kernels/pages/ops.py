@@ -1,4 +1,4 @@
-"""The ops that keep the bounds of pages, score pages and select blocks."""
+"""The ops that update page bounds, score pages and select blocks."""
 
 import torch
 
@@ -38,25 +38,25 @@ def page_bounds(
     """Update, in place, the elementwise minimum and maximum of the keys of every page with new tokens.
 
     Quest, arXiv 2406.10774, section 3. Page p of row b holds the buffer positions seq_start[b] + p * page_size and
-    the page_size - 1 after it, cut at seq_end[b]. A page is recomputed, from all of its valid tokens, if it holds
-    one of the row's last `num_new` valid tokens; other pages, and rows without valid tokens, stay as they are.
+    the page_size - 1 after it, cut at seq_end[b]. A page that holds one of the row's last `num_new` valid tokens is
+    recomputed from all of its valid tokens. Other pages, and rows without valid tokens, do not change.
 
-    Bounds in 8 bits are levels between -127 and 127, rounded outwards, so that they still bound every key of the page:
-    channel i of page p lies between its two levels times 2 ** (channel_exponent[i] + page_exponent[p]).
+    Bounds in 8 bits are levels between -127 and 127, rounded outwards so that they still bound every key of the page.
+    Channel i of page p lies between its two levels times 2 ** (channel_exponent[i] + page_exponent[p]).
 
     - A row whose valid tokens are all new sets its channel exponents: c_i is the least with a_i <= 90 * 2 ** c_i, where
       a_i is the largest magnitude in the row of channel i and of its RoPE partner, (i + head_dim // 2) % head_dim.
-      Whatever the rotation does to a key of that range, it fits 127 * 2 ** c_i.
-    - Other rows raise theirs to what their new tokens need, where there is more than one; if any channel's exponent
-      rises, all pages of the row and KV head are recomputed. So the bounds are the same whatever the split of a text
-      into calls. A single new token, as of a decode step, changes no channel exponent.
-    - The page exponent, 0 or more, makes room for keys beyond that range: the least that fits the page's bounds.
+      A key of that range fits 127 * 2 ** c_i after any rotation.
+    - Other rows with more than one new token raise their channel exponents as far as these tokens need. If any rises,
+      all pages of the row and KV head are recomputed. The bounds thus do not depend on how a text is split into calls.
+      A single new token, as in a decode step, changes no channel exponent.
+    - The page exponent is the least, from 0 up, that fits the page's bounds. It makes room for keys beyond that range.
 
     Parameters
     ----------
     keys : torch.Tensor
         Key buffer [batch, kv_heads, capacity, head_dim]; float32, bfloat16 or float16 (float64 in the reference).
-        Strides are free but for the last, which is 1. Positions outside a row's valid tokens are never used.
+        The last stride is 1, the others are free. Positions outside a row's valid tokens are never used.
     page_min, page_max : torch.Tensor
         Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `keys` or int8;
         max_pages * page_size >= capacity.
@@ -65,11 +65,11 @@ def page_bounds(
     page_size : int
         Tokens per page, a power of two.
     num_new : int
-        How many tokens at the end of each row are new; more than the row holds means the whole row.
+        Number of new tokens at the end of each row; more than the row holds means the whole row.
     page_exponent : torch.Tensor, optional
-        With int8 bounds, and only then: int8 [batch, kv_heads, max_pages], updated with them; 0 to 60.
+        Only with int8 bounds: int8 [batch, kv_heads, max_pages], updated in place; 0 to 60.
     channel_exponent : torch.Tensor, optional
-        With int8 bounds, and only then: int8 [batch, kv_heads, head_dim], set or raised as said above; -60 to 60.
+        Only with int8 bounds: int8 [batch, kv_heads, head_dim], set or raised in place; -60 to 60.
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -111,7 +111,7 @@ def page_scores(
     channel_exponent: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Bound q.k over each page from above, and reduce the bound over the query heads that share a KV head.
+    """Compute an upper bound of q.k over each page, reduced over the query heads that share a KV head.
 
     Quest, arXiv 2406.10774, section 3: s_h(p) = scale * sum_i max(q_i m_i, q_i M_i), with m and M the bounds of page
     p. Query head h reads KV head h // group, group = q_heads // kv_heads.
@@ -129,12 +129,12 @@ def page_scores(
     scale : float, optional
         Default: head_dim ** -0.5.
     group_reduce : {"softmax", "mean", "max"}
-        "softmax": log sum_h exp(s_h(p) - log sum_p' exp s_h(p')), each head's scores normalised over the row's pages
-        and then added; the logarithm keeps the order and neither underflows nor ties.
+        "softmax": log sum_h exp(s_h(p) - log sum_p' exp s_h(p')): each head's scores are normalised over the row's
+        pages, then added. The logarithm keeps the order and avoids underflow and ties.
     num_pages : int, optional
-        How many leading pages to score, a bound on the rows' lengths that the host knows. Default: max_pages.
+        Number of leading pages to score, an upper bound known to the host. Default: max_pages.
     page_exponent, channel_exponent : torch.Tensor, optional
-        With int8 bounds, and only then: what `page_bounds` wrote, int8 [batch, kv_heads, max_pages] and
+        Only with int8 bounds: as written by `page_bounds`, int8 [batch, kv_heads, max_pages] and
         [batch, kv_heads, head_dim].
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
@@ -181,8 +181,8 @@ def select_blocks(
     """Choose the blocks to read: the first and last of the row, then those with the highest scores.
 
     The top-K of Quest (arXiv 2406.10774, section 3), with always-read first and last blocks. Row b has
-    n = ceil((seq_end[b] - seq_start[b]) / block_size) blocks, num_blocks at most. Both implementations choose the
-    same blocks: of exactly equal scores the lower index wins, and NaN ranks with -inf.
+    n = ceil((seq_end[b] - seq_start[b]) / block_size) blocks, at most num_blocks. Both implementations choose the same
+    blocks: the lower index wins among equal scores, and NaN ranks with -inf.
 
     Parameters
     ----------
@@ -193,17 +193,17 @@ def select_blocks(
     block_size : int
         Tokens per block, at least 1.
     max_blocks : int
-        The most blocks to choose per row and KV head, at least 1.
+        Maximum number of blocks to choose per row and KV head, at least 1.
     sink_blocks, recent_blocks : int
-        How many blocks at the beginning and at the end of the row are always chosen; together at most `max_blocks`.
+        Number of first and last blocks of the row that are always chosen; together at most `max_blocks`.
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
     block_indices : torch.Tensor
-        int32 [batch, kv_heads, max_blocks], ascending, then -1. Index i is the block of the row's tokens
-        i * block_size and the block_size - 1 after it, counted from seq_start.
+        int32 [batch, kv_heads, max_blocks], ascending, then -1. Block i holds the row's token i * block_size and the
+        block_size - 1 after it, counted from seq_start.
     block_counts : torch.Tensor
         int32 [batch, kv_heads], min(max_blocks, n).
 
@@ -253,10 +253,10 @@ def append_and_select(
     finished: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append one token to every row, take it into its page's bounds, and choose the pages to read.
+    """Append one token to every row, update its page's bounds, and choose the pages to read.
 
-    The selection step of Quest's decoding (arXiv 2406.10774, section 3) as one op: `new_key` and `new_value` go to
-    buffer position seq_end[b] - 1, then follow `page_bounds` with num_new=1, `page_scores` and `select_blocks`. A row
+    The selection step of Quest's decoding (arXiv 2406.10774, section 3) as one op: writes `new_key` and `new_value` to
+    buffer position seq_end[b] - 1, then does `page_bounds` with num_new=1, `page_scores` and `select_blocks`. A row
     with seq_end <= seq_start appends and selects nothing.
 
     Parameters
@@ -266,8 +266,8 @@ def append_and_select(
     new_key, new_value : torch.Tensor
         The token to append [batch, kv_heads, head_dim], of the dtype of `query`.
     keys, values : torch.Tensor
-        Buffers to write to [batch, kv_heads, capacity, head_dim], of the dtype of `query`. Strides are free but for
-        the last, which is 1.
+        Buffers to write to [batch, kv_heads, capacity, head_dim], of the dtype of `query`. The last
+        stride is 1, the others are free.
     page_min, page_max : torch.Tensor
         Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `query` or int8;
         max_pages * page_size >= capacity.
@@ -277,17 +277,17 @@ def append_and_select(
     page_size : int
         Tokens per page and per selected block, a power of two.
     max_blocks : int
-        The most pages to choose per row and KV head, at least 1.
+        Maximum number of pages to choose per row and KV head, at least 1.
     sink_blocks, recent_blocks : int
-        How many pages at the beginning and at the end of the row are always chosen; together at most `max_blocks`.
+        Number of first and last pages of the row that are always chosen; together at most `max_blocks`.
         `recent_blocks` is at least 1: the page being filled is always read.
     scale, group_reduce, num_pages
         As for `page_scores`.
     page_exponent, channel_exponent : torch.Tensor, optional
-        With int8 bounds, and only then: int8 [batch, kv_heads, max_pages] and [batch, kv_heads, head_dim], updated as
+        Only with int8 bounds: int8 [batch, kv_heads, max_pages] and [batch, kv_heads, head_dim], updated as
         `page_bounds` does.
     counter : torch.Tensor, optional
-        int64 [4], added to in place: [2] += the bytes of bounds and exponents that were scored.
+        int64 [4], added to in place: [2] += the bytes of scored bounds and exponents.
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.

@@ -1,4 +1,4 @@
-"""Torch references of the ops on pages; see `_reference` for the rules that all of them keep."""
+"""Torch references of the ops on pages; see `_reference` for the rules of all references."""
 
 from functools import reduce
 from typing import Any
@@ -89,7 +89,7 @@ def select_blocks(
     is_forced = (blocks < sink_blocks) | (blocks >= num_blocks - recent_blocks)  # [batch, width]
     order = _order(scores[..., :width]).masked_fill_(is_forced[:, None], _FORCED)
     order.masked_fill_((blocks >= num_blocks)[:, None], _ABSENT)
-    # One integer to rank by: the order, then the lower index, which the lowest bits give back.
+    # One integer to rank by: the order in the high bits, then the index, lower ones first.
     index_bits = width.bit_length()
     last = (1 << index_bits) - 1  # above every index
     rank = (order << index_bits) + (last - blocks)
@@ -103,7 +103,7 @@ def select_blocks(
 
 
 def _top_blocks(scores: torch.Tensor, max_blocks: int, sink_blocks: int, recent_blocks: int) -> torch.Tensor | None:
-    """Choose among more than `max_blocks` scores, all valid; None where ties or NaN need a full ranking."""
+    """Choose among more than `max_blocks` valid scores; return None if ties or NaN need a full ranking."""
     recent = scores.shape[2] - recent_blocks
     num_scored = max_blocks - sink_blocks - recent_blocks
     if num_scored > 0:
@@ -119,7 +119,7 @@ def _top_blocks(scores: torch.Tensor, max_blocks: int, sink_blocks: int, recent_
 
 
 def _order(scores: torch.Tensor) -> torch.Tensor:
-    """Return int64 of less than 33 bits in the order of `scores`: equal for equal scores, NaN as -inf."""
+    """Return int64 of fewer than 33 bits in the order of `scores`: equal for equal scores, NaN as -inf."""
     scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf")).add_(0.0)  # turns -0.0 into 0.0
     if scores.dtype == torch.float64:
         ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]  # type: ignore[no-untyped-call]
@@ -152,16 +152,16 @@ def append_and_select(
     finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.append_and_select`."""
-    rows = (seq_start, seq_end)
+    row_bounds = (seq_start, seq_end)
     num_pages = page_min.shape[2] if num_pages is None else num_pages
     exponents: dict[str, Any] = {"page_exponent": page_exponent, "channel_exponent": channel_exponent}
-    _append((keys, values), (new_key, new_value), *rows)
-    page_bounds(keys, page_min, page_max, *rows, page_size=page_size, num_new=1, **exponents)
+    _append((keys, values), (new_key, new_value), *row_bounds)
+    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, **exponents)
     scores = page_scores(
         query,
         page_min,
         page_max,
-        *rows,
+        *row_bounds,
         page_size=page_size,
         scale=scale,
         group_reduce=group_reduce,
@@ -169,10 +169,10 @@ def append_and_select(
         **exponents,
     )
     if counter is not None:
-        _count_metadata(counter, page_min, *rows, page_size, num_pages)
+        _count_metadata(counter, page_min, *row_bounds, page_size, num_pages)
     return select_blocks(
         scores,
-        *rows,
+        *row_bounds,
         block_size=page_size,
         max_blocks=max_blocks,
         sink_blocks=sink_blocks,
@@ -186,7 +186,7 @@ def _append(
     seq_start: torch.Tensor,
     seq_end: torch.Tensor,
 ) -> None:
-    """Write each of `tokens` [batch, kv_heads, head_dim] where the rows of its buffer end; a row may have no tokens."""
+    """Write each of `tokens` [batch, kv_heads, head_dim] at the end of the rows of its buffer, except empty rows."""
     lengths = host_lengths(seq_start, seq_end)
     if lengths is not None:
         for row, (length, end) in enumerate(zip(lengths, seq_end.tolist(), strict=True)):
@@ -210,7 +210,7 @@ def _count_metadata(
     page_size: int,
     num_pages: int,
 ) -> None:
-    """Add the bytes of bounds and exponents of every page with a token; a row without tokens reads none."""
+    """Count the bytes of bounds and exponents of every page with a token."""
     kv_heads, _, head_dim = page_min.shape[1:]
     has_exponents = page_min.dtype == torch.int8
     page_bytes = 2 * head_dim * page_min.element_size() + has_exponents

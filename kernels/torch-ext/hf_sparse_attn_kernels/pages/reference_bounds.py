@@ -59,10 +59,10 @@ def _on_device(
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
 ) -> None:
-    """Update the bounds of all rows at once, without knowing their lengths."""
+    """Update the bounds of all rows at once, with lengths known only on the device."""
     batch, kv_heads, capacity, head_dim = keys.shape
     raises = channel_exponent is not None and num_new > 1
-    # The most pages that num_new consecutive tokens can touch; all of them where exponents may be raised.
+    # The maximum number of pages that num_new consecutive tokens can touch; all pages if exponents may be raised.
     most_pages = page_min.shape[2]
     if not raises:
         most_pages = min((min(num_new, capacity) + page_size - 2) // page_size + 1, most_pages)
@@ -74,7 +74,7 @@ def _on_device(
     pages = torch.minimum(first_page + torch.arange(most_pages, device=keys.device)[:, None], last_page)
     first_token = pages * page_size  # [batch, pages, 1]
     tokens = first_token + torch.arange(page_size, device=keys.device)
-    # An absent token reads the page's first one instead: reading it twice changes no minimum and no maximum.
+    # An absent token reads the page's first one instead, which changes no minimum and no maximum.
     positions = torch.where(tokens < length, tokens, first_token) + seq_start[:, None, None]
     (taken,) = take_tokens((keys,), positions.flatten(1)[:, None])
     lower, upper = _extremes(taken.view(batch * kv_heads, most_pages * page_size, head_dim), page_size)
@@ -101,7 +101,7 @@ def _on_device(
 
 
 def _extremes(tokens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimum and maximum of `tokens` [n, tokens, head_dim] by page, [n, pages, head_dim]; the last may be shorter."""
+    """Return minimum and maximum of `tokens` [n, tokens, head_dim] by page, [n, pages, head_dim]."""
     length = tokens.shape[1]
     if length <= page_size:
         return tokens.amin(dim=1, keepdim=True), tokens.amax(dim=1, keepdim=True)
@@ -122,7 +122,7 @@ def _least_exponent(value: torch.Tensor, largest_mantissa: float) -> torch.Tenso
 
 
 def _channel_exponents(lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """int8 [.., head_dim] from the bounds [.., pages, head_dim] of all tokens of a row."""
+    """Return channel exponents, int8 [.., head_dim], from the bounds [.., pages, head_dim] of all tokens of a row."""
     largest = torch.maximum(-lower, upper).amax(dim=-2).to(compute_dtype(lower.dtype))
     largest = torch.maximum(largest, largest.roll(-(largest.shape[-1] // 2), dims=-1))
     exponent = _least_exponent(largest, 90 / 128).clamp(-MAX_EXPONENT, MAX_EXPONENT)
@@ -134,7 +134,7 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round bounds [.., pages, head_dim] outwards to levels; also return the exponents [.., pages]."""
     dtype = compute_dtype(lower.dtype)
-    # Both as magnitudes outwards, so that one sequence of operations serves both.
+    # Both bounds as outward magnitudes, so that one sequence of operations serves both.
     outward = torch.stack((-lower, upper)).to(dtype) * power_of_two(-channel_exponent, dtype).unsqueeze(-2)
     largest = outward.amax(dim=(0, -1))  # [.., pages], 0 or more: a minimum is at most the maximum
     if largest.device.type == "cpu" and largest.max() <= MAX_LEVEL:  # as in most decode steps

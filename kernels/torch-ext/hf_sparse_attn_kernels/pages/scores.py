@@ -46,7 +46,7 @@ def page_scores_kernel(
     DOT_DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """BLOCK_P pages of one row and KV head; grid (page tiles, batch * kv_heads)."""
+    """Score BLOCK_P pages of a row and KV head; grid (page tiles, batch * kv_heads)."""
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
@@ -161,7 +161,7 @@ def page_scores(
     softmax = group_reduce == "softmax"
     block_g = max(16, next_power_of_2(group))
     block_d = max(16, next_power_of_2(head_dim))
-    # Two tiles of bounds at most 64 KiB together.
+    # Two tiles of bounds take at most 64 KiB together.
     block_p = max(16, min(64, 32768 // (block_d * page_min.element_size())))
     tiles = cdiv(num_pages, block_p)
     seq_start, seq_end = seq_start.contiguous(), seq_end.contiguous()

@@ -29,7 +29,7 @@ def select_blocks_kernel(
     BLOCK_N: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ):
-    """One row and KV head; grid (batch * kv_heads,)."""
+    """Select the blocks of a row and KV head; grid (batch * kv_heads,)."""
     pair = tl.program_id(0).to(tl.int64)
     row = pair // kv_heads
     length = tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0)

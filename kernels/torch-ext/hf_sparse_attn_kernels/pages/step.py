@@ -42,17 +42,17 @@ def append_and_select(
     q_heads, head_dim = query.shape[1:]
     kv_heads, max_pages = page_min.shape[1:3]
     group = q_heads // kv_heads
-    rows = (seq_start.contiguous(), seq_end.contiguous())
+    row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     num_pages = max_pages if num_pages is None else num_pages
     if group == 1:
-        group_reduce = "max"  # of one head all three keep the order
+        group_reduce = "max"  # all three keep the order of a single head
     scored = _score_pages(
         query,
         (new_key, new_value),
         (keys, values),
         (page_min, page_max),
         None if page_exponent is None or channel_exponent is None else (page_exponent, channel_exponent),
-        rows,
+        row_bounds,
         page_size=page_size,
         num_pages=num_pages,
         scale=head_dim**-0.5 if scale is None else scale,
@@ -61,7 +61,7 @@ def append_and_select(
     )
     return _select_pages(
         scored,
-        rows,
+        row_bounds,
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
@@ -76,16 +76,16 @@ def append_and_select(
 
 
 class _PageScores(NamedTuple):
-    """Results of the first launch that the second reads."""
+    """Results of the first launch, read by the second."""
 
     scores: torch.Tensor
-    """float32 [batch * kv_heads, num_pages rounded up to 16]: reduced over the group, unless that is by softmax."""
+    """float32 [batch * kv_heads, num_pages rounded up to 16]: reduced over the group, except by softmax."""
     head_scores: torch.Tensor
-    """float32 [batch * kv_heads, group, the same]: each head's, for a reduction by softmax."""
+    """float32 [batch * kv_heads, group, num_pages rounded up to 16]: each head's, for a reduction by softmax."""
     program_lse: torch.Tensor
-    """float32 [batch * kv_heads, group, programs]: log-sum-exp over the pages of each program, likewise."""
+    """float32 [batch * kv_heads, group, programs]: log-sum-exp over each program's pages, for a softmax."""
     pages_per_program: int
-    """Pages of every program but the first, which has the page with the new token."""
+    """Pages of every program except the first, which scores the page of the new token."""
 
 
 def _score_pages(
@@ -94,7 +94,7 @@ def _score_pages(
     buffers: tuple[torch.Tensor, torch.Tensor],
     bounds: tuple[torch.Tensor, torch.Tensor],
     exponents: tuple[torch.Tensor, torch.Tensor] | None,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    row_bounds: tuple[torch.Tensor, torch.Tensor],
     *,
     page_size: int,
     num_pages: int,
@@ -108,9 +108,9 @@ def _score_pages(
     pairs, group = batch * kv_heads, q_heads // kv_heads
     block_d = max(16, next_power_of_2(head_dim))
     config = choice("score", query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
-    # Two tiles of bounds at most 64 KiB together.
+    # Two tiles of bounds take at most 64 KiB together.
     block_p = max(16, min(config["block_p"], 32768 // (block_d * bounds[0].element_size())))
-    # As few pages for each program as keep every multiprocessor busy, in whole tiles.
+    # As few pages per program as keep every multiprocessor busy, in whole tiles.
     per_program = cdiv(num_pages * pairs, multiprocessors(query.device) * config["per_multiprocessor"])
     pages_per_program = block_p * max(1, round(per_program / block_p))
     programs = 1 + cdiv(num_pages, pages_per_program)
@@ -127,7 +127,7 @@ def _score_pages(
         *buffers,
         *bounds,
         *(bounds if exponents is None else exponents),
-        *rows,
+        *row_bounds,
         scores,
         head_scores,
         program_lse,
@@ -161,7 +161,7 @@ def _score_pages(
 
 def _select_pages(
     scored: _PageScores,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    row_bounds: tuple[torch.Tensor, torch.Tensor],
     *,
     kv_heads: int,
     group: int,
@@ -203,7 +203,7 @@ def _select_pages(
         scored.program_lse,
         maxima,
         spans,
-        *rows,
+        *row_bounds,
         counts if finished is None else finished,
         indices,
         counts,

@@ -1,4 +1,4 @@
-"""First kernel of `append_and_select`: the new token, and the scores of all pages."""
+"""First kernel of `append_and_select`: appends the token and scores all pages."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -26,9 +26,9 @@ def append_token(
     QUANTIZED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write one token's key and value, and widen its page's bounds to hold the key.
+    """Write one token's key and value, and widen its page's bounds to include the key.
 
-    Returns the bounds, float32 [BLOCK_D] each, without the units of page and channel, and the exponents of both.
+    Returns the bounds in levels, float32 [BLOCK_D] each, and the exponents of page and channels.
     """
     dims = tl.arange(0, BLOCK_D)
     mask = dims < HEAD_DIM
@@ -44,7 +44,7 @@ def append_token(
     if QUANTIZED:
         old_page_exponent = tl.where(has_others, tl.load(page_exponent_ptr).to(tl.int32), 0)
         exponent = tl.load(channel_exponent_ptr + dims, mask=mask, other=0).to(tl.int32)
-        if offset == 0:  # a row's first token sets the unit of its channels
+        if offset == 0:  # a row's first token sets its channel exponents
             partner = tl.load(new_key_ptr + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0)
             exponent = channel_exponent_for(tl.maximum(tl.abs(lower), tl.abs(partner.to(tl.float32))))
             tl.store(channel_exponent_ptr + dims, exponent.to(tl.int8), mask=mask)
@@ -53,7 +53,7 @@ def append_token(
         tl.store(page_exponent_ptr, page_exponent.to(tl.int8))
         lower = lower_level(scaled * power_of_two(-page_exponent))
         upper = upper_level(scaled * power_of_two(-page_exponent))
-        # Rounding outwards twice is rounding once, so the page's bounds are those of all its keys at once.
+        # Rounding outwards twice equals rounding once, so the bounds equal those of all keys at once.
         old_lower = lower_level(old_lower * power_of_two(old_page_exponent - page_exponent))
         old_upper = upper_level(old_upper * power_of_two(old_page_exponent - page_exponent))
     lower = tl.where(has_others, tl.minimum(lower, old_lower), lower)
@@ -157,9 +157,9 @@ def append_and_score_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The scores of `pages_per_program` pages of one row and KV head, or its new token; grid (programs, pairs).
+    """Score `pages_per_program` pages of a row and KV head, or append its token; grid (programs, pairs).
 
-    Program 0 appends the token and scores the page that it is in, the others score the pages before that.
+    Program 0 appends the token and scores its page; the others score the pages before that one.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Second kernel of `append_and_select`: the reduction of the page scores over the group, and the top-k."""
+"""Second kernel of `append_and_select`: reduces the page scores over the group and takes the top-k."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -42,10 +42,10 @@ def select_pages_kernel(
     ONE_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PROGRAM_P pages of one row and KV head: their reduction; the last to finish selects; grid (programs, pairs).
+    """Reduce PROGRAM_P pages of a row and KV head; the last program to finish selects; grid (programs, pairs).
 
-    With many pages the selection has two levels: of the spans of SPAN pages those with the highest maxima hold all
-    pages that can be selected.
+    With many pages the selection has two levels: the spans of SPAN pages with the highest maxima hold all pages that
+    can be selected.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
@@ -93,7 +93,7 @@ def select_pages_kernel(
                 num_spans = tl.cdiv(row_pages, SPAN)
                 span_keys = tl.load(maxima_ptr + lanes, mask=lanes < num_spans, other=-0x80000000, cache_modifier=".cg")
                 kept_spans = tl.minimum(num_spans, max_blocks)
-                # Where every kept span has a page that reaches this, `kept_spans` pages do.
+                # Every kept span has a page that reaches this, so at least `kept_spans` pages do.
                 floor = write_top_blocks(
                     span_keys,
                     lanes,

@@ -21,9 +21,9 @@ def split_query(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """The positive and the negative part of the queries, [BLOCK_G, BLOCK_D], in the units of the bounds.
+    """Split the queries into positive and negative parts, [BLOCK_G, BLOCK_D], in the units of the bounds.
 
-    A third result is what the scores are to be multiplied with.
+    The third result is a factor for the scores.
     """
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -35,7 +35,7 @@ def split_query(
         exponent = tl.load(channel_exponent_ptr + dims, mask=dims < HEAD_DIM, other=0).to(tl.int32)
         q = q * power_of_two(exponent)[None, :]
         if tl.float16 == DOT_DTYPE:
-            # Half precision has few exponents: bring the largest to 1, which loses nothing that counts.
+            # Half precision has few exponents: scale the largest to 1, which loses only negligible values.
             shift = tl.minimum(tl.maximum(exponent_for(tl.max(tl.abs(q)), 0) + 6, -60), 60)
             q = q * power_of_two(-shift)
             unit = power_of_two(shift)
@@ -76,11 +76,11 @@ def store_scores(
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     in_group = heads < group
-    # Of every lane of the tiles, merged after the last one.
+    # For every lane of the tiles, merged after the last tile.
     top = tl.full((BLOCK_G, BLOCK_P), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G, BLOCK_P), tl.float32)
     if QUANTIZED:
-        # Loaded one tile ahead: the tiles themselves come through shared memory, several ahead, but bytes cannot.
+        # Loaded one tile ahead. Tiles are prefetched through shared memory, several ahead, but single bytes cannot be.
         pages = first_page + tl.arange(0, BLOCK_P)
         exponent = tl.load(page_exponent_ptr + pages, mask=pages < last_page, other=0).to(tl.int32)
     for first in range(first_page, last_page, BLOCK_P):
@@ -137,12 +137,12 @@ def group_softmax(
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """log sum_h exp(s_h(p) - lse_h), [BLOCK_P], with lse_h over all parts; -inf from `last_page` on.
+    """Compute log sum_h exp(s_h(p) - lse_h), [BLOCK_P], with lse_h over all parts; -inf from `last_page` on.
 
-    In logarithms: a page far below the best one must neither underflow nor tie with others.
+    Logarithms keep pages far below the best from underflowing and tying.
     """
     lanes = tl.arange(0, BLOCK_T)
-    # The mask changes at multiples of 16 only, which lets the loads be vectors; rows are padded to that.
+    # The mask changes only at multiples of 16, which keeps the loads vectorized; scores are padded to that.
     mask = pages < (last_page + 15) // 16 * 16
     best = tl.full((BLOCK_P,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_P,), tl.float32)

@@ -1,4 +1,4 @@
-"""Argument checks that the ops on single tokens share."""
+"""Argument checks shared by the ops on single tokens."""
 
 import torch
 
@@ -33,7 +33,7 @@ def check_scoring(query: torch.Tensor, keys: torch.Tensor, vote: str, num_tokens
 
 
 def check_budget(max_tokens: int, sink_tokens: int, recent_tokens: int) -> None:
-    """Check that at least one token is left to vote for."""
+    """Check that the budget leaves at least one token to vote for."""
     check_at_least("max_tokens", max_tokens, 1)
     if sink_tokens + recent_tokens >= max_tokens:
         raise ValueError(
@@ -58,7 +58,9 @@ def check_cache(
     )
     given = [name for name, tensor, *_ in cached if tensor is not None]
     if given and len(given) < len(cached):
-        raise ValueError(f"{', '.join(given)} given; allowed: cached_query, cached_tokens and cached_valid, or none")
+        raise ValueError(
+            f"{', '.join(given)} given; allowed: all of cached_query, cached_tokens and cached_valid, or none"
+        )
     for name, tensor, dtype, axes, shape in cached:
         if tensor is not None:
             check_dtype(name, tensor, dtype)

@@ -31,7 +31,7 @@ def mean_query_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mean over the queries of a row and head, each rotated to its slot, in float32; grid (batch * q_heads,)."""
+    """Average the queries of a row and head, each rotated to its slot, in float32; grid (batch * q_heads,)."""
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     query_ptr += pair // q_heads * query_stride_b + pair % q_heads * query_stride_h

@@ -34,11 +34,11 @@ def token_votes(
     num_tokens: int | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Let the query heads vote for the tokens of a row's KV cache.
+    """Sum the query heads' votes for the tokens of each row's KV cache.
 
-    TokenSelect (arXiv 2411.02886), its head soft vote and the two alternatives that it is compared with. The
-    candidates of a row of n tokens are its tokens sink_tokens to n - recent_tokens - 1. Query head h reads KV head
-    h // group, group = q_heads // kv_heads; its score for a token is q_h.k, without a factor.
+    TokenSelect (arXiv 2411.02886): its head soft vote and the two alternatives that it compares. The candidates of a
+    row of n tokens are its tokens sink_tokens to n - recent_tokens - 1. Query head h reads KV head h // group,
+    group = q_heads // kv_heads. Its score for a token is q_h.k, without a factor.
 
     Parameters
     ----------
@@ -50,15 +50,15 @@ def token_votes(
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     sink_tokens, recent_tokens : int
-        How many tokens at the beginning and at the end of the row are no candidates.
+        Number of first and last tokens of the row that are no candidates.
     vote : {"soft", "logits", "head"}
-        "soft": the softmax of a head's scores over the candidates, added over the heads. "logits": the scores, added
-        over the heads. "head": how many heads have the token among the max_tokens - sink_tokens - recent_tokens
-        candidates of their highest scores; of equal scores the lower index comes first.
+        "soft": the softmax of a head's scores over the candidates, summed over heads. "logits": the scores, summed over
+        heads. "head": the number of heads that have the token among their max_tokens - sink_tokens - recent_tokens
+        highest-scoring candidates; the lower index wins among equal scores.
     max_tokens : int, optional
-        For "head", and more than sink_tokens + recent_tokens.
+        Required for "head": more than sink_tokens + recent_tokens.
     num_tokens : int, optional
-        A bound on the rows' lengths that the host knows; tokens beyond it are ignored. Default: capacity.
+        Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: capacity.
     impl : {"triton", "reference"}, optional
         Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -66,7 +66,7 @@ def token_votes(
     -------
     torch.Tensor
         float32 [batch, num_tokens] (float64 for float64): column t is the row's token t, counted from seq_start; -inf
-        where it is no candidate.
+        for tokens that are no candidates.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def token_votes(
     if max_tokens is not None:
         check_budget(max_tokens, sink_tokens, recent_tokens)
     elif vote == "head":
-        raise ValueError("max_tokens=None; allowed with vote='head': an int, as each head votes for so many tokens")
+        raise ValueError("max_tokens=None; allowed with vote='head': an int, the number of tokens a head votes for")
     num_tokens = keys.shape[2] if num_tokens is None else num_tokens
     return output(query, (query.shape[0], num_tokens), compute_dtype(query.dtype))
 
@@ -117,16 +117,16 @@ def select_tokens(
     """Choose the tokens to read, one set for all heads: the first and last of the row, then those with most votes.
 
     TokenSelect (arXiv 2411.02886): token-level selection by the head soft vote, and its Selection Cache. A row of at
-    most `max_tokens` tokens chooses all of them, and no key is read for it. Of any other,
-    num_voted = max_tokens - sink_tokens - recent_tokens candidates are chosen by `token_votes`; of equal votes the
-    lower index wins, and NaN ranks with -inf.
+    most `max_tokens` tokens chooses all of them without reading a key. Longer rows choose
+    num_voted = max_tokens - sink_tokens - recent_tokens candidates by `token_votes`; the lower index wins among equal
+    votes, and NaN ranks with -inf.
 
-    Selection cache: with `threshold` below 1 and the three cached tensors, a row whose query points almost where the
-    query of its last selection did takes the voted tokens of that selection again, and no key is read for it. The first
-    and last tokens are those of now. All of that is decided on the device.
+    Selection cache: with `threshold` below 1 and the three cached tensors, a row whose query points almost in the
+    direction of its last selecting query reuses the voted tokens of that selection, without reading a key. First and
+    last tokens are always the current ones. The device decides all of this.
 
-    Keys are read once. Until the last one is, no vote is known: the kernels keep a float32 for each query head and
-    token meanwhile, for the buffers' capacity (or `num_tokens`), and one vote for each token.
+    Keys are read once. Votes are known only after the last key, so the kernels store a float32 for each query head and
+    token of the capacity (or `num_tokens`), and one vote for each token.
 
     Parameters
     ----------
@@ -138,27 +138,27 @@ def select_tokens(
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     max_tokens : int
-        The most tokens to choose per row, more than sink_tokens + recent_tokens.
+        Maximum number of tokens to choose per row, more than sink_tokens + recent_tokens.
     sink_tokens, recent_tokens : int
-        How many tokens at the beginning and at the end of the row are always chosen.
+        Number of first and last tokens of the row that are always chosen.
     vote : {"soft", "logits", "head"}
         As for `token_votes`.
     pool_size : int
-        0, or an odd number: a candidate then counts with the most votes that any has within pool_size // 2 tokens of
-        it.
+        0, or an odd number: width of a max-pooling of the votes. A candidate then counts with the highest vote within
+        pool_size // 2 tokens.
     num_tokens : int, optional
-        A bound on the rows' lengths that the host knows; tokens beyond it are ignored. Default: capacity.
+        Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: capacity.
     cached_query, cached_tokens, cached_valid : torch.Tensor, optional
-        The selection cache, all or none, written in place: of the shape and dtype of `query`; int32
-        [batch, num_voted]; int32 [batch], 0 where a row has no selection to take again. Set `cached_valid` to 0 where
-        a row does not continue the one before.
+        The selection cache, all or none, written in place: shape and dtype of `query`; int32 [batch, num_voted]; int32
+        [batch], 0 for rows without a selection to reuse. Set `cached_valid` to 0 for a row that does not continue the
+        previous one.
     threshold : float
-        The least cosine between `query` and `cached_query`, over all heads together, at which a selection is taken
-        again; 1 or more never does, and leaves the cache alone. A query of norm 0 never does either.
+        Minimum cosine between `query` and `cached_query`, over all heads, for a selection to be reused. 1 or more never
+        reuses one and does not touch the cache. A query of norm 0 never reuses one either.
     counter : torch.Tensor, optional
         int64 [4], added to in place: [2] += the bytes of keys read.
     reuse_counter : torch.Tensor, optional
-        int64 [2], added to in place: [0] += the rows that took a selection again, [1] += those with more than
+        int64 [2], added to in place: [0] += the rows that reused a selection, [1] += the rows with more than
         `max_tokens` tokens.
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
@@ -209,10 +209,10 @@ def mean_query(
     first_slot: int,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Average a chunk's queries, rotated to consecutive slots, to vote for the chunk.
+    """Average a chunk's queries, rotated to consecutive slots, into the query that selects for the chunk.
 
-    TokenSelect (arXiv 2411.02886), its selection for a chunk of the prefill: query i is rotated to slot first_slot + i,
-    or to the table's last where that has fewer.
+    TokenSelect (arXiv 2411.02886), selection for a chunk of the prefill. Query i is rotated to slot first_slot + i, or
+    to the last slot of a shorter table.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def mean_query(
     Returns
     -------
     torch.Tensor
-        [batch, q_heads, head_dim], of query's dtype: rotated and summed in float32, rounded once.
+        [batch, q_heads, head_dim], of the dtype of `query`: rotated and summed in float32, rounded once.
 
     Raises
     ------

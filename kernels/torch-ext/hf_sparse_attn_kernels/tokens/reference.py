@@ -29,7 +29,7 @@ def token_votes(
         (k,) = take_tokens((keys,), (tokens + seq_start[:, None])[:, None])
         scores = _scores(query, k).masked_fill_(~is_candidate[:, None], float("-inf"))
         return _votes(scores, vote, num_voted).masked_fill_(~is_candidate, float("-inf"))
-    # Each row cut to its candidates: no mask, and nothing else is read.
+    # Each row is cut to its candidates, so it needs no mask and reads nothing else.
     votes = keys.new_full((keys.shape[0], num_tokens), float("-inf"), dtype=compute_dtype(keys.dtype))
     for row, (start, length) in enumerate(zip(seq_start.tolist(), lengths, strict=True)):
         first, last = sink_tokens, min(length, num_tokens) - recent_tokens
@@ -40,14 +40,14 @@ def token_votes(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q.k [batch, q_heads, n] of queries [batch, q_heads, head_dim] and keys [batch, kv_heads, n, head_dim]."""
+    """Return q.k [batch, q_heads, n] of queries [batch, q_heads, head_dim] and keys [batch, kv_heads, n, head_dim]."""
     dtype = compute_dtype(query.dtype)
     grouped = query.to(dtype).reshape(*keys.shape[:2], -1, query.shape[2])
     return (grouped @ keys.to(dtype).transpose(2, 3)).view(query.shape[0], query.shape[1], keys.shape[2])
 
 
 def _votes(scores: torch.Tensor, vote: str, num_voted: int) -> torch.Tensor:
-    """Scores [batch, q_heads, n], -inf for what is no candidate, as votes [batch, n]."""
+    """Reduce scores [batch, q_heads, n], -inf for tokens that are no candidates, to votes [batch, n]."""
     if vote == "soft":
         return scores.softmax(dim=2).sum(dim=1)
     if vote == "logits":
@@ -56,7 +56,7 @@ def _votes(scores: torch.Tensor, vote: str, num_voted: int) -> torch.Tensor:
 
 
 def _is_among_top(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Whether each value is one of the `count` largest in the last dimension; of equal ones the first, NaN as -inf."""
+    """Return whether each value is among the `count` largest of the last dimension; first among equals, NaN as -inf."""
     values = values.nan_to_num(float("-inf"), float("inf"), float("-inf"))
     least = values.topk(min(count, values.shape[-1]), dim=-1)[0][..., -1:]
     above, tied = values > least, values == least
@@ -96,7 +96,7 @@ def select_tokens(
 
     voted = torch.zeros((batch, num_voted), dtype=torch.int32, device=keys.device)
     if not _known_to_be_none(votes_anew):
-        # Of a row that does not vote, no token is a candidate: its end is moved to its start.
+        # Moving the end of a row to its start leaves it without candidates, so that it does not vote.
         votes = token_votes(
             query,
             keys,
@@ -135,21 +135,21 @@ def select_tokens(
 
 
 def _known_to_be_none(flags: torch.Tensor) -> bool:
-    """Whether none is set, where asking does not wait for a device."""
+    """Return whether no flag is set; False for CUDA flags, since reading them would wait for the device."""
     return flags.device.type == "cpu" and not bool(flags.any())
 
 
 def _cosine(query: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-    """Cosine of each row's queries [batch, q_heads, head_dim], heads together; NaN where one of them is 0."""
+    """Return the cosine of each row's queries [batch, q_heads, head_dim] over all heads; NaN if one of them is 0."""
     dtype = compute_dtype(query.dtype)
     a, b = query.flatten(1).to(dtype), cached.flatten(1).to(dtype)
     return (a * b).sum(dim=1) / (a.square().sum(dim=1).sqrt() * b.square().sum(dim=1).sqrt())
 
 
 def _top_tokens(votes: torch.Tensor, count: int, sink_tokens: int) -> torch.Tensor:
-    """The candidates with the most votes [batch, count], ascending; anything in a row with fewer candidates."""
+    """Return the candidates with the most votes [batch, count], ascending; arbitrary in rows with fewer candidates."""
     tokens = torch.arange(votes.shape[1], device=votes.device)
-    # What is no candidate must not tie with a candidate whose vote is NaN or -inf: sinks come first otherwise.
+    # Other tokens must not tie with a candidate whose vote is NaN or -inf: sinks would come first.
     taken = _is_among_top(votes[:, sink_tokens:], count)
     ranked = tokens[sink_tokens:].masked_fill(~taken, votes.shape[1])
     chosen = ranked.topk(min(count, ranked.shape[1]), dim=1, largest=False)[0].sort(dim=1)[0].int()

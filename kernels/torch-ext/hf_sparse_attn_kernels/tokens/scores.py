@@ -20,20 +20,20 @@ from .._triton import (
     next_power_of_2,
     wait_for_previous_kernel,
 )
-from .rows import TokenRows, candidates_of
+from .candidates import Candidates, candidates_of
 from .topk import clear_search, count_first_digits, search_size
 
-# Of the programs that score: one for each multiprocessor, with as many tiles of keys in flight as it has room for.
+# Scoring runs one program per multiprocessor, with as many tiles of keys in flight as fit.
 SCORED = {"block_n": 128, "per_multiprocessor": 1, "warps": 4, "stages": 6, "block_g": 8}
 TILE_BYTES = 32768  # of keys, at most
 OTHER_SHARED_MEMORY = 32768
-# Of those that vote: tokens, query heads at once.
+# Voting programs take this many tokens, and query heads at once.
 VOTED = {"block_t": 256, "block_h": 16, "warps": 4}
-LOWEST = tl.constexpr(-3.0e38)  # stands in for -inf where differences are taken
+LOWEST = tl.constexpr(-3.0e38)  # replaces -inf where differences are taken
 
 
 class TokenScores(NamedTuple):
-    """Results of scoring that voting reads."""
+    """Results of scoring, read by voting."""
 
     scores: torch.Tensor
     """float32 [batch * q_heads, width], candidates only; in units of log2 for "soft"."""
@@ -43,7 +43,7 @@ class TokenScores(NamedTuple):
 
 @triton.jit
 def _log_sum_exp(maxima_ptrs, sums_ptrs, in_group, splits, BLOCK_S: tl.constexpr):
-    """Log-sum-exp of each head's scores, in units of log2; the pointers [group, 1] are those of the first split."""
+    """Return the log-sum-exp of each head's scores in units of log2; pointers [group, 1] are those of split 0."""
     every = tl.arange(0, BLOCK_S)[None, :]
     mask = in_group[:, None] & (every < splits)
     maxima = tl.load(maxima_ptrs + every, mask=mask, other=LOWEST, cache_modifier=".cg")
@@ -92,7 +92,7 @@ def token_scores_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the candidates of a row and KV head, all query heads of its group; grid (splits, pairs)."""
+    """Score one split of the candidates of a row and KV head for all query heads; grid (splits, pairs)."""
     if PDL:
         gdc_wait()
     split = tl.program_id(0)
@@ -127,7 +127,7 @@ def token_scores_kernel(
         end = first_tile + (split + 1) * tiles // splits
         for tile in range(begin, end):
             token = tile * BLOCK_N + lanes
-            # In place of a token that is no candidate, the nearest one: no other is read.
+            # A token that is no candidate is replaced by the nearest candidate, so that only candidates are read.
             nearest = tl.minimum(tl.maximum(token, first), last - 1).to(tl.int64)
             key_at = keys_ptr + nearest[:, None] * keys_stride_n + dims[None, :]
             k = tl.load(key_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
@@ -136,14 +136,14 @@ def token_scores_kernel(
             at = scores_ptr + heads[None, :] * width + token[:, None]
             tl.store(at, scores, mask=valid[:, None] & in_group[None, :])
             if SOFT:
-                # Of every lane its own maximum and sum, put together after the last tile: no exchange between threads.
+                # Each lane keeps its own maximum and sum until the last tile, which avoids exchange between threads.
                 scores = tl.where(valid[:, None], scores, float("-inf"))
                 grows = scores > running_max
                 decay = tl.exp2(-tl.abs(scores - running_max))
                 running_sum = tl.where(grows, running_sum * decay + 1.0, running_sum + decay)
                 running_max = tl.where(grows, scores, running_max)
         if PDL:
-            gdc_launch_dependents()  # not before: programs that wait for this kernel take room from those that read
+            gdc_launch_dependents()  # not earlier: waiting programs take room from those that read
         if SOFT:
             maxima = tl.max(running_max, axis=0)
             sums = tl.sum(running_sum * tl.exp2(running_max - maxima[None, :]), axis=0)
@@ -180,7 +180,10 @@ def token_votes_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The votes for BLOCK_T tokens of a row, -inf where FILL says so, and their first digits; grid (tiles, batch)."""
+    """Write the votes for BLOCK_T tokens of a row, and count their first digits; grid (tiles, batch).
+
+    FILL writes -inf for tokens that are no candidates.
+    """
     wait_for_previous_kernel(PDL)
     row = tl.program_id(1).to(tl.int64)
     first, last = candidates_of(
@@ -215,7 +218,7 @@ def token_votes_kernel(
 
 @lru_cache
 def _stages(device: torch.device) -> int:
-    """Count the tiles of keys in flight: those that fit beside the rest of a program's shared memory."""
+    """Return the number of key tiles in flight that fit next to the rest of a program's shared memory."""
     if device.type != "cuda":
         return 2
     room: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
@@ -225,22 +228,22 @@ def _stages(device: torch.device) -> int:
 def token_scores(
     query: torch.Tensor,
     keys: torch.Tensor,
-    rows: TokenRows,
+    candidates: Candidates,
     search: torch.Tensor | None,
     finished: torch.Tensor | None,
     *,
     soft: bool,
 ) -> TokenScores:
-    """Launch `token_scores_kernel`, which also clears the buffer of a `search` to come."""
+    """Launch `token_scores_kernel`, which also clears the buffer for a later `search`."""
     batch, q_heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     pairs, group = batch * kv_heads, q_heads // kv_heads
     block_d = max(16, next_power_of_2(head_dim))
     block_n = max(16, min(SCORED["block_n"], SCORED["block_n"] * 256 // (block_d * keys.element_size())))
     programs = SCORED["per_multiprocessor"] * multiprocessors(keys.device)
-    splits = max(1, min(cdiv(rows.num_tokens, block_n), programs // pairs))
+    splits = max(1, min(cdiv(candidates.num_tokens, block_n), programs // pairs))
     block_g = max(SCORED["block_g"], next_power_of_2(group))
-    scores = torch.empty((batch * q_heads, rows.width), dtype=torch.float32, device=keys.device)
+    scores = torch.empty((batch * q_heads, candidates.width), dtype=torch.float32, device=keys.device)
     lse = maxima = sums = scores
     if soft:
         maxima, sums = torch.empty((2, batch * q_heads, splits), dtype=torch.float32, device=keys.device)
@@ -249,23 +252,23 @@ def token_scores(
     token_scores_kernel[(splits, pairs)](
         query,
         keys,
-        *rows.arguments(),
+        *candidates.arguments(),
         scores,
         lse,
         maxima,
         sums,
         scores if finished is None else finished,
         scores if search is None else search,
-        search_size(rows),
+        search_size(candidates),
         kv_heads,
         group,
-        rows.width,
+        candidates.width,
         math.log2(math.e) if soft else 1.0,
         *query.stride(),
         *keys.stride()[:3],
         HEAD_DIM=head_dim,
         SOFT=soft,
-        CACHE=rows.reuse is not None,
+        CACHE=candidates.reuse is not None,
         SEARCH=search is not None,
         BLOCK_N=block_n,
         BLOCK_G=block_g,
@@ -280,24 +283,30 @@ def token_scores(
 
 
 def add_votes(
-    scored: TokenScores, rows: TokenRows, search: torch.Tensor | None, *, soft: bool, num_columns: int, fill: bool
+    scored: TokenScores,
+    candidates: Candidates,
+    search: torch.Tensor | None,
+    *,
+    soft: bool,
+    num_columns: int,
+    fill: bool,
 ) -> torch.Tensor:
-    """Launch `token_votes_kernel`, which also counts first digits for a `search`: votes [batch, num_columns]."""
-    batch, device = rows.seq_start.shape[0], scored.scores.device
+    """Launch `token_votes_kernel`, which also counts first digits for a `search`; return votes [batch, num_columns]."""
+    batch, device = candidates.seq_start.shape[0], scored.scores.device
     votes = torch.empty((batch, num_columns), dtype=torch.float32, device=device)
     q_heads = scored.scores.shape[0] // batch
-    block_t = min(rows.block, VOTED["block_t"])
-    token_votes_kernel[(rows.width // block_t, batch)](
+    block_t = min(candidates.block, VOTED["block_t"])
+    token_votes_kernel[(candidates.width // block_t, batch)](
         *scored,
-        *rows.arguments(),
+        *candidates.arguments(),
         votes,
         votes if search is None else search,
-        search_size(rows),
+        search_size(candidates),
         q_heads,
-        rows.width,
+        candidates.width,
         num_columns,
         SOFT=soft,
-        CACHE=rows.reuse is not None,
+        CACHE=candidates.reuse is not None,
         SEARCH=search is not None,
         FILL=fill,
         BLOCK_T=block_t,

@@ -1,4 +1,4 @@
-"""Triton kernels of `select_tokens`: whether a row takes its last selection again, and what it has chosen."""
+"""Triton kernels of `select_tokens`: the reuse of a row's last selection, and the write of the selected tokens."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from .._check import check_triton
 from .._topk import _ranks
 from .._triton import launch_options, next_power_of_2, wait_for_previous_kernel
-from .rows import TokenRows, candidates_of, row_length, tile_size
+from .candidates import Candidates, candidates_of, row_length, tile_size
 from .scores import add_votes, token_scores
 from .topk import find_top, search_size, taken_of_tile
 from .votes import head_votes
@@ -34,7 +34,7 @@ def reuse_selection_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Whether a row takes its last selection again; grid (batch,)."""
+    """Decide whether a row reuses its last selection; grid (batch,)."""
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     dot = tl.zeros((BLOCK,), tl.float32)
@@ -49,7 +49,7 @@ def reuse_selection_kernel(
         dot += q * cached
         norm += q * q
         cached_norm += cached * cached
-    # NaN, as of a query of norm 0, is not above any threshold.
+    # NaN, from a query of norm 0, is below every threshold.
     cosine = tl.sum(dot) / (tl.sqrt(tl.sum(norm)) * tl.sqrt(tl.sum(cached_norm)))
     is_long = row_length(row, start_ptr, end_ptr, num_tokens) > max_tokens
     reuses = is_long & (tl.load(cached_valid_ptr + row) != 0) & (cosine >= threshold)
@@ -92,7 +92,7 @@ def write_selection_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the tokens voted for in a tile; the program after the last tile, all else; grid (tiles + 1, batch)."""
+    """Write the chosen candidates of a tile; the last program writes everything else; grid (tiles + 1, batch)."""
     wait_for_previous_kernel(PDL)
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -201,23 +201,23 @@ def select_tokens(
             **launch_options(keys.device),
         )
     block = tile_size(num_tokens, keys.device)
-    rows = TokenRows(seq_start, seq_end, reuse, num_tokens, max_tokens, sink_tokens, recent_tokens, block)
-    search = torch.empty((batch, search_size(rows)), dtype=torch.int32, device=keys.device)
+    candidates = Candidates(seq_start, seq_end, reuse, num_tokens, max_tokens, sink_tokens, recent_tokens, block)
+    search = torch.empty((batch, search_size(candidates)), dtype=torch.int32, device=keys.device)
     soft = vote == "soft"
-    scored = token_scores(query, keys, rows, search, finished, soft=soft)
+    scored = token_scores(query, keys, candidates, search, finished, soft=soft)
     first_level = 1 if vote == "head" or pool_size > 1 else 2
     if vote == "head":
-        votes = head_votes(scored.scores, rows, num_voted=num_voted, num_columns=rows.width)
+        votes = head_votes(scored.scores, candidates, num_voted=num_voted, num_columns=candidates.width)
     else:
         counting = search if first_level == 2 else None
-        votes = add_votes(scored, rows, counting, soft=soft, num_columns=rows.width, fill=False)
-    votes = find_top(votes, rows, search, num_voted=num_voted, pool_size=pool_size, first_level=first_level)
+        votes = add_votes(scored, candidates, counting, soft=soft, num_columns=candidates.width, fill=False)
+    votes = find_top(votes, candidates, search, num_voted=num_voted, pool_size=pool_size, first_level=first_level)
 
     indices = torch.empty((batch, 1, max_tokens), dtype=torch.int32, device=keys.device)
     counts = torch.empty((batch, 1), dtype=torch.int32, device=keys.device)
-    write_selection_kernel[(rows.tiles + 1, batch)](
+    write_selection_kernel[(candidates.tiles + 1, batch)](
         votes,
-        *rows.arguments(),
+        *candidates.arguments(),
         search,
         indices,
         counts,
@@ -227,17 +227,17 @@ def select_tokens(
         cached_valid if with_cache else counts,
         seq_start if counter is None else counter,
         seq_start if reuse_counter is None else reuse_counter,
-        search_size(rows),
-        rows.width,
-        rows.tiles,
+        search_size(candidates),
+        candidates.width,
+        candidates.tiles,
         elements,
         kv_heads * head_dim * keys.element_size(),
         *query.stride(),
         HEAD_DIM=head_dim,
         COUNT=counter is not None,
         COUNT_REUSE=reuse_counter is not None,
-        BLOCK_TILES=next_power_of_2(rows.tiles),
+        BLOCK_TILES=next_power_of_2(candidates.tiles),
         BLOCK=1024,
-        **rows.options(),
+        **candidates.options(),
     )
     return indices, counts

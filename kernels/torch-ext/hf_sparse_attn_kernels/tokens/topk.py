@@ -8,31 +8,31 @@ import triton.language as tl
 
 from .._topk import _key_of, _ranks
 from .._triton import cdiv, wait_for_previous_kernel
-from .rows import TokenRows, candidates_of
+from .candidates import Candidates, candidates_of
 
 # A value's 32 bits are three digits, the highest first, of 8, 12 and 12 bits. The first is counted for every value, so
-# it has few bins; then few values are left, as a rule, and these are counted one by one.
+# it has few bins. Usually few values are left then, and these are counted one by one.
 BINS_1 = tl.constexpr(256)
 BINS = tl.constexpr(4096)
-COPIES = tl.constexpr(16)  # of the first histogram, in the room of one of the others
+COPIES = tl.constexpr(16)  # of the first histogram, in the space of one of the others
 BINS_AT_ONCE = tl.constexpr(512)  # that a program holds in registers
 COUNTED_ONE_BY_ONE = tl.constexpr(64)  # values of a tile, at most
 
-# Of a line's search buffer, int32: three histograms, the k-th largest value's leading bits and its rank among the
-# values with these bits, after the first digit and after the second, then a word for each tile.
+# A line's search buffer, int32, holds three histograms; after the first and the second digit, the leading bits of the
+# k-th largest value and its rank among the values with these bits; then a word for each tile.
 STATE = tl.constexpr(3 * BINS.value)
 TILE_COUNTS = tl.constexpr(STATE.value + 4)
 CLEARED_AT_ONCE = tl.constexpr(1024)
 
-# A tile's word: how many of its values are above the k-th largest, how many equal it, and that it is written.
+# A tile's word: the number of its values above the k-th largest, the number equal to it, and a flag when written.
 TIED = tl.constexpr(14)  # where the second number begins
 TIED_BELOW = tl.constexpr((1 << 14) - 1)
 WRITTEN = tl.constexpr(1 << 30)
 
 
-def search_size(rows: TokenRows) -> int:
-    """Return the words of a line's search buffer."""
-    size: int = cdiv(TILE_COUNTS.value + rows.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
+def search_size(candidates: Candidates) -> int:
+    """Return the size of a line's search buffer in words."""
+    size: int = cdiv(TILE_COUNTS.value + candidates.tiles, CLEARED_AT_ONCE.value) * CLEARED_AT_ONCE.value
     return size
 
 
@@ -45,7 +45,7 @@ def clear_search(search_ptr, size):
 
 @triton.jit
 def order_key(values):
-    """A float32 as uint32 of the same order: NaN ranks with the lowest, -0.0 ties with 0.0."""
+    """Map a float32 to a uint32 of the same order: NaN ranks with the lowest, -0.0 ties with 0.0."""
     values = tl.where(values == values, values, float("-inf"))
     values = tl.where(values == 0.0, 0.0, values)
     return (_key_of(values) ^ -0x80000000).to(tl.uint32, bitcast=True)
@@ -55,7 +55,7 @@ def order_key(values):
 def count_first_digits(search_ptr, tile, values, counted):
     """Count the first digits of a tile of values.
 
-    There are few, so the programs of a row share addresses: each adds to one of COPIES histograms.
+    Few bins mean that the programs of a row collide, so each adds to one of COPIES histograms.
     """
     search_ptr += tile % COPIES * BINS_1
     digits = (order_key(values) >> 24).to(tl.int32)
@@ -65,7 +65,7 @@ def count_first_digits(search_ptr, tile, values, counted):
 
 @triton.jit
 def _find_digit(histogram_ptr, rank, NUM_BINS: tl.constexpr):
-    """The digit of the rank-th largest value, and its rank among the values with this digit."""
+    """Return the digit of the rank-th largest value, and its rank among the values with this digit."""
     bins = tl.arange(0, NUM_BINS)
     if NUM_BINS == BINS_1:
         counts = tl.zeros((NUM_BINS,), tl.int32)
@@ -73,17 +73,17 @@ def _find_digit(histogram_ptr, rank, NUM_BINS: tl.constexpr):
             counts += tl.load(histogram_ptr + copy * NUM_BINS + bins)
     else:
         counts = tl.load(histogram_ptr + bins)
-    reached = tl.sum(counts) - _ranks(counts, NUM_BINS)  # the values that have this digit or a larger one
+    reached = tl.sum(counts) - _ranks(counts, NUM_BINS)  # values with this digit or a larger one
     digit = tl.sum((reached >= rank).to(tl.int32)) - 1
     return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
 
 
 @triton.jit
 def _narrow(search_ptr, rank, stores, DIGITS: tl.constexpr):
-    """The leading DIGITS digits of the value of this rank, and its rank among the values that have them.
+    """Return the leading DIGITS digits of the value of this rank, and its rank among the values that have them.
 
-    Every program finds the last of them anew in a histogram that is complete; the one that `stores` leaves them to the
-    kernels after this one.
+    Every program finds the last digit itself in a complete histogram. The program that `stores` keeps the result for
+    later kernels.
     """
     if DIGITS == 1:
         digit, rank = _find_digit(search_ptr, rank, BINS_1)
@@ -121,7 +121,7 @@ def count_digits_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count digit LEVEL of the values of a line whose higher digits are those looked for; grid (tiles, lines)."""
+    """Count digit LEVEL of the values of a line whose higher digits match the search; grid (tiles, lines)."""
     wait_for_previous_kernel(PDL)
     line = tl.program_id(1).to(tl.int64)
     first, last = candidates_of(
@@ -176,9 +176,10 @@ def taken_of_tile(
     BLOCK_T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Which values of a tile are among the k largest of the line, and how many are in the tiles before it.
+    """Return which values of a tile are among the k largest of the line, and how many are in the tiles before it.
 
-    Of values equal to the k-th largest the first are. Waits for the programs of the tiles before, which start earlier.
+    The first ones count among values equal to the k-th largest. Waits for the programs of earlier tiles, which start
+    first.
     """
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     counted = (tokens >= first) & (tokens < last)
@@ -209,31 +210,31 @@ def taken_of_tile(
 
 def find_top(
     values: torch.Tensor,
-    rows: TokenRows,
+    candidates: Candidates,
     search: torch.Tensor,
     *,
     num_voted: int,
     pool_size: int,
     first_level: int,
 ) -> torch.Tensor:
-    """Search each line of `values` [lines, width] for its `num_voted`-th largest candidate, but for the last digit.
+    """Search each line of `values` [lines, width] for its `num_voted`-th largest candidate, except for the last digit.
 
-    With `first_level` 2 the first digits are counted already. Returns the values searched: those pooled, if any are.
+    With `first_level` 2 the first digits are already counted. Returns the searched values: the pooled ones, if any.
     """
     lines = values.shape[0]
     pooled = torch.empty_like(values) if pool_size > 1 else values
     for level in range(first_level, 4):
-        count_digits_kernel[(rows.tiles, lines)](
+        count_digits_kernel[(candidates.tiles, lines)](
             values if level == 1 else pooled,
             pooled,
-            *rows.arguments(),
+            *candidates.arguments(),
             search,
-            search_size(rows),
-            lines // rows.seq_start.shape[0],
-            rows.width,
+            search_size(candidates),
+            lines // candidates.seq_start.shape[0],
+            candidates.width,
             num_voted,
             LEVEL=level,
             POOL=pool_size if level == 1 else 1,
-            **rows.options() | {"num_warps": 8},
+            **candidates.options() | {"num_warps": 8},
         )
     return pooled

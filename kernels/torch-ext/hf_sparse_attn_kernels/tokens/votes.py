@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .._check import check_triton
 from .._triton import next_power_of_2, wait_for_previous_kernel
-from .rows import TokenRows, candidates_of, tile_size
+from .candidates import Candidates, candidates_of, tile_size
 from .scores import add_votes, token_scores
 from .topk import find_top, search_size, taken_of_tile
 
@@ -54,23 +54,23 @@ def head_votes_kernel(
     tl.store(votes_ptr + row * num_columns + tokens, votes, mask=tokens < num_columns)
 
 
-def head_votes(scores: torch.Tensor, rows: TokenRows, *, num_voted: int, num_columns: int) -> torch.Tensor:
-    """Votes [batch, num_columns] of heads with scores [batch * q_heads, width] for the tokens with the highest."""
-    lines, batch = scores.shape[0], rows.seq_start.shape[0]
-    search = torch.zeros((lines, search_size(rows)), dtype=torch.int32, device=scores.device)
-    find_top(scores, rows, search, num_voted=num_voted, pool_size=0, first_level=1)
+def head_votes(scores: torch.Tensor, candidates: Candidates, *, num_voted: int, num_columns: int) -> torch.Tensor:
+    """Count the votes [batch, num_columns] of heads for the tokens of their highest scores [batch * q_heads, width]."""
+    lines, batch = scores.shape[0], candidates.seq_start.shape[0]
+    search = torch.zeros((lines, search_size(candidates)), dtype=torch.int32, device=scores.device)
+    find_top(scores, candidates, search, num_voted=num_voted, pool_size=0, first_level=1)
     votes = torch.empty((batch, num_columns), dtype=torch.float32, device=scores.device)
-    head_votes_kernel[(rows.tiles, batch)](
+    head_votes_kernel[(candidates.tiles, batch)](
         scores,
-        *rows.arguments(),
+        *candidates.arguments(),
         search,
         votes,
-        search_size(rows),
+        search_size(candidates),
         lines // batch,
-        rows.width,
+        candidates.width,
         num_columns,
-        BLOCK_TILES=next_power_of_2(rows.tiles),
-        **rows.options(),
+        BLOCK_TILES=next_power_of_2(candidates.tiles),
+        **candidates.options(),
     )
     return votes
 
@@ -90,7 +90,7 @@ def token_votes(
     """Launch the kernels."""
     check_triton("query", query)
     num_tokens = keys.shape[2] if num_tokens is None else num_tokens
-    rows = TokenRows(
+    candidates = Candidates(
         seq_start.contiguous(),
         seq_end.contiguous(),
         None,
@@ -101,9 +101,9 @@ def token_votes(
         tile_size(num_tokens, keys.device),
     )
     soft = vote == "soft"
-    scored = token_scores(query, keys, rows, None, None, soft=soft)
+    scored = token_scores(query, keys, candidates, None, None, soft=soft)
     if vote == "head":
         assert max_tokens is not None  # as checked
         num_voted = max_tokens - sink_tokens - recent_tokens
-        return head_votes(scored.scores, rows, num_voted=num_voted, num_columns=num_tokens)
-    return add_votes(scored, rows, None, soft=soft, num_columns=num_tokens, fill=True)
+        return head_votes(scored.scores, candidates, num_voted=num_voted, num_columns=num_tokens)
+    return add_votes(scored, candidates, None, soft=soft, num_columns=num_tokens, fill=True)

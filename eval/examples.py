@@ -1,4 +1,4 @@
-"""Rows of the benchmarks that have their own data: the official JSON-lines files, local or from the hub."""
+"""Examples of benchmarks that have data: the official JSON-lines files, local or from the hub."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eval.errors import EvalError
 from eval.sources import is_offline
 
 HUB_TIMEOUT = 5.0
-"""Seconds that the hub has to say what it has; there is no second try."""
+"""Seconds to wait for the hub's answer about a file, without a retry."""
 
-# JSON types of the fields that the benchmarks share; fields that are not here may be anything.
+# JSON types of the fields shared by the benchmarks; other fields may have any type.
 _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "context": (str,),
     "input": (str,),
@@ -26,8 +26,8 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class RowsNotFoundError(EvalError):
-    """Rows are neither in the data folder nor to be had from the hub."""
+class ExamplesNotFoundError(EvalError):
+    """Examples are neither in the data folder nor available from the hub."""
 
 
 def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,28 +38,28 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     path : Path
         The file, in UTF-8.
     required : sequence of str
-        Fields that each row must have.
+        Fields that each example must have.
 
     Raises
     ------
     EvalError
-        The file cannot be read or has no rows, or a line is not a JSON object, or lacks a field, or has one of a wrong
-        type. The message names file and line.
+        The file cannot be read or has no examples, or a line is not a JSON object, lacks a field, or has a field of a
+        wrong type. The message names file and line.
     """
-    rows = []
+    examples = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(_checked(_parsed(line, f"{path}:{number}"), f"{path}:{number}", required))
+                    examples.append(_checked(_parsed(line, f"{path}:{number}"), f"{path}:{number}", required))
     except (OSError, UnicodeDecodeError) as error:
         raise EvalError(f"{path} cannot be read: {error}") from error
-    if not rows:
-        raise EvalError(f"{path} has no rows")
-    return rows
+    if not examples:
+        raise EvalError(f"{path} has no examples")
+    return examples
 
 
-def load_rows(
+def load_examples(
     task_file: str,
     *,
     hub_id: str,
@@ -68,7 +68,7 @@ def load_rows(
     benchmark: str,
     required: Sequence[str] = (),
 ) -> tuple[list[dict[str, Any]], str]:
-    """Rows of a task: from the data folder if it has the file, else from the hub or the hub's cache.
+    """Load the examples of a task: from the data folder if it has the file, else from the hub or its cache.
 
     Parameters
     ----------
@@ -77,26 +77,26 @@ def load_rows(
     hub_id : str
         Dataset repository on the hub.
     hub_filename : str
-        The file there: the task's, or a ``.zip`` that has it as ``data/<task_file>``.
+        The file in that repository: the task's, or a ``.zip`` that has it as ``data/<task_file>``.
     data_dir : Path, optional
-        Looked through first: itself, its subfolder ``<benchmark>``, its subfolder ``data``.
+        Folder searched first, with its subfolders ``<benchmark>`` and ``data``.
     benchmark : str
-        Name of that subfolder.
+        Name of the benchmark and of that subfolder.
     required : sequence of str
-        Fields that each row must have.
+        Fields that each example must have.
 
     Returns
     -------
-    rows : list of dict
+    examples : list of dict
     origin : str
         The file, or the hub's repository with its commit.
 
     Raises
     ------
-    RowsNotFoundError
-        There is no such file, and the hub does not give it.
+    ExamplesNotFoundError
+        There is no such file, and the hub does not provide it.
     EvalError
-        ``data_dir`` is not a folder, or a row is malformed.
+        ``data_dir`` is not a folder, or an example is malformed.
     """
     places = []
     if data_dir is not None:
@@ -108,14 +108,14 @@ def load_rows(
                 return read_jsonl(place, required), str(place)
     try:
         download = _download(hub_id, hub_filename)
-    except Exception as error:  # the hub's client lets errors of its HTTP library through, which differ by version
+    except Exception as error:  # the hub's client raises errors of its HTTP library, which differ by version
         looked = ", ".join([*map(str, places), f"{hub_filename} of the hub's dataset {hub_id}"])
-        raise RowsNotFoundError(
-            f"{benchmark}: no rows of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
-            f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is in reach: "
+        raise ExamplesNotFoundError(
+            f"{benchmark}: no examples of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
+            f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is reachable: "
             f"hf download --repo-type dataset {hub_id} {hub_filename}"
         ) from error
-    # Files in the hub's cache lie in a folder that is named after the repository's commit.
+    # The folder of a file in the hub's cache is named after the repository's commit.
     origin = f"hub dataset {hub_id} at {download.parent.name}, {hub_filename}"
     if download.suffix != ".zip":
         return _read_with_datasets(download, origin, required), origin
@@ -124,39 +124,39 @@ def load_rows(
 
 
 def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
-    """Load a dataset from the hub, or from its cache where ``HF_HUB_OFFLINE=1``.
+    """Load a dataset from the hub, or from its cache if ``HF_HUB_OFFLINE=1``.
 
     Parameters
     ----------
     hub_id : str
         Dataset repository on the hub.
     split : str
-        Such as ``"test"``.
+        Name of the split, such as ``"test"``.
     instead : str
-        Advice for the error: a way to do without it.
+        Advice for the error message: an alternative to the hub.
 
     Raises
     ------
-    RowsNotFoundError
-        The hub is out of reach, or does not have it.
+    ExamplesNotFoundError
+        The hub is unreachable, or does not have the dataset.
     """
     import datasets
     from huggingface_hub import HfApi
 
     try:
         if not is_offline():
-            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT)  # one question first: the next line would go on trying
+            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT)  # asks once: the next line would retry for long
         return datasets.load_dataset(hub_id, split=split)
-    except Exception as error:  # the clients let errors of their HTTP library through, which differ by version
-        raise RowsNotFoundError(
+    except Exception as error:  # the clients raise errors of their HTTP library, which differ by version
+        raise ExamplesNotFoundError(
             f"dataset {hub_id!r} cannot be loaded from the hub ({_first_line(error)}). {instead} A copy in the hub's "
             "cache is used with HF_HUB_OFFLINE=1"
         ) from error
 
 
-def unique_ids(rows: Sequence[dict[str, Any]], field: str) -> list[str]:
-    """One name per row: its ``field``, or its index where rows lack the field or share a value."""
-    names = [str(row.get(field)) if row.get(field) not in (None, "") else None for row in rows]
+def unique_ids(examples: Sequence[dict[str, Any]], field: str) -> list[str]:
+    """Return an id per example: its ``field``, or its index if examples lack the field or share a value."""
+    names = [str(example.get(field)) if example.get(field) not in (None, "") else None for example in examples]
     counts = Counter(names)
     unique = all(name is not None and counts[name] == 1 for name in names)
     return [str(name) if unique else str(index) for index, name in enumerate(names)]
@@ -169,18 +169,18 @@ def _parsed(line: str, place: str) -> Any:
         raise EvalError(f"{place} is not JSON: {error}") from error
 
 
-def _checked(row: Any, place: str, required: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise EvalError(f"{place} is not a JSON object but {type(row).__name__}")
-    missing = [name for name in required if name not in row]
+def _checked(example: Any, place: str, required: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(example, dict):
+        raise EvalError(f"{place} is not a JSON object but {type(example).__name__}")
+    missing = [name for name in required if name not in example]
     if missing:
-        raise EvalError(f"{place} lacks {', '.join(missing)} (it has: {', '.join(row) or 'nothing'})")
+        raise EvalError(f"{place} lacks {', '.join(missing)} (it has: {', '.join(example) or 'nothing'})")
     for name in required:
         allowed = _FIELD_TYPES.get(name, (object,))
-        if not isinstance(row[name], allowed):
+        if not isinstance(example[name], allowed):
             names = " or ".join(kind.__name__ for kind in allowed)
-            raise EvalError(f"{place}: {name} is of type {type(row[name]).__name__}, not {names}")
-    return row
+            raise EvalError(f"{place}: {name} is of type {type(example[name]).__name__}, not {names}")
+    return example
 
 
 def _download(hub_id: str, filename: str) -> Path:
@@ -188,7 +188,7 @@ def _download(hub_id: str, filename: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # One question first: where nothing is cached, the download itself would go on trying for half a minute.
+        # Asks once: without a cached file, the download itself would retry for half a minute.
         get_hf_file_metadata(hf_hub_url(hub_id, filename, repo_type="dataset"), timeout=HUB_TIMEOUT)
     except Exception as unreachable:
         try:
@@ -210,14 +210,17 @@ def _read_with_datasets(path: Path, origin: str, required: Sequence[str]) -> lis
     import datasets
 
     try:
-        # Files, as dataset scripts no longer run; streamed, as these rows are read once and need no second copy.
+        # Files, since dataset scripts no longer run; streamed, since examples are read once and need no second copy.
         stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
-        rows = list(stream)
+        examples = list(stream)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise EvalError(f"{origin}: {path.name} cannot be read: {_first_line(error)}") from error
-    if not rows:
-        raise EvalError(f"{origin}: {path.name} has no rows")
-    return [_checked(row, f"{origin}: {path.name}:{number}", required) for number, row in enumerate(rows, start=1)]
+    if not examples:
+        raise EvalError(f"{origin}: {path.name} has no examples")
+    return [
+        _checked(example, f"{origin}: {path.name}:{number}", required)
+        for number, example in enumerate(examples, start=1)
+    ]
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The rows on disk: found, checked, and counted once each."""
+"""Finds the records on disk, checks them, and removes repeats."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from eval.row_check import FIELDS, read_rows
+from eval.record_check import FIELDS, read_records
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 _SAME_MEASUREMENT = (
     *("benchmark", "task", "length", "sample_id", "seed", "method", "token_budget", "question"),
@@ -21,23 +21,23 @@ _SAME_MEASUREMENT = (
 
 @dataclass(frozen=True)
 class Run:
-    """One folder's rows."""
+    """The records of one folder."""
 
     name: str
-    """The folder, relative to the one that the report is about."""
+    """The folder, relative to the report's folder."""
     files: list[str]
-    rows: list[Row]
+    records: list[Record]
     config: str | None
-    """The text of ``config.json``; None where there is none."""
+    """The text of ``config.json``; None without this file."""
 
 
 def load_runs(directory: Path) -> list[Run]:
-    """Every run in a folder and the folders below it.
+    """Load all runs in a folder and its subfolders.
 
     Raises
     ------
     EvalError
-        There is no row, or one is malformed, or a file cannot be read; the message names the file.
+        There is no record, one is malformed, or a file cannot be read; the message names the file.
     """
     folders: dict[Path, list[Path]] = {}
     for path in sorted([*directory.rglob("rows.jsonl"), *directory.rglob("rows-*.jsonl")]):
@@ -49,19 +49,19 @@ def load_runs(directory: Path) -> list[Run]:
             Run(
                 name=str(folder.relative_to(directory)),
                 files=[path.name for path in paths],
-                rows=[_encodable(row) for path in paths for row in read_rows(path, FIELDS)],
+                records=[_encodable(record) for path in paths for record in read_records(path, FIELDS)],
                 config=_shown(config) if config.is_file() else None,
             )
         )
-    if not any(run.rows for run in runs):
+    if not any(run.records for run in runs):
         raise EvalError(
-            f"directory={str(directory)!r} has no rows: no rows.jsonl with a row in it or the folders below"
+            f"directory={str(directory)!r} has no records: neither it nor a subfolder has a rows.jsonl with a record"
         )
     return runs
 
 
 def _shown(path: Path) -> str:
-    """The text of a file that is shown as it is, whatever it holds."""
+    """Read a file that is shown unchanged, with any content."""
     try:
         return path.read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:
@@ -69,7 +69,7 @@ def _shown(path: Path) -> str:
 
 
 def _encodable(value: Any) -> Any:
-    """The same value with lone surrogates, which no page can hold, as Python writes them."""
+    """Return the value with lone surrogates, which a page cannot hold, replaced by Python's escapes."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -77,14 +77,14 @@ def _encodable(value: Any) -> Any:
     return [_encodable(entry) for entry in value] if isinstance(value, list) else value
 
 
-def counted_once(rows: Iterable[Row]) -> list[Row]:
-    """The rows without repeats of the same sample under the same settings, as where each run has its own dense rows.
+def counted_once(records: Iterable[Record]) -> list[Record]:
+    """Remove repeats of the same sample under the same settings, as when each run has its own dense records.
 
-    The last one stands, except that a failed one never displaces one that was measured.
+    The last record is kept, but a failed one never replaces a measured one.
     """
-    kept: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        key = (*(row.get(name) for name in _SAME_MEASUREMENT), json.dumps(row["parameters"], sort_keys=True))
-        if row["error"] is None or kept.get(key, row)["error"] is not None:
-            kept[key] = row
+    kept: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = (*(record.get(name) for name in _SAME_MEASUREMENT), json.dumps(record["parameters"], sort_keys=True))
+        if record["error"] is None or kept.get(key, record)["error"] is not None:
+            kept[key] = record
     return list(kept.values())

@@ -1,4 +1,4 @@
-"""Rows of results as they are read back: parsed, and checked field by field."""
+"""Reads records of results: parses them, and checks each field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "device": _TEXT,
     "seed": _WHOLE,
 }
-"""The fields that every row of a run has, and the JSON types of each."""
+"""The fields of every record of a run, with their JSON types."""
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "prediction": _TEXT + _NONE,
     "versions": (dict, type(None)),
@@ -45,75 +45,75 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prefill_seconds", "ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
 }
 NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", "error")
-"""The fields without which a run cannot tell what a row is and whether it is done."""
+"""The fields that identify a record and say whether it has failed."""
 
 
 _MOST = {int: 10**18, float: 1e300}
-"""Sums of such numbers, and plots of them, can be made."""
+"""Largest numbers allowed, so that sums and plots do not overflow."""
 
 
-def read_rows(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
-    """Read a file of rows, one JSON object a line; empty lines are skipped.
+def read_records(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
+    """Read a file of records, one JSON object per line, and skip empty lines.
 
-    The last line may be one that a killed run left unfinished; it is left out then.
+    A last line that a killed run left unfinished is skipped too.
 
     Parameters
     ----------
     path : Path
         The file, in UTF-8.
     required : collection of str
-        Fields that each row must have.
+        Fields that each record must have.
 
     Raises
     ------
     EvalError
-        The file cannot be read, or a row is malformed; the message has file and line.
+        The file cannot be read, or a record is malformed; the message names file and line.
     """
     try:
-        # Not splitlines: a prediction may hold characters, such as U+2028, that it takes for the end of a line.
+        # Not splitlines, which also splits at characters such as U+2028 that a prediction may hold.
         *lines, tail = path.read_bytes().split(b"\n")
     except OSError as error:
         raise EvalError(f"{path} cannot be read: {error}") from error
     if is_whole(tail):
         lines.append(tail)
-    rows = []
+    records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_constant=_refuse_constant)
-            check_row(row, required)
+            record = json.loads(line, parse_constant=_refuse_constant)
+            check_record(record, required)
         except (ValueError, RecursionError) as error:
             raise EvalError(f"{path}:{number}: {error}") from error
-        rows.append(row)
-    return rows
+        records.append(record)
+    return records
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line without its newline is a JSON object from beginning to end, and not a part of one."""
+    """Whether a line without its newline is a complete JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def check_row(row: Any, required: Collection[str] = tuple(FIELDS)) -> None:
-    """Raise ``ValueError`` where a row lacks a field or has one that cannot be."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
-    if missing := set(required) - row.keys():
-        raise ValueError(f"the row has no {', '.join(sorted(missing))}")
+def check_record(record: Any, required: Collection[str] = tuple(FIELDS)) -> None:
+    """Raise ``ValueError`` if a record lacks a field or has an invalid one."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a record must be a JSON object, got {type(record).__name__}")
+    if missing := set(required) - record.keys():
+        raise ValueError(f"the record has no {', '.join(sorted(missing))}")
     for name, kinds in (FIELDS | _OPTIONAL).items():
-        if name in row:
-            _check_field(name, row[name], kinds)
+        if name in record:
+            _check_field(name, record[name], kinds)
     for name in ("score", "depth"):
-        if row.get(name) is not None and not 0 <= row[name] <= 1:
-            raise ValueError(f"{name}={row[name]!r} is not allowed: 0 to 1")
-    if row.get("perplexity") is not None and row["perplexity"] <= 0:
-        raise ValueError(f"perplexity={row['perplexity']!r} is not allowed: above 0")
-    for pair in row.get("nll_by_position") or []:
+        if record.get(name) is not None and not 0 <= record[name] <= 1:
+            raise ValueError(f"{name}={record[name]!r} is not allowed: 0 to 1")
+    if record.get("perplexity") is not None and record["perplexity"] <= 0:
+        raise ValueError(f"perplexity={record['perplexity']!r} is not allowed: above 0")
+    for pair in record.get("nll_by_position") or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))):
-            raise ValueError(f"nll_by_position has {pair!r}: pairs of token position and mean nll are allowed")
+            raise ValueError(f"nll_by_position has {pair!r}; allowed: pairs of token position and mean nll")
 
 
 def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
@@ -125,9 +125,9 @@ def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether sums and plots can be made of a value: a number that is neither NaN nor beyond all measure."""
+    """Whether a value can be summed and plotted: a number that is neither NaN nor too large."""
     return type(value) in _MOST and abs(value) <= _MOST[type(value)]
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number that a row may have")
+    raise ValueError(f"{constant} is not a number that a record may have")

@@ -1,4 +1,4 @@
-"""Rows: what is wrong with a line is said with its place; the order of places; the hub, by a stand-in."""
+"""Examples: errors name file and line; the order of folders; the hub, replaced by a local server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import huggingface_hub.constants
 import pytest
 
 from eval.errors import EvalError
-from eval.rows import RowsNotFoundError, load_rows, read_jsonl, unique_ids
+from eval.examples import ExamplesNotFoundError, load_examples, read_jsonl, unique_ids
 from tests.eval.hub_stand_in import COMMIT, hub_stand_in
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HUB_ID = "owner/bench"
-ROW = {"context": "c\u2028{}", "input": "", "answers": ["2020-01-01", "ü"], "all_classes": None}
+EXAMPLE = {"context": "c\u2028{}", "input": "", "answers": ["2020-01-01", "ü"], "all_classes": None}
 REQUIRED = ("context", "input", "answers", "all_classes")
 
 
@@ -32,14 +32,14 @@ def empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def write_rows(path: Path, *rows: object) -> Path:
+def write_examples(path: Path, *examples: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples), encoding="utf-8")
     return path
 
 
 def load(data_dir: Path | None, task_file: str = "trec.jsonl") -> tuple[list[dict[str, object]], str]:
-    return load_rows(
+    return load_examples(
         task_file, hub_id=HUB_ID, hub_filename="data.zip", data_dir=data_dir, benchmark="bench", required=REQUIRED
     )
 
@@ -57,7 +57,7 @@ def load(data_dir: Path | None, task_file: str = "trec.jsonl") -> tuple[list[dic
     ],
 )
 def test_malformed_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "trec.jsonl", ROW)
+    path = write_examples(tmp_path / "trec.jsonl", EXAMPLE)
     path.write_text(path.read_text(encoding="utf-8") + "\n" + line + "\n", encoding="utf-8")
     with pytest.raises(EvalError, match=rf"trec\.jsonl:3:? {problem}"):
         read_jsonl(path, ("context", "input", "answers"))
@@ -70,25 +70,25 @@ def test_unreadable_and_empty_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"latin\.jsonl cannot be read.*utf-8"):
         read_jsonl(tmp_path / "latin.jsonl", ())
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(EvalError, match=r"empty\.jsonl has no rows"):
+    with pytest.raises(EvalError, match=r"empty\.jsonl has no examples"):
         read_jsonl(tmp_path / "empty.jsonl", ())
 
 
 def test_data_dir_is_looked_through_in_order(tmp_path: Path) -> None:
-    for place in ("data", "bench", "."):  # each is preferred to the one before
-        path = write_rows(tmp_path / place / "trec.jsonl", {**ROW, "input": place})
-        rows, origin = load(tmp_path)
-        assert rows == [{**ROW, "input": place}]
+    for place in ("data", "bench", "."):  # each takes precedence over the previous one
+        path = write_examples(tmp_path / place / "trec.jsonl", {**EXAMPLE, "input": place})
+        examples, origin = load(tmp_path)
+        assert examples == [{**EXAMPLE, "input": place}]
         assert Path(origin) == path
 
 
-def test_data_dir_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_data_dir(tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"--data-dir .*nowhere is not a folder"):
         load(tmp_path / "nowhere")
 
 
-def test_offline_without_rows_says_where_it_looked_at_once(tmp_path: Path, empty_hub_cache: Path) -> None:
-    with pytest.raises(RowsNotFoundError) as caught:
+def test_offline_without_examples_says_where_it_looked_at_once(tmp_path: Path, empty_hub_cache: Path) -> None:
+    with pytest.raises(ExamplesNotFoundError) as caught:
         load(tmp_path)
     for place in ("trec.jsonl", "bench/trec.jsonl", "data/trec.jsonl"):
         assert str(tmp_path / place) in str(caught.value)
@@ -97,7 +97,7 @@ def test_offline_without_rows_says_where_it_looked_at_once(tmp_path: Path, empty
 
 
 @pytest.mark.parametrize(
-    ("rows", "names"),
+    ("examples", "names"),
     [
         ([{"id": 4}, {"id": "x"}], ["4", "x"]),
         ([{"id": 0}, {"id": 1}], ["0", "1"]),
@@ -105,18 +105,18 @@ def test_offline_without_rows_says_where_it_looked_at_once(tmp_path: Path, empty
         ([{"id": "1"}, {}, {"id": ""}], ["0", "1", "2"]),
     ],
 )
-def test_unique_ids(rows: list[dict[str, object]], names: list[str]) -> None:
-    assert unique_ids(rows, "id") == names
+def test_unique_ids(examples: list[dict[str, object]], names: list[str]) -> None:
+    assert unique_ids(examples, "id") == names
 
 
 FETCH = """
 import json, sys
 from eval.errors import EvalError
-from eval.rows import load_rows
+from eval.examples import load_examples
 for line in sys.stdin:
     hub_id, filename = json.loads(line)
     try:
-        told = load_rows(
+        told = load_examples(
             "trec.jsonl", hub_id=hub_id, hub_filename=filename, data_dir=None, benchmark="bench",
             required=("context", "input", "answers"),
         )
@@ -128,9 +128,10 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def fetcher(endpoint: str, home: Path, **variables: str) -> Iterator[Callable[[str, str], Any]]:
-    """Load rows in a process of its own, as the hub's client reads its settings when it is imported.
+    """Load examples in a new process, since the hub's client reads its settings at import.
 
-    What it gives loads a repository's file: to rows and their origin, or to the error's name and message.
+    Returns a function that loads a repository's file and returns the examples and their origin, or the error's name and
+    message.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment = {key: value for key, value in environment.items() if "proxy" not in key.lower()}
@@ -150,8 +151,8 @@ def fetcher(endpoint: str, home: Path, **variables: str) -> Iterator[Callable[[s
         source.close()
 
 
-def jsonl(*rows: object) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+def jsonl(*examples: object) -> bytes:
+    return "".join(json.dumps(example) + "\n" for example in examples).encode()
 
 
 def zipped(member: str, content: bytes) -> bytes:
@@ -166,14 +167,14 @@ BAD_FILES = {
     "owner/cut": ("trec.jsonl", b'{"context": \n', "trec.jsonl cannot be read"),
     "owner/another": ("data.zip", zipped("data/lcc.jsonl", b"{}"), "does not give data/trec.jsonl"),
     "owner/no-zip": ("data.zip", b"no zip", "does not give data/trec.jsonl"),
-    "owner/nothing": ("data.zip", None, "no rows of trec.jsonl"),
+    "owner/nothing": ("data.zip", None, "no examples of trec.jsonl"),
 }
 
 
-def test_rows_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
-    other = {**ROW, "answers": [1, 2.5], "all_classes": ["a"]}
+def test_examples_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
+    other = {**EXAMPLE, "answers": [1, 2.5], "all_classes": ["a"]}
     files = {
-        f"{HUB_ID}/data.zip": zipped("data/trec.jsonl", jsonl(ROW, other)),
+        f"{HUB_ID}/data.zip": zipped("data/trec.jsonl", jsonl(EXAMPLE, other)),
         f"{HUB_ID}/trec.jsonl": jsonl(other),
         **{f"{hub_id}/{name}": content for hub_id, (name, content, _) in BAD_FILES.items() if content is not None},
     }
@@ -181,18 +182,18 @@ def test_rows_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with hub_stand_in(files, requests) as endpoint:
             fetch = stack.enter_context(fetcher(endpoint, tmp_path))
-            for filename, expected in (("data.zip", [ROW, other]), ("trec.jsonl", [other])):
-                rows, origin = fetch(HUB_ID, filename)
-                assert rows == expected
+            for filename, expected in (("data.zip", [EXAMPLE, other]), ("trec.jsonl", [other])):
+                examples, origin = fetch(HUB_ID, filename)
+                assert examples == expected
                 assert origin == f"hub dataset {HUB_ID} at {COMMIT}, {filename}"
                 assert f"GET /datasets/{HUB_ID}/resolve/main/{filename}" in requests
             for hub_id, (filename, _, problem) in BAD_FILES.items():
                 name, message = fetch(hub_id, filename)
-                assert name in ("EvalError", "RowsNotFoundError")
+                assert name in ("EvalError", "ExamplesNotFoundError")
                 assert problem in message
         # The server is gone.
         name, message = fetch("owner/never-fetched", "data.zip")
-        assert name == "RowsNotFoundError"
+        assert name == "ExamplesNotFoundError"
         assert "--data-dir" in message
     with fetcher(endpoint, tmp_path, HF_HUB_OFFLINE="1") as fetch:
-        assert fetch(HUB_ID, "data.zip")[0] == [ROW, other]
+        assert fetch(HUB_ID, "data.zip")[0] == [EXAMPLE, other]

@@ -1,4 +1,4 @@
-"""Made-up rows of every kind that a run can write, with numbers that a test can work out by hand."""
+"""Invented records of every kind that a run can write, with numbers that are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HOSTILE = "</td></table><script>document.title='broken'</script><img src=x onerr
 COLUMNS: list[tuple[str, int | None]] = [("full", None), ("quest", 256), ("quest", 1024), ("window", 256)]
 
 
-def row(benchmark: str, task: str, sample: int, method: str, budget: int | None, **fields: Any) -> dict[str, Any]:
-    """One row; ``fields`` replace what it would have."""
+def record(benchmark: str, task: str, sample: int, method: str, budget: int | None, **fields: Any) -> dict[str, Any]:
+    """Create a record; ``fields`` replace its defaults."""
     length = fields.get("length")
     tokens = length or 3000
     fraction = 1.0 if budget is None else min(1.0, 1.25 * budget / tokens)
-    made: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "benchmark": benchmark,
         "task": task,
         "sample_id": f"{task}-{sample}",
@@ -53,68 +53,68 @@ def row(benchmark: str, task: str, sample: int, method: str, budget: int | None,
         "protocol": benchmark,
         "protocol_sha256": "ab" * 32,
     }
-    return made | fields
+    return defaults | fields
 
 
 def failed(benchmark: str, task: str, sample: int, method: str, budget: int | None, error: str) -> dict[str, Any]:
-    """A row whose sample raised: nothing was measured."""
+    """Create the record of a failed sample, without measurements."""
     keep = {"benchmark", "task", "sample_id", "method", "token_budget", "parameters", "question"}
     keep |= {"model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256"}
-    made = row(benchmark, task, sample, method, budget)
-    return {name: value if name in keep else None for name, value in made.items()} | {"error": error}
+    complete = record(benchmark, task, sample, method, budget)
+    return {name: value if name in keep else None for name, value in complete.items()} | {"error": error}
 
 
-def longbench_rows() -> list[dict[str, Any]]:
+def longbench_records() -> list[dict[str, Any]]:
     """Two tasks of four samples; quest 256 loses one sample and fails on another."""
-    rows = []
+    records = []
     for task, dense_scores in (("hotpotqa", (1.0, 1.0, 0.5, 0.0)), ("qasper", (0.4, 0.6, 0.2, 0.0))):
         for method, budget in COLUMNS:
             for sample, dense_score in enumerate(dense_scores):
                 score = dense_score * {256: 0.5, 1024: 0.9}.get(budget or 0, 1.0)
                 prediction = HOSTILE if (method, sample) == ("quest", 0) else "forty-two"
-                rows.append(row("longbench", task, sample, method, budget, score=score, prediction=prediction))
-    rows[4] = rows[4] | {"score": 0.0}
-    rows[7] = failed("longbench", "hotpotqa", 3, "quest", 256, f"RuntimeError: out of memory {HOSTILE}")
-    return rows
+                records.append(record("longbench", task, sample, method, budget, score=score, prediction=prediction))
+    records[4] = records[4] | {"score": 0.0}
+    records[7] = failed("longbench", "hotpotqa", 3, "quest", 256, f"RuntimeError: out of memory {HOSTILE}")
+    return records
 
 
-def needle_rows(lengths: Sequence[int] = (1024, 2048, 4096)) -> list[dict[str, Any]]:
+def needle_records(lengths: Sequence[int] = (1024, 2048, 4096)) -> list[dict[str, Any]]:
     """Dense finds every needle; the others lose those that are early, the more the longer the text."""
-    rows = []
+    records = []
     for length in lengths:
         for depth_index in range(5):
             for method, budget in COLUMNS:
                 depth = depth_index / 4
                 found = budget is None or depth * budget * 8 >= length / 2
                 fields = {"length": length, "depth": depth, "score": float(found)}
-                rows.append(row("needle", "needle", depth_index, method, budget, **fields))
-    return rows
+                records.append(record("needle", "needle", depth_index, method, budget, **fields))
+    return records
 
 
-def pg19_rows() -> list[dict[str, Any]]:
+def pg19_records() -> list[dict[str, Any]]:
     """Two books: perplexities 8 and 32 for dense (geometric mean 16), twice that for the others."""
-    rows = []
+    records = []
     for sample, perplexity in enumerate((8.0, 32.0)):
         for method, budget in COLUMNS:
             factor = 1.0 if budget is None else 2.0
             positions = [[position, 3.0 - position / 4000 + factor / 10] for position in range(250, 3000, 250)]
             fields = {"score": None, "perplexity": perplexity * factor, "nll_by_position": positions, "tpot_ms": 30.0}
-            rows.append(row("pg19", "pg19", sample, method, budget, prediction="", references=None, **fields))
-    return rows
+            records.append(record("pg19", "pg19", sample, method, budget, prediction="", references=None, **fields))
+    return records
 
 
 def write_runs(directory: Path) -> Path:
     """Three runs: one plain, one in folders below, one whose parts are not merged."""
-    needles = needle_rows()
-    write_rows(directory / "longbench" / "rows.jsonl", longbench_rows())
-    write_rows(directory / "synthetic" / "needle" / "rows-00000.jsonl", needles[::2])
-    write_rows(directory / "synthetic" / "needle" / "rows-00001.jsonl", needles[1::2])
-    write_rows(directory / "pg19" / "rows.jsonl", pg19_rows())
+    needles = needle_records()
+    write_records(directory / "longbench" / "rows.jsonl", longbench_records())
+    write_records(directory / "synthetic" / "needle" / "rows-00000.jsonl", needles[::2])
+    write_records(directory / "synthetic" / "needle" / "rows-00001.jsonl", needles[1::2])
+    write_records(directory / "pg19" / "rows.jsonl", pg19_records())
     (directory / "longbench" / "config.json").write_text('{"benchmark": "longbench", "limit": 4}\n', encoding="utf-8")
     return directory
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")

@@ -1,0 +1,35 @@
+"""What to say where a package of an extra is missing. Imports nothing outside the standard library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs one of this package's extras."""
+    return f"pip install 'hf-sparse-attn[{extra}]'"
+
+
+@contextmanager
+def needs(what: str, packages: Collection[str], command: str) -> Iterator[None]:
+    """Exit with code 2 and one line on stderr where the block imports one of these packages and it is missing.
+
+    Parameters
+    ----------
+    what : str
+        What needs the packages: the subject of the message.
+    packages : collection of str
+        Names as they are imported. Any other missing module is a fault, and is raised as it is.
+    command : str
+        The command that installs them.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in packages:
+            raise
+        sys.stderr.write(f"error: {what} needs {missing}: {command}\n")
+        sys.exit(2)
