@@ -127,7 +127,7 @@ def test_no_books_are_an_error_that_names_the_places(tmp_path: Path) -> None:
     with pytest.raises(EvalError) as caught:
         books(tmp_path)
     assert all(str(folder) in str(caught.value) for folder in (tmp_path, tmp_path / "books", tmp_path / "pg19"))
-    with pytest.raises(EvalError, match="--data-dir, which is not given"):
+    with pytest.raises(EvalError, match="--data-dir is missing"):
         books(None)
 
 

@@ -418,7 +418,7 @@ def test_the_table_shows_every_side(report: dict[str, Any]) -> None:
         ({"model": "smollm2"}, "exactly one of the two"),
         ({"contexts": ()}, "contexts is empty"),
         ({"contexts": (0,)}, "contexts=0 is not allowed: a whole number, at least 1"),
-        ({"contexts": (300, 300)}, "twice"),
+        ({"contexts": (300, 300)}, "duplicate entries"),
         ({"contexts": (True,)}, "contexts=True"),
         ({"new_tokens": 1}, "new_tokens=1 is not allowed: a whole number, at least 2"),
         ({"repeats": 0}, "repeats=0"),
@@ -440,7 +440,7 @@ def test_invalid_settings_are_reported_before_any_work(changes: dict[str, Any], 
         ({"device": "tpux"}, "device='tpux' is not a device"),
         ({"shape": None, "model": "./not-here"}, "'./not-here'"),
         ({"contexts": (1 << 20,)}, r"contexts=\[1048576\] with new_tokens=4 needs 1048580 positions"),
-        ({"parameters": {"dense_layers": 4}}, "method='quest': dense_layers must leave a layer"),
+        ({"parameters": {"dense_layers": 4}}, "method='quest': dense_layers must leave at least one layer"),
     ],
 )
 def test_limits_of_model_and_machine_are_errors(changes: dict[str, Any], message: str) -> None:
