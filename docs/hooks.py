@@ -33,6 +33,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "eval/README.md": "evaluation/index.md",
     "kernels/README.md": "kernels.md",
+    "notebooks/README.md": "notebooks/index.md",
     **{f"eval/docs/{path.name}": f"evaluation/{path.name}" for path in (ROOT / "eval/docs").glob("*.md")},
 }
 """Pages of the site by the file that they are written in, for readers of the repository."""
