@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -10,6 +11,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.rope import rotated_by
+
+
+class Unpatched(Enum):
+    """Default of ``sparse_cache``, which the hook of a patched decoder always replaces."""
+
+    UNPATCHED = "unpatched"
+
+
+UNPATCHED: Final = Unpatched.UNPATCHED
 
 
 def sparse_attention_forward(
@@ -20,7 +30,7 @@ def sparse_attention_forward(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sparse_cache: SparseCache | None = None,
+    sparse_cache: SparseCache | Unpatched | None = UNPATCHED,
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -42,7 +52,8 @@ def sparse_attention_forward(
     scaling
         Factor on q.k; ``head_dim ** -0.5`` if None.
     sparse_cache
-        The cache that holds ``key`` and ``value``; None for a dense pass, with or without a cache.
+        The cache that holds ``key`` and ``value``, passed on by the hook of a patched decoder; None for a dense pass,
+        with or without a cache.
     rotation
         Cosine and sine, [batch or 1, length, head_dim] each, for a dense pass over queries and keys before RoPE.
 
@@ -50,7 +61,17 @@ def sparse_attention_forward(
     -------
     tuple
         [batch, query tokens, q_heads, head_dim], and None in place of the attention weights.
+
+    Raises
+    ------
+    ValueError
+        The module belongs to a model that is not patched; its configuration was copied from a patched one.
     """
+    if sparse_cache is UNPATCHED:
+        raise ValueError(
+            f"this {type(module).__name__} belongs to a model that is not patched; its configuration was copied from a "
+            "patched model: call patch_model(model), or model.set_attn_implementation('sdpa') for dense attention"
+        )
     layer_idx: Any = module.layer_idx
     layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
     if not isinstance(layer, SparseLayer):

@@ -39,6 +39,7 @@ class RopeTables:
     def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
         self.rotary, self._slots = rotary, slots
         self._on: dict[torch.device, Rope] = {}
+        self._dtype = _frequencies(rotary).dtype
 
     def take(self, rope: Rope) -> Rope:
         """Return the tables on the device of ``rope``: ``rope`` itself if its values are equal.
@@ -52,6 +53,10 @@ class RopeTables:
 
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device, which all its layers share."""
+        dtype = _frequencies(self.rotary).dtype
+        if dtype != self._dtype:  # the model was cast, which rounds its frequencies
+            self._on.clear()
+            self._dtype = dtype
         if device not in self._on:
             with lasting_tensors():
                 tables = _half_tables(self.rotary, self._slots)
@@ -119,9 +124,14 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
         )
 
 
+def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
+    """Return the buffer from which a rotary module computes its output."""
+    return next(iter(rotary.buffers()))
+
+
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]."""
-    device = next(iter(rotary.buffers())).device
+    device = _frequencies(rotary).device
     with torch.no_grad():  # forward, not __call__: a hook may disable the rotation
         tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
     cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)

@@ -72,7 +72,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._prompt_is_open = False
         self._finished_at = 0
         self.closed_from: int | None = None
-        """Tokens cached before a pass that left padding on the right, after which decoding is impossible."""
+        """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
         # Transformers decides which layers have sliding windows.
@@ -239,9 +239,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         cached = self.length
         if self.closed_from is not None:
             raise ValueError(
-                "the cache holds padding on the right, so it cannot be extended: pad on the left "
-                f"(tokenizer.padding_side = 'left'), or cut the cache back to {self.closed_from} tokens with crop or "
-                "reset"
+                "the cache holds padding after a token, so it cannot be extended: pad on the left "
+                "(tokenizer.padding_side = 'left'); if a PEFT model puts learned tokens before the padding, use "
+                f"prompts of one length; or cut the cache back to {self.closed_from} tokens with crop or reset"
             )
         self.sparse_layers[0].check_room(cached, query_length)
         forward_pass = ForwardPass(self, query_length)

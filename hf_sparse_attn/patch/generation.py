@@ -17,6 +17,32 @@ from hf_sparse_attn.patched import get_patch, is_patched, patched_method
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
+NO_PAGED_CACHE = (
+    "continuous batching (generate_batch, cache_implementation='paged') has a paged cache of its own, which sparse "
+    "attention cannot read: call generate() with a batch, or unpatch_model(model) first"
+)
+
+
+class RefuseContinuousBatching:
+    """Replacement of ``model.init_continuous_batching``, which ``generate_batch`` calls first; raises.
+
+    Parameters
+    ----------
+    model
+        A patched model.
+    stock
+        The replaced method, called once the model is no longer patched.
+    """
+
+    def __init__(self, model: PreTrainedModel, stock: Callable[..., Any]) -> None:
+        self.model, self.stock = model, stock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise if the model is patched."""
+        if is_patched(self.model):
+            raise ValueError(NO_PAGED_CACHE)
+        return self.stock(*args, **kwargs)
+
 
 class PrepareCache:
     """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`.
@@ -137,7 +163,7 @@ def check_cache(cache: Any, method: SparseMethod) -> None:
     if not isinstance(cache, SparseCache):
         raise TypeError(
             f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
-            "create one with SparseCache.for_model(model)"
+            "create one with SparseCache.for_model(model), or with PEFT's prefix tuning, patch the PEFT model itself"
         )
     if cache.method != method:
         raise ValueError(f"past_key_values was created for {cache.method}, but the model is patched with {method}")

@@ -14,7 +14,7 @@ from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.padding import causal_mask, token_mask
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
-from hf_sparse_attn.patch.generation import NO_ATTENTIONS, check_cache
+from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, get_patch
 from hf_sparse_attn.rope import max_positions
@@ -39,7 +39,7 @@ class DecoderHooks:
     def before(
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the decoder's arguments, with ``sparse_cache`` added unless the pass is dense."""
+        """Return the decoder's arguments, with ``sparse_cache`` added: None if the pass is dense."""
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
@@ -75,6 +75,8 @@ class DecoderHooks:
             )
         if self.model.training:
             raise ValueError(NO_TRAINING)
+        if kwargs.get("cache") is not None:  # from a manager older than the patch
+            raise ValueError(NO_PAGED_CACHE)
         wants_attentions = kwargs.get("output_attentions")
         if wants_attentions or (wants_attentions is None and config.output_attentions):
             raise ValueError(NO_ATTENTIONS)
@@ -178,6 +180,7 @@ def _with_positions(kwargs: dict[str, Any], first: int = 0) -> dict[str, Any]:
 
 def _densely(decoder: torch.nn.Module, kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:
     """Return the arguments of a dense pass, with the mask and rotation of the stock model."""
+    kwargs = {**kwargs, "sparse_cache": None}
     mask = kwargs.get("attention_mask")
     if not patch.method.needs_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         # The mask function of the unmasked implementation would leave it 2-D.

@@ -6,7 +6,8 @@ A patched model differs from a stock one in four places. Unpatching removes only
    ``config._attn_implementation`` names the sparse attention function, registered together with a mask function.
 2. Hooks around the decoder pass the cache to that function, check the arguments, and feed long prompts in chunks if the
    method asks for it.
-3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`.
+3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`, and an
+   instance-level ``init_continuous_batching`` raises, because continuous batching has a paged cache of its own.
 4. If the method caches keys before RoPE, a hook on the decoder's rotary module disables its rotation.
 """
 
@@ -23,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.methods import SparseMethod, make_method
-from hf_sparse_attn.patch.generation import PrepareCache
+from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
@@ -32,7 +33,11 @@ from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotat
 IMPLEMENTATION = "hf_sparse_attn"
 UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # for methods that use row bounds in the prefill too
 IMPLEMENTATIONS = (IMPLEMENTATION, UNMASKED_IMPLEMENTATION)
-PREPARE_CACHE = "_prepare_cache_for_generation"
+STAND_INS = {
+    "_prepare_cache_for_generation": PrepareCache,
+    "init_continuous_batching": RefuseContinuousBatching,
+}
+"""Model methods that patching replaces, each by an instance of a class that takes the model and the method."""
 
 
 def _attention_mask(**arguments: Any) -> torch.Tensor | None:
@@ -158,10 +163,11 @@ def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) ->
         rotary = decoder_rotary(model)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
         patch.hooks.append(rotary.register_forward_hook(rotate_nothing))
-    if hasattr(model, PREPARE_CACHE):  # a bare decoder cannot generate
-        stock = model.__dict__.get(PREPARE_CACHE)
-        patch.stock_attributes = {} if stock is None else {PREPARE_CACHE: stock}
-        setattr(model, PREPARE_CACHE, PrepareCache(model, getattr(model, PREPARE_CACHE)))
+    for name, stand_in in STAND_INS.items():
+        if hasattr(model, name):  # a bare decoder cannot generate
+            if name in model.__dict__:
+                patch.stock_attributes[name] = model.__dict__[name]
+            setattr(model, name, stand_in(model, getattr(model, name)))
 
 
 def _take_out(model: PreTrainedModel) -> Patch:
@@ -169,9 +175,11 @@ def _take_out(model: PreTrainedModel) -> Patch:
     patch = get_patch(model)
     for hook in patch.hooks:
         hook.remove()
-    if isinstance(model.__dict__.get(PREPARE_CACHE), PrepareCache):
-        model.__dict__.pop(PREPARE_CACHE)
-        model.__dict__.update(patch.stock_attributes)
+    for name, stand_in in STAND_INS.items():
+        if isinstance(model.__dict__.get(name), stand_in):
+            model.__dict__.pop(name)
+            if name in patch.stock_attributes:
+                model.__dict__[name] = patch.stock_attributes[name]
     _replace_config(model, patch.config, _config_to_put_back(patch.config, patch.stock_config))
     set_patch(model, None)
     return patch

@@ -139,7 +139,7 @@ def test_a_right_padded_forward_is_dense_under_its_mask(method_name, use_cache):
         torch.testing.assert_close(output.logits[mask == 1], expected[mask == 1])
         if not use_cache:
             return
-        with pytest.raises(ValueError, match=r"holds padding on the right.*padding_side = 'left'.*back to 0 tokens"):
+        with pytest.raises(ValueError, match=r"holds padding after a token.*padding_side = 'left'.*back to 0 tokens"):
             model(ids[:, :1], past_key_values=output.past_key_values)
         output.past_key_values.reset()
         left = model(ids[:, :80], past_key_values=output.past_key_values).logits
@@ -158,7 +158,7 @@ def test_padding_on_the_right_after_cached_tokens(exact):
         logits = model(ids[:, 60:], attention_mask=mask, past_key_values=cache).logits
         torch.testing.assert_close(logits[0], expected[0, 60:], rtol=1e-4, atol=1e-5)  # RoPE's tables are float32
         torch.testing.assert_close(logits[1, :20], expected[1, 60:80], rtol=1e-4, atol=1e-5)
-        with pytest.raises(ValueError, match="padding on the right"):
+        with pytest.raises(ValueError, match="padding after a token"):
             model(ids[:, :1], past_key_values=cache)
         cache.crop(-30)
         model(ids[:, :1], past_key_values=cache)

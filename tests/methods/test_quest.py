@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 
-from hf_sparse_attn import Quest
+from hf_sparse_attn import Quest, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.methods import SparseMethod
 from tests.layers import hand_over, make_layer
+from tests.models import POSITIONS, make_model, random_ids
 
 HEAD_DIM, KV_HEADS = 16, 2
 
@@ -85,3 +87,26 @@ def test_cropping_recomputes_the_last_page():
         pages = -(-tokens // 16)
         for name in ("page_min", "page_max"):
             assert torch.equal(layer.metadata[name][row, :, :pages], fresh.metadata[name][row, :, :pages])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@torch.inference_mode()
+def test_quest_takes_every_rope(rope):
+    """Keys are cached after RoPE, as the model rotated them."""
+    settings = {"rope_theta": 10_000.0, "original_max_position_embeddings": POSITIONS, **rope}
+    model, ids = make_model("llama", dtype=torch.float64, rope_parameters=settings), random_ids(1, 120)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    expected = model.generate(ids, **options)
+    with use_impl("reference"), sparse_attention(model, "quest", token_budget=POSITIONS):
+        assert torch.equal(model.generate(ids, **options), expected)
+        assert sparse_attention_stats(model).decode_steps == 7

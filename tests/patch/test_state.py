@@ -304,46 +304,6 @@ def test_a_patched_model_can_be_pickled(model, method_name, is_used):
     assert is_patched(model)
 
 
-def peft_model(peft_type):
-    import peft
-
-    model = make_model("llama", dtype=torch.float64)
-    if peft_type == "lora":
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    else:
-        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
-    return peft.get_peft_model(model, config).eval()
-
-
-@pytest.mark.parametrize(
-    ("peft_type", "method_name"),
-    [("lora", "full"), ("lora", "quest"), ("lora", "tokenselect"), ("prefix", "full"), ("prefix", "quest")],
-)
-@torch.inference_mode()
-def test_a_peft_model_is_patched_through_its_base_model(peft_type, method_name):
-    torch.manual_seed(0)
-    model, ids = peft_model(peft_type), random_ids(1, 60)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(**inputs, **GREEDY)
-    assert patch_model(model, method_name, **{**SMALL[method_name], "token_budget": 256}) is model
-    assert is_patched(model)
-    assert is_patched(model.get_base_model())
-    with use_impl("reference"):
-        assert torch.equal(model.generate(**inputs, **GREEDY), expected)
-    assert sparse_attention_stats(model).decode_steps == 7
-    assert SparseCache.for_model(model).method is patched_method(model)
-    unpatch_model(model)
-    assert torch.equal(model.generate(**inputs, **GREEDY), expected)
-
-
-def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
-    """Its keys have no position that RoPE could give them."""
-    model = peft_model("prefix")
-    with pytest.raises(ValueError, match=r"'tokenselect' caches keys before RoPE, .* with a learned prefix"):
-        patch_model(model, "tokenselect", **SMALL["tokenselect"])
-    assert not is_patched(model)
-
-
 @every_method
 def test_threads_may_share_a_patched_model(method_name):
     """The state of a pass lies in its cache and arguments, not on the model."""

@@ -1,0 +1,67 @@
+"""What every tool is asked for: dense attention's output within the budget, and sparse decode steps below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_sparse_attn import METHODS, sparse_attention, sparse_attention_stats
+from tests.models import POSITIONS, make_model, random_ids
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
+COVERS_ALL = {"token_budget": POSITIONS}
+SMALL = {"token_budget": 48}
+SPARSE_METHODS = [name for name, method in METHODS.items() if method.sparse_phases]
+sparse_methods = pytest.mark.parametrize("method_name", SPARSE_METHODS)
+quest_first = pytest.mark.parametrize(
+    "method_name", [name if name == "quest" else pytest.param(name, marks=pytest.mark.grid) for name in SPARSE_METHODS]
+)
+"""For tools that every method meets in the same place: ``make test`` runs Quest, CI all."""
+
+
+def exact_model(**overrides: Any) -> PreTrainedModel:
+    """A tiny Llama in float64: which tokens it chooses must not depend on how a processor rounds."""
+    return make_model("llama", dtype=torch.float64, **overrides)
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    """Two prompts of different lengths, padded on the left."""
+    ids = random_ids(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Compare tokens, or whatever else a tool returns."""
+    assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
+
+
+def check_tool(run: Callable[[], Any], model: PreTrainedModel, method_name: str) -> None:
+    """Compare what a tool returns for a patched model and for a dense one, and look whether it decoded sparsely.
+
+    Parameters
+    ----------
+    run
+        Uses the tool once.
+    model
+        The model that it uses, not patched.
+    method_name
+        The method to patch it with.
+    """
+    expected = run()
+    with sparse_attention(model, method_name, **COVERS_ALL):
+        assert_same(run(), expected)
+        stats = sparse_attention_stats(model)
+        assert stats.decode_steps > 0
+        assert stats.kv_bytes == stats.dense_bytes > 0
+    with sparse_attention(model, method_name, **SMALL):
+        run()
+        stats = sparse_attention_stats(model)
+        assert stats.decode_steps > 0
+        assert stats.kv_fraction < 1
+    assert_same(run(), expected)

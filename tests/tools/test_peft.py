@@ -1,0 +1,133 @@
+"""PEFT: adapters around a patched model, and a patched model around adapters."""
+
+import json
+
+import peft
+import pytest
+import torch
+
+from hf_sparse_attn import SparseCache, patch_model, sparse_attention_stats, unpatch_model
+from hf_sparse_attn.patched import is_patched, patched_method
+from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, padded_batch, sparse_methods
+
+PEFT_CONFIGS = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    ),
+    "adaption": lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=6, encoder_hidden_size=32),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6),
+}
+IN_THE_MODEL = ("lora", "ia3", "adaption")
+IN_THE_PROMPT = ("prompt", "p-tuning", "prefix")
+
+
+def wrap(peft_type, model=None):
+    """A random adapter, the same for every model."""
+    model = exact_model() if model is None else model
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, PEFT_CONFIGS[peft_type]()).double().eval()
+
+
+def one_prompt():
+    return {name: tensor[1:] for name, tensor in padded_batch().items()}
+
+
+@pytest.mark.parametrize(
+    ("peft_type", "method_name"),
+    [
+        (peft_type, method_name)
+        for peft_type in PEFT_CONFIGS
+        for method_name in ("full", "quest", "tokenselect")
+        if (peft_type, method_name) != ("prefix", "tokenselect")
+    ],
+)
+def test_a_peft_model_is_patched_through_its_base_model(peft_type, method_name):
+    model = wrap(peft_type)
+    prompt = padded_batch() if peft_type in IN_THE_MODEL else one_prompt()
+    expected = model.generate(**prompt, **GREEDY)
+    assert patch_model(model, method_name, **COVERS_ALL) is model
+    assert is_patched(model)
+    assert is_patched(model.get_base_model())
+    assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+    assert sparse_attention_stats(model).decode_steps == 7
+    assert SparseCache.for_model(model).method is patched_method(model)
+    unpatch_model(model)
+    assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+
+
+@sparse_methods
+@pytest.mark.parametrize("peft_type", ["lora", "prompt"])
+def test_a_peft_model_decodes_sparsely(peft_type, method_name):
+    model, prompt = wrap(peft_type), one_prompt()
+    check_tool(lambda: model.generate(**prompt, **GREEDY), model, method_name)
+
+
+@sparse_methods
+def test_a_patched_model_can_be_wrapped(method_name, tmp_path):
+    prompt = padded_batch()
+    dense = exact_model().generate(**prompt, **GREEDY)
+    expected = wrap("lora").generate(**prompt, **GREEDY)
+    assert not torch.equal(dense, expected)
+    model = wrap("lora", patch_model(exact_model(), method_name, **COVERS_ALL))
+    assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+    with model.disable_adapter():
+        assert torch.equal(model.generate(**prompt, **GREEDY), dense)
+    assert sparse_attention_stats(model).decode_steps == 7
+    model.save_pretrained(tmp_path)
+    assert "hf_sparse_attn" not in json.dumps(json.loads((tmp_path / "adapter_config.json").read_text()))
+
+
+@sparse_methods
+@pytest.mark.parametrize("is_patched_first", [True, False])
+def test_merging_adapters(is_patched_first, method_name):
+    prompt, model = padded_batch(), wrap("lora")
+    expected = model.generate(**prompt, **GREEDY)
+    if is_patched_first:
+        patch_model(model, method_name, **SMALL)
+    merged = model.merge_and_unload()
+    assert is_patched(merged) is is_patched_first
+    if is_patched_first:
+        unpatch_model(merged)
+    check_tool(lambda: merged.generate(**prompt, **GREEDY), merged, method_name)
+    assert torch.equal(merged.generate(**prompt, **GREEDY), expected)
+
+
+@sparse_methods
+def test_transformers_own_adapters(method_name):
+    model, prompt = exact_model(), padded_batch()
+    dense = model.generate(**prompt, **GREEDY)
+    torch.manual_seed(1)
+    model.add_adapter(PEFT_CONFIGS["lora"]())
+    model.eval()
+    assert not torch.equal(model.generate(**prompt, **GREEDY), dense)
+    check_tool(lambda: model.generate(**prompt, **GREEDY), model, method_name)
+
+
+@pytest.mark.parametrize("peft_type", IN_THE_PROMPT)
+def test_learned_tokens_stand_before_the_padding_of_a_batch(peft_type):
+    model = wrap(peft_type)
+    patch_model(model, "quest", **SMALL)
+    with pytest.raises(ValueError, match="if a PEFT model puts learned tokens before the padding, use prompts"):
+        model.generate(**padded_batch(), **GREEDY)
+    model.generate(**one_prompt(), **GREEDY)
+    assert sparse_attention_stats(model).kv_fraction < 1
+
+
+def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
+    """Its keys have no position that RoPE could give them."""
+    model = wrap("prefix")
+    with pytest.raises(ValueError, match=r"'tokenselect' caches keys before RoPE, .* with a learned prefix"):
+        patch_model(model, "tokenselect", **SMALL)
+    assert not is_patched(model)
+
+
+def test_a_learned_prefix_for_a_model_that_was_patched_before():
+    model = wrap("prefix", patch_model(exact_model(), "quest", **COVERS_ALL))
+    with pytest.raises(TypeError, match=r"got DynamicCache; .* prefix tuning, patch the PEFT model"):
+        model.generate(**one_prompt(), **GREEDY)
+    expected = unpatch_model(model).generate(**one_prompt(), **GREEDY)
+    patch_model(model, "quest", **COVERS_ALL)
+    assert torch.equal(model.generate(**one_prompt(), **GREEDY), expected)

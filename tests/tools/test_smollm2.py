@@ -1,0 +1,66 @@
+"""Real weights through Transformers' tools: a chat that is streamed, and a draft for speculative decoding."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import TextIteratorStreamer, pipeline
+
+from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.cli.passkey import make_passkey
+from tests.tools.checks import sparse_methods
+
+pytestmark = pytest.mark.weights
+SMALL = {"token_budget": 128}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model("smollm2", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def messages(loaded):
+    """A chat whose question has its answer hundreds of tokens back."""
+    passkey = make_passkey(loaded[1], 800, depth=0.4, seed=1)
+    text = loaded[1].decode([*passkey.material_ids, *passkey.question_ids])
+    return passkey, [{"role": "user", "content": text}]
+
+
+def greedy(**options):
+    return {"max_new_tokens": 12, "do_sample": False, **options}
+
+
+@sparse_methods
+def test_a_chat_in_a_pipeline_streams_the_key_that_it_found(method_name, loaded, messages):
+    model, tokenizer = loaded
+    passkey, chat = messages
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=120)
+    with sparse_attention(model, method_name, **SMALL), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, chat, streamer=streamer, return_full_text=False, **greedy())
+        streamed = "".join(streamer)
+        assert answer.result()[0]["generated_text"] == streamed
+        assert sparse_attention_stats(model).kv_fraction < 1
+    assert passkey.found_in(streamed)
+
+
+def test_a_sparse_draft_is_mostly_right(loaded, messages):
+    """The same weights draft sparsely and verify densely: the dense model's text in fewer of its passes."""
+    model, tokenizer = loaded
+    prompt = tokenizer.apply_chat_template(
+        messages[1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = model.generate(**prompt, **greedy())
+    new_tokens = expected.shape[1] - prompt["input_ids"].shape[1]
+    draft = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    patch_model(draft, "quest", **SMALL)
+    passes = []
+    hook = model.model.register_forward_hook(lambda *args: passes.append(1))
+    output = model.generate(**prompt, assistant_model=draft, **greedy())
+    hook.remove()
+    assert torch.equal(output, expected)
+    assert len(passes) <= new_tokens / 2
+    assert sparse_attention_stats(draft).kv_fraction < 1
