@@ -48,6 +48,7 @@ MAKERS: dict[str, Callable[..., str]] = {
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
 _DRAWING = re.compile(r'<img alt="([^"]*)" class="drawing" src="[^"]*?(assets/[^"]+\.svg)" ?/?>')
+_LONG_NAME = re.compile(r"(<td[^>]*><code>)([^<]{30,})(</code></td>)")
 _log = logging.getLogger("mkdocs.hooks")
 
 
@@ -79,7 +80,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawings into the page itself, where they take its colours."""
+    """Put drawings into the page itself, where they take its colours, and let long names in tables break."""
+    html = _LONG_NAME.sub(lambda found: found[1] + re.sub(r"(_|::)", r"\1<wbr>", found[2]) + found[3], html)
     return _DRAWING.sub(lambda found: drawing(Path(config.docs_dir, found[2]), found[1]), html)
 
 

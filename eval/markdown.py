@@ -81,9 +81,30 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     if parameter := _swept_parameter(summaries):
         lines += _parameter_table(summaries, parameter)
     else:
-        for summary in summaries:
+        for summary in _joined(summaries):
             lines += _benchmark(summary)
     return "\n".join(lines)
+
+
+def _joined(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put runs that differ in their tasks and lengths alone into one table."""
+    joined: list[dict[str, Any]] = []
+    for summary in summaries:
+        last = joined[-1] if joined else None
+        if last and _settings(last) == _settings(summary) and not _places(last) & _places(summary):
+            joined[-1] = {**last, "table": [*last["table"], *summary["table"]]}
+        else:
+            joined.append(summary)
+    return joined
+
+
+def _settings(summary: dict[str, Any]) -> dict[str, Any]:
+    config = {name: value for name, value in summary["config"].items() if name not in ("tasks", "lengths")}
+    return {**config, "protocol": summary["protocol_sha256"]}
+
+
+def _places(summary: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {(entry["task"], entry["length"]) for entry in summary["table"]}
 
 
 def _note(path: Path) -> str:
@@ -181,7 +202,7 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         heading,
         settings,
         _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
-        "<details markdown=\"1\"><summary>What it cost</summary>\n",
+        '<details markdown="1"><summary>What it cost</summary>\n',
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
     ]

@@ -89,6 +89,15 @@ def test_drawings_become_part_of_the_page() -> None:
     assert html.count("<svg") == html.count("</svg>") == 1
 
 
+def test_long_names_in_tables_may_break_behind_underscores() -> None:
+    long, short = "test_generation.py::test_a_way_to_generate", "test_pipeline"
+    page = f"<td><code>{long}</code></td><td><code>{short}</code></td><p><code>{long}</code></p>"
+    html = hooks.on_page_content(page, None, SimpleNamespace(docs_dir=ROOT / "docs"), None)
+    first, second, third = html.split("</code>")[:3]
+    assert first == "<td><code>test_<wbr>generation.py::<wbr>test_<wbr>a_<wbr>way_<wbr>to_<wbr>generate"
+    assert "<wbr>" not in second + third
+
+
 def test_formulas_are_drawn_in_the_text_colour() -> None:
     html = hooks.formula(r"\sum_i \max\left(a_i, b\right) < 1", "math", "math", {}, None)
     assert '<div class="math" role="math" aria-label="\\sum_i \\max\\left(a_i, b\\right) &lt; 1"><svg' in html

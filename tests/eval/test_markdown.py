@@ -100,6 +100,14 @@ def test_runs_that_share_their_parameters_or_differ_in_more_than_one_keep_their_
         assert page_of(tmp_path / str(number), *runs).count("### passkey\n") == 2
 
 
+def test_runs_over_other_lengths_are_one_table(tmp_path):
+    runs = [{"table": [ENTRY | {"length": length}]} for length in (400, 800)]
+    other = {"table": [ENTRY | {"length": 1600}], "config": SUMMARY["config"] | {"question": "prefill"}}
+    text = page_of(tmp_path, *runs, other)
+    assert text.count("### passkey\n") == 2
+    assert "| filler | 400 | 3 | 75.0 |\n| filler | 800 | 3 | 75.0 |\n" in text
+
+
 def test_no_results_is_an_error_that_names_the_folder(tmp_path):
     with pytest.raises(EvalError, match=str(tmp_path)):
         results_tables(tmp_path)
