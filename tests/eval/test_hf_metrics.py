@@ -79,7 +79,7 @@ def test_an_error_names_what_is_allowed_and_the_metric_stays_usable(tmp_path, me
     metric = metric_class(cache_dir=str(tmp_path))
     task = "qasper" if metric_class is LongBench else tasks(metric.benchmark)[0]
     for unknown in ({"task": "sst2"}, {}):
-        with pytest.raises(EvalError, match=f"{metric.benchmark} has no task='sst2'; allowed are {tasks(metric.benchmark)[0]}"):
+        with pytest.raises(EvalError, match=f"{metric.benchmark} has no task=.* are {tasks(metric.benchmark)[0]}"):
             metric.compute(predictions=["7"], references=["7"], **unknown)
     with pytest.raises(EvalError, match="at least one prediction"):
         metric.compute(predictions=[], references=[], task=task)
