@@ -1,17 +1,19 @@
-# `make demo` and `make test` start from a bare machine: Python 3.10+ and make. PYTHON= names another interpreter for
-# test-gpu and bench, which install nothing.
+# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, CONSTRAINTS= the
+# versions in it. PYTHON= names another interpreter for test-gpu and bench, which then install nothing.
 
 BOOTSTRAP ?= python3
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+COMMAND := $(VENV)/.command
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels eval notebooks tests docs
+SOURCES := hf_sparse_attn kernels eval tests
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo notebooks docs docs-serve test test-more test-gpu $(GPU_GROUPS) cuda bench lint format
+.PHONY: help install demo notebooks test test-more test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
@@ -22,19 +24,24 @@ help:
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
 	@echo "make docs-serve  show the documentation while it is being written"
-	@echo "make lint      ruff, mypy and import-linter"
+	@echo "make package   build and check the distributions, and use the wheel in an environment of its own"
+	@echo "make lint      ruff, mypy, import-linter, and the schemas of the workflows and of CITATION.cff"
 	@echo "make format    ruff format, and what ruff can fix"
 
 install: $(STAMP)
 
 # torch comes first and alone, so that its pin decides and nothing else pulls in another build.
-$(STAMP): pyproject.toml constraints.txt
+$(COMMAND): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(BOOTSTRAP) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[cli,eval,notebooks,docs,dev]"
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[cli]"
 	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(COMMAND)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e ".[dev,docs,eval,lm-eval,notebooks]"
+	touch $@
+
+demo: $(COMMAND)
 	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest --token-budget 256 --passkey-tokens 2000
 
 notebooks: $(STAMP)
@@ -45,6 +52,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -91,9 +100,24 @@ bench:
 
 # Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
-docs: $(STAMP) notebooks
+docs: $(STAMP) $(patsubst %,build/%,$(wildcard notebooks/*.ipynb))
 	$(MKDOCS) build --strict
 	$(BIN)/python -m pytest tests/docs/built_site.py
 
 docs-serve: $(STAMP)
 	$(MKDOCS) serve
+
+# Those that were not executed since they were changed.
+build/notebooks/%.ipynb: notebooks/%.ipynb | $(STAMP)
+	$(BIN)/python notebooks/run.py $*
+
+# The wheel is built from the source distribution, and used where nothing else is installed.
+EMPTY := build/empty
+package: $(STAMP)
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) torch
+	$(EMPTY)/bin/python -m pip install -c $(CONSTRAINTS) "$$(echo dist/*.whl)[cli]"
+	cd $(EMPTY) && bin/hf-sparse-attn methods && bin/hf-sparse-attn compare --model smollm2 --passkey-tokens 1000 --depths 0.5

@@ -14,8 +14,8 @@ from rich.table import Table
 from eval.config import DTYPES, RunConfig, make_config, read_sweep
 from eval.errors import EvalError
 from eval.extras import needs_extra
-from eval.terminal import WIDTH, integers, on_record, progress, split, summary_table
-from hf_sparse_attn.cli.terminal import one_line, parse_settings, print_table, user_errors, visible
+from eval.terminal import WIDTH, on_record, progress, summary_table
+from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, user_errors, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -44,8 +44,10 @@ ParameterOption = Annotated[
     list[str] | None,
     typer.Option("--parameter", metavar="NAME=VALUE", help="Another parameter of the methods; repeatable."),
 ]
-DtypeOption = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: float32 on CPU, else bfloat16]")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [default: cuda if there is one]")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there is one")]
 
 
 @app.command("list")
@@ -66,21 +68,25 @@ def list_benchmarks() -> None:
 def run(
     benchmark: Annotated[str | None, typer.Argument(help="See `python -m eval list`.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with a run or a sweep of runs.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated. [default: the benchmark's]")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated.", show_default="the benchmark's")] = None,
     model: ModelOption = None,
     method: MethodOption = None,
     token_budget: BudgetOption = None,
     parameter: ParameterOption = None,
-    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated. [default: the benchmark's]")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="In tokens, comma-separated.", show_default="the benchmark's")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum number of samples per task and length.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Results folder. [default: eval-results/BENCHMARK-MODEL, or the file's name]")
+        Path | None,
+        typer.Option(help="Results folder.", show_default="eval-results/BENCHMARK-MODEL, or the file's name"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of generated samples. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of generated samples.", show_default="0")] = None,
     question: Annotated[
-        str | None, typer.Option(help="Feed the question by token (decode) or in one pass (prefill). [default: decode]")
+        str | None,
+        typer.Option(help="Feed the question by token (decode) or in one pass (prefill).", show_default="decode"),
     ] = None,
-    chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off. [default: auto]")] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off.", show_default="auto")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
     protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
     settings: SettingOption = None,
@@ -139,7 +145,7 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="A results folder, or one that holds several.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write. [default: DIRECTORY/report]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="DIRECTORY/report")] = None,
 ) -> None:
     """Write the plots and one self-contained HTML page for results folders."""
     from eval.report import write_report
@@ -153,9 +159,9 @@ def table(
     name: Annotated[str, typer.Argument(help="See `python -m eval list`.")],
     model: ModelOption = None,
     limit: Annotated[int | None, typer.Option(help="The most samples of each task and length.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated. [default: the paper's]")] = None,
+    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated.", show_default="the paper's")] = None,
     token_budget: BudgetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Results folder. [default: eval-results/NAME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="eval-results/NAME")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
     protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
     dtype: DtypeOption = None,
@@ -251,12 +257,16 @@ class _Models:
     def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
         from transformers.utils import logging
 
+        from hf_sparse_attn.cli.loading import announce_download
         from hf_sparse_attn.cli.models import load_tokenizer
+        from hf_sparse_attn.cli.progress import hidden_bars
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         if config.model not in self._described:
-            with self._main_process_first():
+            if self._processes.is_main:
+                announce_download(config.model)
+            with self._main_process_first(), hidden_bars():
                 self._described[config.model] = load_tokenizer(config.model)
         return self._described[config.model]
 
@@ -264,6 +274,7 @@ class _Models:
         import torch
 
         from hf_sparse_attn.cli.models import load_model
+        from hf_sparse_attn.cli.progress import hidden_bars
 
         key = (config.model, config.dtype, config.device)
         if self._model is None or key != self._key:
@@ -271,7 +282,9 @@ class _Models:
             device = config.device
             if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
                 device = f"cuda:{self._processes.local_rank}"
-            self._model, _ = load_model(config.model, getattr(torch, config.dtype) if config.dtype else None, device)
+            dtype = getattr(torch, config.dtype) if config.dtype else None
+            with hidden_bars():
+                self._model, _ = load_model(config.model, dtype, device)
             self._key = key
         return self._model
 

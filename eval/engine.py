@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,10 @@ import torch
 from eval.config import DENSE, RunConfig
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
-from hf_sparse_attn import METHODS, SparseCache, SparseMethod, sparse_attention
+from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
 from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
 from hf_sparse_attn.cli.memory import PeakMemory
+from hf_sparse_attn.cli.variants import make_methods
 from hf_sparse_attn.methods import make_method
 
 if TYPE_CHECKING:
@@ -54,22 +55,11 @@ def make_variants(config: RunConfig) -> list[Variant]:
     EvalError
         A method, a hyperparameter or a budget is not allowed.
     """
-    parameters_of = {name: {field.name for field in fields(METHODS[name])} for name in config.method if name in METHODS}
-    for parameter in config.parameters:
-        if not any(parameter in known for known in parameters_of.values()):
-            raise EvalError(f"parameter {parameter!r} is unknown to the methods {', '.join(config.method)}")
-    variants = [Variant(make_method(DENSE), None)]
     try:
-        for name in config.method:
-            chosen = {key: value for key, value in config.parameters.items() if key in parameters_of.get(name, ())}
-            if name == DENSE:
-                continue
-            for budget in config.token_budget or (None,):
-                method = make_method(name, **chosen, **({} if budget is None else {"token_budget": budget}))
-                variants.append(Variant(method, method.token_budget))
+        methods = make_methods(config.method, config.token_budget, config.parameters)
     except (ValueError, TypeError) as error:
         raise EvalError(str(error)) from error
-    return variants
+    return [Variant(make_method(DENSE), None), *(Variant(method, method.token_budget) for method in methods)]
 
 
 @dataclass(frozen=True)

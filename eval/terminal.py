@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
-from hf_sparse_attn.cli.terminal import fail, literal, one_line, visible
+from hf_sparse_attn.cli.progress import COLUMNS, WORTH_SAYING_SECONDS, about, moves_cursor, say
+from hf_sparse_attn.cli.terminal import literal, one_line, visible
 
 WIDTH = 140
 """Width of a table in characters if the output is a file."""
@@ -20,16 +22,43 @@ WIDTH = 140
 
 @contextmanager
 def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | None], None]]:
-    """Show a progress bar on stderr; the yielded function takes the numbers done and in total, and a label."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Show how far a run is, on stderr; the yielded function takes how many are done, of how many, and a label.
+
+    On a terminal that is a bar. Elsewhere it is one plain line once there is enough to tell how long the rest takes,
+    where that is worth saying, and one at the end.
+    """
     console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as bar:
+    if not is_shown or not moves_cursor(console):
+        yield _plain_progress(visible(label)) if is_shown else _no_progress
+        return
+    with Progress(*COLUMNS, console=console) as bar:
         task = bar.add_task(visible(label), total=None)
 
         def update(done: int, total: int, what: str | None = None) -> None:
             bar.update(task, completed=done, total=total, description=visible(what or label))
 
         yield update
+
+
+def _plain_progress(label: str) -> Callable[[int, int, str | None], None]:
+    started = time.perf_counter()
+    first: int | None = None
+    is_said = False
+
+    def update(done: int, total: int, what: str | None = None) -> None:
+        nonlocal first, is_said
+        seconds = time.perf_counter() - started
+        first = done if first is None else first  # a run that goes on begins with the rows that it has
+        if done == total:
+            say(f"{label}: {done} of {total} in {seconds:.1f} s")
+        elif done > first and seconds >= WORTH_SAYING_SECONDS and not is_said:
+            is_said = True
+            say(f"{label}: {done} of {total}, {about(seconds * (total - done) / (done - first))} left")
+
+    return update
+
+
+def _no_progress(done: int, total: int, what: str | None = None) -> None: ...
 
 
 def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, int, dict[str, Any] | None], None]:
@@ -72,16 +101,3 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
 def number(value: float | None, form: str) -> str:
     """Format a number; None becomes a dash."""
     return "-" if value is None else form.format(value)
-
-
-def split(text: str | None) -> tuple[str, ...]:
-    """Parse a comma-separated list."""
-    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
-
-
-def integers(option: str, text: str | None) -> tuple[int, ...]:
-    """Parse a comma-separated list of whole numbers; exit with an error that names ``option`` if it is not one."""
-    try:
-        return tuple(int(part) for part in split(text))
-    except ValueError:
-        fail(f"{option} {text!r} is not a comma-separated list of whole numbers")

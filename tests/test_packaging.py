@@ -170,6 +170,11 @@ def test_installed_wheel_imports_from_the_repository_root(installed: Path) -> No
     run_python("import transformers; " + REPORT, ROOT, installed)
 
 
+def test_installed_wheel_declares_its_model_for_lm_eval(installed: Path, tmp_path: Path) -> None:
+    code = "from importlib.metadata import entry_points; print(entry_points(group='lm_eval.models')['hf-sparse'].value)"
+    assert run_python(code, tmp_path, installed).strip() == "hf_sparse_attn.lm_eval.model:HFSparseLM"
+
+
 HIDE_HUB_KERNELS = """
 import importlib.machinery
 import sys
@@ -208,7 +213,7 @@ def test_no_folder_shadows_another_package() -> None:
 
 
 def test_import_needs_no_optional_package(tmp_path: Path) -> None:
-    optional = ("gguf", "platformdirs", "psutil", "datasets", "evaluate", "matplotlib")
+    optional = ("gguf", "platformdirs", "psutil", "datasets", "evaluate", "lm_eval", "matplotlib")
     code = (
         f"import sys; sys.modules |= dict.fromkeys({optional!r}); import hf_sparse_attn; "
         "assert not {'typer', 'rich'} & sys.modules.keys(), 'too much'; import hf_sparse_attn.cli.app"

@@ -1,20 +1,16 @@
-"""Measure dense and patched side by side on the same prompts, and show both (``hf-sparse-attn compare``)."""
+"""Measure dense attention and any number of methods side by side, on the same prompts."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_sparse_attn.cli.memory import PeakMemory
-from hf_sparse_attn.cli.terminal import literal
+from hf_sparse_attn.cli.progress import Stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt, answered by one side."""
+    """One prompt, answered by one side; ``found`` is None where there was nothing to find."""
 
     answer: str
     token_ids: tuple[int, ...]
@@ -33,6 +29,7 @@ class Run:
     decode_seconds: float
     decode_steps: int
     kv_fraction: float = 1.0
+    found: bool | None = None
 
 
 @dataclass
@@ -42,11 +39,13 @@ class Side:
     runs: list[Run] = field(default_factory=list)
     peak_memory_bytes: int = 0
 
-    def summary(self) -> dict[str, float | int | None]:
+    def summary(self) -> dict[str, Any]:
         """Means over the runs; ``ms_per_token`` is None where nothing was decoded."""
         steps = sum(run.decode_steps for run in self.runs)
         seconds = sum(run.decode_seconds for run in self.runs)
+        found = [run.found for run in self.runs if run.found is not None]
         return {
+            **({"found": sum(found)} if found else {}),
             "kv_fraction": statistics.fmean(run.kv_fraction for run in self.runs),
             "prefill_seconds": statistics.fmean(run.prefill_seconds for run in self.runs),
             "ms_per_token": 1000 * seconds / steps if steps else None,
@@ -54,164 +53,193 @@ class Side:
         }
 
 
-def run_both_sides(
-    model: PreTrainedModel,
-    method: SparseMethod,
-    prompts: int,
-    answer: Callable[[int, bool, Callable[[], None]], Run],
-    err: Console,
-) -> tuple[Side, Side]:
-    """Answer every prompt dense, then every prompt patched; the model is left unpatched."""
-    from hf_sparse_attn import patch_model, unpatch_model
+class Work(Protocol):
+    """The prompts of a comparison."""
 
-    dense, patched = Side(), Side()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[steps]} forward passes"), console=err) as progress:
-        for label, side in (("dense", dense), (method.name, patched)):
-            task = progress.add_task(label, total=prompts, steps=0)
-            steps = 0
+    @property
+    def unit(self) -> str:
+        """One prompt, in a word."""
 
-            def on_step(task: Any = task) -> None:
-                nonlocal steps
-                steps += 1
-                progress.update(task, steps=steps)
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that an answer has."""
 
-            if side is patched:
-                patch_model(model, method)
-            try:
-                with PeakMemory(model.device) as memory:
-                    for index in range(prompts):
-                        side.runs.append(answer(index, side is patched, on_step))
-                        progress.advance(task)
-            finally:
-                if side is patched:
-                    unpatch_model(model)
-            side.peak_memory_bytes = memory.peak_bytes
-    return dense, patched
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """The prompts, in tokens."""
 
+    @property
+    def decode_steps(self) -> int:
+        """The most decode steps that a prompt takes."""
 
-def run_passkey(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    passkey: Passkey,
-    max_new_tokens: int,
-    sparse: bool,
-    on_step: Callable[[], None],
-) -> Run:
-    """Let one side look for a passkey, in a forward pass a token; ``on_step`` is called after each."""
-    from transformers import DynamicCache
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Facts about all prompts, as JSON has them."""
 
-    from hf_sparse_attn import SparseCache, sparse_attention_stats
-    from hf_sparse_attn.cli.passkey import answer_passkey
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Facts about each prompt, as JSON has them."""
 
-    cache = SparseCache.for_model(model) if sparse else DynamicCache(config=model.config)
-    answer = answer_passkey(model, tokenizer, passkey, cache, max_new_tokens, on_step)
-    fraction = sparse_attention_stats(model).kv_fraction if sparse else 1.0
-    return Run(
-        answer.text, answer.token_ids, answer.prefill_seconds, answer.decode_seconds, answer.decode_steps, fraction
-    )
+    @property
+    def drawn(self) -> str:
+        """The first prompt, in words: a picture shows what was read of it."""
+
+    @property
+    def needle(self) -> range | None:
+        """Tokens of the first prompt to mark in a picture."""
+
+    def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
+        """Answer one prompt; ``on_step`` is called after each forward pass."""
 
 
-def run_prompt(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    input_ids: list[int],
-    max_new_tokens: int,
-    sparse: bool,
-    on_step: Callable[[], None],
-) -> Run:
-    """Let one side answer a prompt through ``generate()``, uncompiled; ``on_step`` is called with every token."""
-    import torch
-    from transformers.generation.streamers import BaseStreamer
+@dataclass(frozen=True)
+class PasskeyWork:
+    """Passkey haystacks, whose questions and answers take a forward pass a token."""
 
-    from hf_sparse_attn import sparse_attention_stats
+    tokenizer: PreTrainedTokenizerBase
+    passkeys: Sequence[Passkey]
+    depths: Sequence[float]
+    new_tokens: int
+    unit: str = "passkey"
 
-    times: list[float] = []
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Haystack and question of each."""
+        return [[*passkey.material_ids, *passkey.question_ids] for passkey in self.passkeys]
 
-    class Stopwatch(BaseStreamer):  # type: ignore[misc]
-        """Notes when the prompt is handed over, then when each token is out."""
+    @property
+    def decode_steps(self) -> int:
+        """The question's and the answer's."""
+        return len(self.passkeys[0].question_ids) + self.new_tokens - 1
 
-        def put(self, value: torch.Tensor) -> None:
-            times.append(time.perf_counter())
-            on_step()
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Length of the haystacks."""
+        return {"passkey_tokens": len(self.passkeys[0].material_ids)}
 
-        def end(self) -> None: ...
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Depth and key of each."""
+        pairs = zip(self.depths, self.passkeys, strict=True)
+        return [{"depth": depth, "expected": passkey.answer} for depth, passkey in pairs]
 
-    batch = torch.tensor([input_ids], device=model.device)
-    started = time.perf_counter()
-    output = model.generate(
-        batch,
-        attention_mask=torch.ones_like(batch),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        disable_compile=True,  # the time would be the compiler's
-        streamer=Stopwatch(),
-    )
-    new_ids = output[0, len(input_ids) :].tolist()
-    first_token, last_token = times[1], times[-1]
-    fraction = sparse_attention_stats(model).kv_fraction if sparse else 1.0
-    text = tokenizer.decode(new_ids, skip_special_tokens=True).strip()
-    return Run(text, tuple(new_ids), first_token - started, last_token - first_token, len(new_ids) - 1, fraction)
+    @property
+    def drawn(self) -> str:
+        """The first passkey."""
+        passkey = self.passkeys[0]
+        return f"passkey {passkey.answer} at depth {self.depths[0]:g} of {len(passkey.material_ids):,} tokens"
 
+    @property
+    def needle(self) -> range | None:
+        """Where the first passkey stands."""
+        return self.passkeys[0].needle
 
-def make_report(
-    model_name: str, model: PreTrainedModel, method: SparseMethod, dense: Side, patched: Side
-) -> dict[str, Any]:
-    """Put both sides together, as ``--json`` prints them: settings, means, and every run beside its counterpart."""
-    runs = []
-    for dense_run, sparse_run in zip(dense.runs, patched.runs, strict=True):
-        entry: dict[str, Any] = {"agree": dense_run.token_ids == sparse_run.token_ids}
-        for side, run in (("dense", dense_run), ("sparse", sparse_run)):
-            entry[side] = {key: value for key, value in asdict(run).items() if key != "token_ids"}
-        runs.append(entry)
-    return {
-        "model": model_name,
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "method": method.name,
-        "parameters": asdict(method),
-        "peak_memory_measures": PeakMemory(model.device).measures,
-        "dense": dense.summary(),
-        "sparse": patched.summary(),
-        "agree": sum(entry["agree"] for entry in runs),
-        "runs": runs,
-    }
+    def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
+        """Let one side look for a passkey."""
+        from transformers import DynamicCache
+
+        from hf_sparse_attn import SparseCache, sparse_attention_stats
+        from hf_sparse_attn.cli.passkey import answer_passkey
+
+        cache = SparseCache.for_model(model) if is_patched else DynamicCache(config=model.config)
+        passkey = self.passkeys[index]
+        answer = answer_passkey(model, self.tokenizer, passkey, cache, self.new_tokens, on_step)
+        return Run(
+            answer.text,
+            answer.token_ids,
+            answer.prefill_seconds,
+            answer.decode_seconds,
+            answer.decode_steps,
+            sparse_attention_stats(model).kv_fraction if is_patched else 1.0,
+            passkey.found_in(answer.text),
+        )
 
 
-def comparison_table(report: dict[str, Any]) -> Table:
-    """Show a report of :func:`make_report` as a table."""
-    parameters = ", ".join(f"{name}={value}" for name, value in report["parameters"].items())
-    table = Table(
-        "",
-        "dense",
-        report["method"],
-        title=literal(f"{report['model']} ({report['dtype']}, {report['device']})", "table.title"),
-        caption=literal(f"{report['method']}: {parameters}", "table.caption"),
-    )
-    sides = (report["dense"], report["sparse"])
-    for entry in report["runs"]:
-        if "depth" not in entry:
-            table.add_row("answer", literal(entry["dense"]["answer"]), literal(entry["sparse"]["answer"]))
-            continue
-        answers = [_judged(entry[side]["answer"], entry[side]["found"]) for side in ("dense", "sparse")]
-        table.add_row(f"passkey {entry['expected']} at depth {entry['depth']:g}", *answers)
-    table.add_section()
-    total = len(report["runs"])
-    if "found" in report["dense"]:
-        table.add_row("passkeys found", *(f"{side['found']} of {total}" for side in sides))
-    agreement = ("yes" if report["agree"] else "no") if total == 1 else f"{report['agree']} of {total}"
-    table.add_row("answers agree", "", agreement)
-    table.add_row("KV cache read per decode step", *(f"{side['kv_fraction']:.1%}" for side in sides))
-    table.add_row("prefill, seconds", *(f"{side['prefill_seconds']:.2f}" for side in sides))
-    table.add_row("decode, ms per token", *(_number(side["ms_per_token"]) for side in sides))
-    memory = (f"{side['peak_memory_bytes'] / 2**20:,.0f} MiB" for side in sides)
-    table.add_row(f"peak memory ({report['peak_memory_measures']})", *memory)
-    return table
+@dataclass(frozen=True)
+class PromptWork:
+    """One prompt, answered through ``generate()``, uncompiled."""
+
+    tokenizer: PreTrainedTokenizerBase
+    input_ids: Sequence[int]
+    new_tokens: int
+    unit: str = "prompt"
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The prompt."""
+        return [self.input_ids]
+
+    @property
+    def decode_steps(self) -> int:
+        """The answer's; its first token is the prefill's."""
+        return self.new_tokens - 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Length of the prompt."""
+        return {"prompt_tokens": len(self.input_ids)}
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Nothing but that there is one."""
+        return [{}]
+
+    @property
+    def drawn(self) -> str:
+        """The prompt."""
+        return f"a prompt of {len(self.input_ids):,} tokens"
+
+    @property
+    def needle(self) -> range | None:
+        """None: nothing is hidden."""
+        return None
+
+    def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
+        """Let one side answer; ``on_step`` is called with every token."""
+        import torch
+        from transformers.generation.streamers import BaseStreamer
+
+        from hf_sparse_attn import sparse_attention_stats
+
+        times: list[float] = []
+
+        class Stopwatch(BaseStreamer):  # type: ignore[misc]
+            """Notes when the prompt is handed over, then when each token is out."""
+
+            def put(self, value: torch.Tensor) -> None:
+                times.append(time.perf_counter())
+                on_step()
+
+            def end(self) -> None: ...
+
+        batch = torch.tensor([list(self.input_ids)], device=model.device)
+        started = time.perf_counter()
+        output = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=self.new_tokens,
+            do_sample=False,
+            disable_compile=True,  # the time would be the compiler's
+            streamer=Stopwatch(),
+        )
+        new_ids = output[0, batch.shape[1] :].tolist()
+        first_token, last_token = times[1], times[-1]
+        fraction = sparse_attention_stats(model).kv_fraction if is_patched else 1.0
+        text = self.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
+        return Run(text, tuple(new_ids), first_token - started, last_token - first_token, len(new_ids) - 1, fraction)
 
 
-def _judged(answer: str, found: bool) -> Text:
-    return literal(f"{answer} ").append(*(("found", "green") if found else ("missed", "red")))
+def run_side(model: PreTrainedModel, method: SparseMethod | None, name: str, work: Work, progress: Stages) -> Side:
+    """Answer every prompt, dense where ``method`` is None, else patched; the model is left unpatched."""
+    from hf_sparse_attn import sparse_attention
 
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    side = Side()
+    count = len(work.prompts)
+    patched = nullcontext() if method is None else sparse_attention(model, method)
+    with progress.stage(name, count, work.unit) as (on_step, on_prompt), patched:
+        with PeakMemory(model.device) as memory:
+            for index in range(count):
+                side.runs.append(work.run(model, index, method is not None, on_step))
+                on_prompt()
+        side.peak_memory_bytes = memory.peak_bytes
+    return side

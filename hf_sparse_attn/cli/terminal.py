@@ -36,11 +36,14 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Read ``name=value`` settings; a value is a Python literal, or else a word such as ``mean``."""
+    """Read ``name=value`` settings; a value is a Python literal, or else a word such as ``mean``.
+
+    A name may be one method's: ``quest.page_size``.
+    """
     parsed: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not all(part.isidentifier() for part in name.split(".")):
             fail(f"{option} {setting!r} is not of the form name=value, such as page_size=16")
         if name in parsed:
             fail(f"{name} is given twice")
@@ -49,6 +52,19 @@ def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             parsed[name] = value
     return parsed
+
+
+def split(text: str | None) -> tuple[str, ...]:
+    """Read a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def integers(option: str, text: str | None) -> tuple[int, ...]:
+    """Read a comma-separated list of whole numbers; anything else ends the command with an error that names it."""
+    try:
+        return tuple(int(part) for part in split(text))
+    except ValueError:
+        fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
 
 
 def visible(text: str) -> str:

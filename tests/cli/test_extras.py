@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-CLI = ("gguf", "platformdirs", "psutil", "rich", "typer")
+CLI = ("gguf", "matplotlib", "platformdirs", "psutil", "rich", "typer")
 INSTALL_CLI = "pip install 'hf-sparse-attn[cli]'"
 INSTALL_EVAL = "pip install -e '.[eval]'"
 Hide = Callable[..., None]

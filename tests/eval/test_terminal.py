@@ -41,7 +41,31 @@ def test_a_records_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "filler a\\x1b[2J quest: ValueError: one \\x1b[31mtwo\n"
 
 
-def test_a_progress_bars_label_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bars_label_is_harmless(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress("passkey -> out\x1b[2J[/x]", is_shown=True) as update:
+        update(2, 2)
+    assert capsys.readouterr().err.startswith(r"passkey -> out\x1b[2J[/x]: 2 of 2 in 0.")
+    monkeypatch.setattr("eval.terminal.moves_cursor", lambda _: True)
     with progress("passkey -> out\x1b[2J[/x]", is_shown=True) as update:
         update(1, 2)
     assert r"out\x1b[2J[/x]" in capsys.readouterr().err
+
+
+def test_in_a_pipe_the_time_left_is_said_once_and_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 1.0, 4.0, 12.0, 15.0, 20.0])
+    monkeypatch.setattr("eval.terminal.time.perf_counter", lambda: next(clock))
+    with progress("passkey", is_shown=True) as update:
+        for done in (6, 7, 8, 9, 10):  # six rows were there already
+            update(done, 10)
+    assert capsys.readouterr().err.splitlines() == [
+        "passkey: 8 of 10, about 10 s left",
+        "passkey: 10 of 10 in 20.0 s",
+    ]
+
+
+def test_a_process_that_does_not_talk_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("passkey", is_shown=False) as update:
+        update(2, 2)
+    assert capsys.readouterr().err == ""

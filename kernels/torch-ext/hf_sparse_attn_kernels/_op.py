@@ -19,7 +19,9 @@ else:
     HAS_TRITON = True
 
 IMPLS = ("triton", "reference")
-NAMESPACE = "hf_sparse_attn_kernels"  # of the torch.library ops
+NAMESPACE = str(__package__)
+"""Namespace of the torch.library ops: the name that the package is imported under. Hugging Face's ``kernels`` gives
+each build a name of its own, so that several versions can be loaded side by side."""
 
 _default_impl: ContextVar[str | None] = ContextVar("hf_sparse_attn_kernels_impl", default=None)
 
@@ -86,7 +88,6 @@ def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
         def fake_node(*arguments: Any) -> Any:
             return _allocate(function(**dict(zip(parameters, arguments, strict=True))))
 
-        # A second copy of the package redefines the names, which is harmless: both do the same.
         schema = _schema(function, writes)
         node = torch.library.custom_op(f"{NAMESPACE}::{name}", run_node, mutates_args=writes, schema=schema)
         node.register_fake(fake_node)

