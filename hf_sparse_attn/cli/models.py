@@ -287,7 +287,16 @@ def _allowed() -> str:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    # Without colours, which a notebook's kernel asks every program for.
+    options = [
+        "--quiet",
+        "--no-color",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
