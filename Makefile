@@ -13,13 +13,15 @@ SOURCES := hf_sparse_attn kernels eval tests
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo notebooks test test-more test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
+.PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
 	@echo "make notebooks execute the notebooks, with their outputs in build/notebooks"
 	@echo "make test      lint, types and the tests that run on CPU"
-	@echo "make test-more the rest of the large grids, and the contracts as another processor rounds; CI runs it too"
+	@echo "make test-more the rest of the large grids, the contracts as another processor rounds, and test-quantized;"
+	@echo "               CI runs it too"
+	@echo "make test-quantized  torchao's and bitsandbytes' weights, with both installed beside .venv"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
@@ -63,10 +65,17 @@ format: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The rest of the large grids, and the contracts as another processor rounds.
-test-more: $(STAMP)
+# The rest of the large grids, the contracts as another processor rounds, and quantized weights.
+test-more: $(STAMP) test-quantized
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m grid
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CONTRACTS)
+
+# Beside .venv, not in it: with torchao, every import of Transformers takes seconds more and prints warnings.
+QUANTIZED := build/quantized
+test-quantized: $(STAMP)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps --upgrade --target $(QUANTIZED) bitsandbytes torchao
+	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "grid or not grid" \
+		tests/tools/test_quantized.py
 
 ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests
