@@ -9,7 +9,7 @@ COMMAND := $(VENV)/.command
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels eval tests
+SOURCES := hf_sparse_attn kernels eval notebooks tests docs
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
