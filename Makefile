@@ -1,8 +1,8 @@
-# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, CONSTRAINTS= the
-# versions in it. PYTHON= names another interpreter for test-gpu and bench, which then install nothing.
+# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, TRANSFORMERS= a
+# version in place of the pinned one. PYTHON= names another interpreter for test-gpu and bench, which then install nothing.
 
 BOOTSTRAP ?= python3
-CONSTRAINTS ?= constraints.txt
+CONSTRAINTS := constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 COMMAND := $(VENV)/.command
@@ -31,6 +31,14 @@ help:
 	@echo "make format    ruff format, and what ruff can fix"
 
 install: $(STAMP)
+
+ifdef TRANSFORMERS
+CONSTRAINTS := $(VENV)/constraints.txt
+$(CONSTRAINTS): constraints.txt
+	mkdir -p $(VENV)
+	sed -E '/^(transformers|huggingface-hub)==/d' constraints.txt > $@
+	echo "transformers==$(TRANSFORMERS)" >> $@
+endif
 
 # torch comes first and alone, so that its pin decides and nothing else pulls in another build.
 $(COMMAND): pyproject.toml $(CONSTRAINTS)

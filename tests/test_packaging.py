@@ -107,6 +107,12 @@ def test_version_and_addresses_are_the_same_everywhere(metadata: Message) -> Non
             assert url.startswith((REPOSITORY, SITE, RAW)), path
 
 
+def test_ci_tests_the_oldest_transformers_that_is_allowed(metadata: Message) -> None:
+    (allowed,) = [entry for entry in metadata.get_all("Requires-Dist", []) if entry.startswith("transformers")]
+    (tested,) = re.findall(r'transformers: "([\d.]+)"', (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    assert f">={tested.removesuffix('.0')}" in allowed
+
+
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _TARGET = re.compile(r"\]\(([^)\s]+)\)|\s(?:src|srcset|href)=\"([^\"]+)\"")
 
