@@ -9,11 +9,11 @@ COMMAND := $(VENV)/.command
 STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
-SOURCES := hf_sparse_attn kernels eval notebooks tests
+SOURCES := hf_sparse_attn kernels eval notebooks tests docs
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs package lint format
+.PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
 
 help:
 	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
+	@echo "make docs-serve  show the documentation while it is being written"
 	@echo "make package   build and check the distributions, and use the wheel in an environment of its own"
 	@echo "make lint      ruff, mypy, import-linter, and the schemas of the workflows and of CITATION.cff"
 	@echo "make format    ruff format, and what ruff can fix"
@@ -104,20 +105,28 @@ test-gpu-methods:
 test-gpu-models:
 	$(PYTHON) -m pytest -m "not gpu and not grid" tests/test_compiled.py tests/patch tests/cache
 
-# The README's tables are written from whatever results there are, also where a measurement failed.
+# The documentation's tables are made from the results when it is built. README's picture is redrawn here, from
+# whatever results there are, also where a measurement failed.
 bench:
 	failed=0; \
 	$(PYTHON) kernels/benchmarks/run.py || failed=1; \
 	for method in quest tokenselect; do \
 		$(PYTHON) kernels/benchmarks/run.py --end-to-end --method $$method || failed=1; \
 	done; \
-	$(PYTHON) kernels/benchmarks/run.py --readme README.md && test $$failed = 0
+	$(PYTHON) kernels/benchmarks/run.py --overview && test $$failed = 0
 
 # Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
-docs: $(STAMP)
+docs: $(STAMP) $(patsubst %,build/%,$(wildcard notebooks/*.ipynb))
 	$(MKDOCS) build --strict
 	$(BIN)/python -m pytest tests/docs/built_site.py
+
+docs-serve: $(STAMP)
+	$(MKDOCS) serve
+
+# Those that were not executed since they were changed.
+build/notebooks/%.ipynb: notebooks/%.ipynb | $(STAMP)
+	$(BIN)/python notebooks/run.py $*
 
 # The wheel is built from the source distribution, and used where nothing else is installed.
 EMPTY := build/empty

@@ -198,21 +198,6 @@ def table(
 
 
 @app.command()
-def docs(
-    results: Annotated[Path, typer.Option(help="Folder with a folder for each sweep, and speed/.")] = Path(
-        "eval/results"
-    ),
-    out: Annotated[Path, typer.Option(help="The Markdown file to write.")] = Path("docs/results.md"),
-) -> None:
-    """Write the page of measured tables from the results folders of the repository."""
-    from eval.markdown import write_results
-
-    with _user_errors():
-        write_results(results, out)
-    typer.echo(visible(str(out)))
-
-
-@app.command()
 def speed(
     context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
     model: ModelOption = None,

@@ -1,4 +1,4 @@
-"""Generates ``docs/results.md`` from the results folders."""
+"""Generates the documentation's tables of results from the results folders."""
 
 from __future__ import annotations
 
@@ -13,50 +13,30 @@ from eval.store import read_json
 from eval.summary import column_order
 from eval.terminal import number
 
-_HEAD = """# Results
-
-Written by `python -m eval docs` from the files under `{results}`; a test checks that the two agree. Scores are percent,
-higher is better; perplexity is the exception. "Tokens read" is the mean over decode steps, KV heads and the layers that
-a method makes sparse; "KV read" is bytes against dense attention's, metadata included, over all layers; "selections
-kept" is the share of steps and layers in which TokenSelect's Selection Cache saved a vote. Times are medians. Small
-samples: a passkey cell of five samples moves by 20 points when one changes.
-"""
 _NOTHING = "-"
 
 
-def write_results(results: Path, out: Path) -> None:
-    """Write the page.
+def results_tables(results: Path) -> str:
+    """Return the tables of every sweep and every speed report, as Markdown.
 
     Parameters
     ----------
     results : Path
         Holds a folder for each sweep, named after its file in ``eval/configs``, and ``speed`` with reports of
-        ``python -m eval speed``. A sweep's ``note.txt`` is included in the page.
-    out : Path
-        The Markdown file.
+        ``python -m eval speed``. A sweep's ``note.txt`` is included.
 
     Raises
     ------
     EvalError
-        There are no results, a file cannot be read or has the wrong content, or ``out`` cannot be written.
+        There are no results, or a file cannot be read or has the wrong content.
     """
-    page = results_page(results)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
-
-
-def results_page(results: Path) -> str:
-    """Return the page's text; see :func:`write_results`."""
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*/*/summary.json")):
         summary = read_json(path, "the summary of a run")
         with _named(path, "the summary of a run"):
             _sweep(path.parent.parent.name, [summary], results)  # each alone first, so that an error names its file
         sweeps.setdefault(path.parent.parent.name, []).append(summary)
-    parts = [_HEAD.format(results=results.as_posix())]
+    parts = []
     for name, summaries in sweeps.items():
         with _named(results / name, "a sweep whose runs go together"):
             parts.append(_sweep(name, summaries, results))
@@ -67,7 +47,8 @@ def results_page(results: Path) -> str:
         report = read_json(path, "a report of `python -m eval speed`")
         with _named(path, "a report of `python -m eval speed`"):
             parts.append(_speed(path.stem, report))
-    return "\n".join(parts)
+    # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
+    return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @contextmanager
@@ -90,8 +71,7 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
     lines = [
         f"## {methods}: {_model_name(first['model'])}, {first['dtype']}, {first['device']}\n",
-        f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P "
-        f"--out {results.as_posix()}/{name}`\n",
+        f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
         f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
     ]
@@ -101,9 +81,30 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     if parameter := _swept_parameter(summaries):
         lines += _parameter_table(summaries, parameter)
     else:
-        for summary in summaries:
+        for summary in _joined(summaries):
             lines += _benchmark(summary)
     return "\n".join(lines)
+
+
+def _joined(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put runs that differ in their tasks and lengths alone into one table."""
+    joined: list[dict[str, Any]] = []
+    for summary in summaries:
+        last = joined[-1] if joined else None
+        if last and _settings(last) == _settings(summary) and not _places(last) & _places(summary):
+            joined[-1] = {**last, "table": [*last["table"], *summary["table"]]}
+        else:
+            joined.append(summary)
+    return joined
+
+
+def _settings(summary: dict[str, Any]) -> dict[str, Any]:
+    config = {name: value for name, value in summary["config"].items() if name not in ("tasks", "lengths")}
+    return {**config, "protocol": summary["protocol_sha256"]}
+
+
+def _places(summary: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {(entry["task"], entry["length"]) for entry in summary["table"]}
 
 
 def _note(path: Path) -> str:
@@ -201,7 +202,7 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         heading,
         settings,
         _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
-        "<details><summary>What it cost</summary>\n",
+        '<details markdown="1"><summary>What it cost</summary>\n',
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
     ]

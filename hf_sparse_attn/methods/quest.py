@@ -47,6 +47,8 @@ class Quest(SparseMethod):
         They are rounded outwards, so a score stays an upper bound. A step reads half the bytes; on real weights the
         selection keeps the same attention mass. ``"model"`` keeps exact bounds in the model's dtype, as in the paper.
 
+    Notes
+    -----
     The page being filled is always read and counts in the budget.
     """
 

@@ -68,6 +68,8 @@ class TokenSelect(SparseMethod):
         ``"soft"`` (default), or one of the alternatives in the paper's table 4: ``"logits"`` sums q.k over the heads;
         ``"head"`` counts the heads that have the token among their own top k.
 
+    Notes
+    -----
     All layers are sparse: ``dense_layers`` must be 0, since a dense layer would leave the trained positions. The budget
     counts tokens whose K and V are read. The candidates' keys, which the vote reads, count as metadata.
     """

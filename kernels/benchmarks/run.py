@@ -1,6 +1,7 @@
 """Benchmarks of the kernels and of ``generate()``; ``python kernels/benchmarks/run.py --help``.
 
-Needs torch, triton and a CUDA device. The plot also needs matplotlib, the end-to-end part also transformers.
+Needs torch, triton and a CUDA device. The end-to-end part also needs transformers. ``--overview`` needs no device, but
+matplotlib.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from pathlib import Path
 import torch
 from op_bench import ROOT, results
 from op_bench.measure import FULL_BUDGET_MS, QUICK_BUDGET_MS, DeviceLostError, Run, measure_shape
-from op_bench.plot import write_plot
-from op_bench.readme import update_readme
+from op_bench.overview import write_overview
 from op_bench.registry import FAMILIES, family_shapes, matching_entries
 from op_bench.shapes import Settings, matching_shapes
 from op_bench.timing import copy_bytes_per_second
@@ -34,9 +34,6 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--quick", action="store_true", help="few shapes, short runs; writes nothing without --out")
     cli.add_argument("--out", type=Path, help="JSON file (default for a whole run: results/<device>.json)")
     cli.add_argument("--update", action="store_true", help="keep the JSON file's other entries")
-    cli.add_argument(
-        "--plot", action=argparse.BooleanOptionalAction, default=True, help="a figure next to the JSON file"
-    )
     cli.add_argument("--compare", type=Path, metavar="OLD", help="compare with old results; exit 1 if slower")
     cli.add_argument("--margin", type=float, default=results.MARGIN, help="fraction by which slower counts as noise")
     cli.add_argument("--force", action="store_true", help="compare results of different devices")
@@ -49,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--tune", action="store_true", help="measure the launch choices of --op and --shape, store them, and exit"
     )
-    cli.add_argument("--readme", type=Path, help="rewrite this file's section on speed from the results, and exit")
+    cli.add_argument("--overview", action="store_true", help="redraw the README's picture from the results, and exit")
     return cli
 
 
@@ -58,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     command = _without_out(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        if options.readme:
-            update_readme(options.readme, ROOT)
+        if options.overview:
+            for path in write_overview(ROOT):
+                print(f"wrote {path}")
             return 0
         if not torch.cuda.is_available():
             raise results.ResultsError("the benchmarks need a CUDA device, but torch finds none")
@@ -136,9 +134,6 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
             break
     if out:
         print(f"wrote {out}")
-        if options.plot:
-            figure = out.with_suffix(".png")
-            print(f"wrote {figure}" if write_plot(whole, figure) else "no plot: no matplotlib, or nothing to draw")
     return _conclude(report, old, options, lost)
 
 

@@ -192,20 +192,19 @@ def test_the_script_writes_compares_and_fails(script, tmp_path, monkeypatch, cap
     report = json.loads(written.read_text())
     assert len(report["entries"]) == len(registry.ENTRIES)
     assert report["machine"]["command"] == "python kernels/benchmarks/run.py"
-    assert (tmp_path / "nvidia-h200.png").exists()
 
-    other = ["--op", "page_scores", "--out", str(tmp_path / "other.json"), "--no-plot", "--compare", str(written)]
+    other = ["--op", "page_scores", "--out", str(tmp_path / "other.json"), "--compare", str(written)]
     assert script.main(other) == 0
     # New measurements replace those in the file; the others stay.
     held = json.loads(written.read_text())
-    assert script.main(["--op", "tokenselect_step", "--update", "--no-plot"]) == 0
+    assert script.main(["--op", "tokenselect_step", "--update"]) == 0
     updated = json.loads(written.read_text())
     assert [results.entry_key(entry) for entry in updated["entries"]] == [
         results.entry_key(entry) for entry in held["entries"]
     ]
     again = [entry for entry in updated["entries"] if "machine" in entry]
     assert {entry["op"] for entry in again} == {"tokenselect_step"}
-    command = "python kernels/benchmarks/run.py --op tokenselect_step --update --no-plot"
+    command = "python kernels/benchmarks/run.py --op tokenselect_step --update"
     assert again[0]["machine"]["command"] == command
     assert script.main(["--update", "--out", str(tmp_path / "none.json")]) == 2
 

@@ -1,4 +1,4 @@
-"""Records of a run: compared, drawn and written into the README; no time is measured here."""
+"""Records of a run: compared, and written as tables; no time is measured here."""
 
 import json
 import subprocess
@@ -7,44 +7,15 @@ from pathlib import Path
 
 import pytest
 from op_bench import break_even as even
-from op_bench import readme, registry, results
-from op_bench.plot import series, write_plot
+from op_bench import performance, registry, results
 from op_bench.registry import TOKEN_STEPS
 from op_bench.shapes import Shape
 from op_bench.timing import quartiles
 
+from tests.benchmarks.records import LONG, SHORT, entry, report, times
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "kernels" / "benchmarks" / "run.py"
-
-
-def times(layers, replay=None):
-    each = {"layers": layers, "replay": layers + 5 if replay is None else replay}
-    return {way: {"min": us, "q1": us, "median": us, "q3": us, "samples": 1} for way, us in each.items()}
-
-
-def entry(shape, us, dense_us, op="quest_step", variant="int8"):
-    dense = [{"backend": "SDPA cuDNN", "times": times(dense_us)}, {"backend": "SDPA flash", "times": None}]
-    floors = results.floors_us(4_270_000, 4e12)
-    return {
-        "op": op, "variant": variant, "shape": results.shape_record(shape), "layers": 8, "bytes": 4_270_000,
-        "floor_us": floors, "times": times(us), "over_floor": results.over_floor(times(us), floors),
-        "against": results.against_dense(times(us), dense, None), "error": None,
-    }  # fmt: skip
-
-
-def report(*entries, device="NVIDIA H200"):
-    return {
-        "machine": {"device": device, "torch": "2.11", "triton": "3.6", "driver": None, "date": "2026-01-02T03:04:05"},
-        "settings": {"token_budget": 2048, "page_size": 16},
-        "entries": list(entries),
-        "dense": [
-            {"backend": "SDPA cuDNN", "shape": each["shape"], "times": times(100.0), "error": None} for each in entries
-        ],
-        "skipped": [],
-    }
-
-
-SHORT, LONG = (Shape(32, 8, 128, 1, 1024 * length) for length in (8, 32))
 
 
 def test_floors_and_what_is_over_them():
@@ -155,32 +126,8 @@ def test_step_ratios_are_of_eight_bit_bounds():
     assert even.step_ratios(made, "layers") == {"q32-kv8-d128-b1": [(8192, 0.5), (32768, 2.0)]}
 
 
-def test_the_figure_has_a_panel_for_each_configuration(tmp_path):
-    made = report(
-        entry(SHORT, 10.0, 20.0),
-        entry(LONG, 20.0, 80.0),
-        entry(LONG, 70.0, 80.0, op="dense_decode", variant=""),
-        entry(Shape(32, 8, 128, 8, 8192), 30.0, 80.0),
-    )
-    panels = series(made)
-    assert set(panels) == {"q32-kv8-d128-b1", "q32-kv8-d128-b8"}
-    assert panels["q32-kv8-d128-b1"]["quest_step, int8"] == [(8192, 10.0), (32768, 20.0)]
-    assert panels["q32-kv8-d128-b1"][results.OURS] == [(32768, 70.0)]
-    assert write_plot(made, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size < 200_000
-    assert not write_plot(report(), tmp_path / "empty.png")
-
-
 STEP, KEPT, CHUNK_STEP = *TOKEN_STEPS, registry.CHUNK_STEP
 TOKEN_SETTINGS = {"sink_tokens": 128, "voted_tokens": 2048, "recent_tokens": 512}
-
-
-def test_the_figure_shows_decode_steps_only():
-    chunk = Shape(28, 4, 128, 1, 1 << 20, queries=512)
-    made = report(entry(chunk, 500.0, 13750.0, *CHUNK_STEP), entry(LONG, 20.0, 40.0, *STEP))
-    panels = series(made)
-    assert set(panels) == {"q32-kv8-d128-b1"}
-    assert panels["q32-kv8-d128-b1"]["tokenselect_step, chosen anew"] == [(32768, 20.0)]
 
 
 SPEED = {
@@ -211,27 +158,27 @@ def results_tree(root, reports=(), speeds=()):
     return root
 
 
-def test_the_section_says_where_there_are_no_results(tmp_path):
-    section = readme.speed_section(results_tree(tmp_path))
-    assert "have not been measured yet: `make bench`" in section
-    assert "`generate()` has not been timed yet" in section
+def test_the_page_says_where_there_are_no_results(tmp_path):
+    page = performance.tables(results_tree(tmp_path))
+    assert "have not been measured yet: `make bench`" in page
+    assert "`generate()` has not been timed yet" in page
 
 
-def test_the_section_shows_steps_generate_and_where_both_break_even(tmp_path):
+def test_the_page_shows_steps_generate_and_where_both_break_even(tmp_path):
     made = report(entry(SHORT, 10.0, 5.0), entry(LONG, 10.0, 20.0))
     speeds = [{**SPEED, "results": [result]} for result in SPEED["results"]]  # a run for each context is one table
-    section = readme.speed_section(results_tree(tmp_path, [made], speeds))
-    assert "| 32/8 | 128 | 1 | 32K | 10.0 | 20.0 | SDPA cuDNN | 2.00 | 10.00 | 15.0 | 25.0 | 1.67 |" in section
-    assert "| 32/8 | 128 | 1 | 32,768 (crossing near 16,000) | 32,768 (crossing near 15,000) |" in section
+    page = performance.tables(results_tree(tmp_path, [made], speeds))
+    assert "| 32/8 | 128 | 1 | 32K | 10.0 | 20.0 | SDPA cuDNN | 2.00 | 10.00 | 15.0 | 25.0 | 1.67 |" in page
+    assert "| 32/8 | 128 | 1 | 32,768 (crossing near 16,000) | 32,768 (crossing near 15,000) |" in page
     on = "llama-3.1-8b | bfloat16, NVIDIA H200"
-    assert f"| {on} | 131,072 | quest, 2048 | 5.00 | 10.00 | dense, StaticCache | 2.00 |" in section
-    assert f"| {on} | quest, 2048 | 131,072 (crossing near 66,000) |" in section
-    assert "2026-01-02" in section
+    assert f"| {on} | 131,072 | quest, 2048 | 5.00 | 10.00 | dense, StaticCache | 2.00 |" in page
+    assert f"| {on} | quest, 2048 | 131,072 (crossing near 66,000) |" in page
+    assert "2026-01-02" in page
 
 
-def test_the_section_shows_tokenselect_where_it_was_measured(tmp_path):
+def test_the_page_shows_tokenselect_where_it_was_measured(tmp_path):
     quest = report(entry(LONG, 10.0, 20.0))
-    assert "TokenSelect" not in readme.speed_section(results_tree(tmp_path / "without", [quest]))
+    assert "TokenSelect" not in performance.tables(results_tree(tmp_path / "without", [quest]))
     short, long = (Shape(28, 4, 128, 1, length << 20, queries=512) for length in (1, 2))
     other = Shape(28, 4, 128, 1, 1 << 17)
     steps = [
@@ -243,52 +190,30 @@ def test_the_section_shows_tokenselect_where_it_was_measured(tmp_path):
     new = report(*steps)
     new["settings"] |= TOKEN_SETTINGS
     new["machine"]["date"] = "2026-02-03"
-    section = readme.speed_section(results_tree(tmp_path / "with", [results.merged(quest, new)]))
-    assert "### TokenSelect, NVIDIA H200" in section
-    assert "| 28/4 | 128 | 512 | 1M | 0.550 | 13.75 | SDPA cuDNN | 25.00 | 550.00 |" in section
-    assert "| 28/4 | 128 | 1 | 128K | chosen anew | 40.0 | 60.0 | SDPA cuDNN | 1.50 | 40.00 | 45.0 | 65.0" in section
-    assert "| 28/4 | 128 | 1 | 128K | choice kept | 20.0 | 60.0 | SDPA cuDNN | 3.00 |" in section
-    assert "| chunk of the prefill | 28/4 | 128 | 1 | 1,048,576 (the shortest measured) |" in section
-    assert "| decode step, choice kept | 28/4 | 128 | 1 | 131,072 (the shortest measured) |" in section
-    assert section.index("page bounds") < section.index("### TokenSelect") < section.index("`generate()`")
-    assert "2026-02-03" in section
+    page = performance.tables(results_tree(tmp_path / "with", [results.merged(quest, new)]))
+    assert "## TokenSelect, NVIDIA H200" in page
+    assert "| 28/4 | 128 | 512 | 1M | 0.550 | 13.75 | SDPA cuDNN | 25.00 | 550.00 |" in page
+    assert "| 28/4 | 128 | 1 | 128K | chosen anew | 40.0 | 60.0 | SDPA cuDNN | 1.50 | 40.00 | 45.0 | 65.0" in page
+    assert "| 28/4 | 128 | 1 | 128K | choice kept | 20.0 | 60.0 | SDPA cuDNN | 3.00 |" in page
+    assert "| chunk of the prefill | 28/4 | 128 | 1 | 1,048,576 (the shortest measured) |" in page
+    assert "| decode step, choice kept | 28/4 | 128 | 1 | 131,072 (the shortest measured) |" in page
+    assert page.index("page bounds") < page.index("## TokenSelect") < page.index("`generate()`")
+    assert "2026-02-03" in page
 
 
-def test_the_section_names_the_versions_and_dates_of_the_entries_shown(tmp_path):
+def test_the_page_names_the_versions_and_dates_of_the_entries_shown(tmp_path):
     old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0))
     new = report(entry(LONG, 5.0, 20.0))
     new["machine"] |= {"date": "2026-02-03T04:05:06", "triton": "3.7"}
-    assert "torch 2.11, triton 3.6; 2026-01-02.\n" in readme.speed_section(results_tree(tmp_path / "old", [old]))
-    section = readme.speed_section(results_tree(tmp_path / "merged", [results.merged(old, new)]))
-    assert "torch 2.11, triton 3.6 and 3.7; 2026-01-02, 2026-02-03.\n" in section
-
-
-def test_the_section_is_put_after_evaluation_and_then_rewritten(tmp_path):
-    root = results_tree(tmp_path)
-    page = tmp_path / "README.md"
-    page.write_text("# Title\n\n## Evaluation\n\nText.\n\n## Methods\n\nMore.\n")
-    readme.update_readme(page, root)
-    first = page.read_text()
-    assert first.index("Text.") < first.index(readme.BEGIN) < first.index(readme.END) < first.index("## Methods")
-    readme.update_readme(page, root)
-    assert page.read_text() == first
-    page.write_text(first.replace(readme.END, ""))
-    with pytest.raises(results.ResultsError, match="must have both"):
-        readme.update_readme(page, root)
-
-
-def test_the_readme_is_what_the_results_give():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
-    written = text.split(readme.BEGIN)[1].split(readme.END)[0]
-    command = "run: python kernels/benchmarks/run.py --readme README.md"
-    assert written.strip() == readme.speed_section(ROOT).strip(), command
+    assert "torch 2.11, triton 3.6; 2026-01-02.\n" in performance.tables(results_tree(tmp_path / "old", [old]))
+    page = performance.tables(results_tree(tmp_path / "merged", [results.merged(old, new)]))
+    assert "torch 2.11, triton 3.6 and 3.7; 2026-01-02, 2026-02-03.\n" in page
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--readme", "/nowhere/README.md"], 2, "error: [Errno 2]"),
+        (["--margin", "much"], 2, "invalid float value"),
         pytest.param(["--help"], 0, "--compare OLD", marks=pytest.mark.grid),
     ],
 )

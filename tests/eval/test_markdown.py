@@ -1,4 +1,4 @@
-"""docs/results.md is what the results files say, and nothing else."""
+"""The documentation's tables are what the results files say, and nothing else."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,11 @@ from pathlib import Path
 import pytest
 
 from eval.errors import EvalError
-from eval.markdown import results_page, write_results
+from eval.markdown import results_tables
 from eval.store import read_records
 from eval.summary import summarise
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_page_is_what_the_results_give(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    written = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert written == results_page(Path("eval/results")), "run: python -m eval docs"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("eval/results/*/*/summary.json")), ids=lambda path: path.parent.name)
@@ -48,8 +42,7 @@ def page_of(folder, *summaries):
         run = folder / "sweep" / f"{number:02d}-passkey"
         run.mkdir(parents=True)
         (run / "summary.json").write_text(json.dumps(SUMMARY | summary))
-    write_results(folder, folder / "docs" / "page.md")
-    return (folder / "docs" / "page.md").read_text()
+    return results_tables(folder)
 
 
 def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
@@ -107,10 +100,17 @@ def test_runs_that_share_their_parameters_or_differ_in_more_than_one_keep_their_
         assert page_of(tmp_path / str(number), *runs).count("### passkey\n") == 2
 
 
+def test_runs_over_other_lengths_are_one_table(tmp_path):
+    runs = [{"table": [ENTRY | {"length": length}]} for length in (400, 800)]
+    other = {"table": [ENTRY | {"length": 1600}], "config": SUMMARY["config"] | {"question": "prefill"}}
+    text = page_of(tmp_path, *runs, other)
+    assert text.count("### passkey\n") == 2
+    assert "| filler | 400 | 3 | 75.0 |\n| filler | 800 | 3 | 75.0 |\n" in text
+
+
 def test_no_results_is_an_error_that_names_the_folder(tmp_path):
     with pytest.raises(EvalError, match=str(tmp_path)):
-        write_results(tmp_path, tmp_path / "page.md")
-    assert not (tmp_path / "page.md").exists()
+        results_tables(tmp_path)
 
 
 DAMAGED = {
@@ -130,7 +130,7 @@ def test_a_damaged_summary_is_named(tmp_path, content):
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.raises(EvalError, match=rf"01-passkey/summary\.json {DAMAGED[content]}"):
-        results_page(tmp_path)
+        results_tables(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": 3, "machine": {}}'])
@@ -138,7 +138,7 @@ def test_a_damaged_speed_report_is_named(tmp_path, content):
     (tmp_path / "speed").mkdir()
     (tmp_path / "speed" / "it.json").write_text(content)
     with pytest.raises(EvalError, match=r"speed/it\.json is not a report of `python -m eval speed`"):
-        results_page(tmp_path)
+        results_tables(tmp_path)
 
 
 def test_odd_summaries_and_notes(tmp_path):
@@ -148,7 +148,4 @@ def test_odd_summaries_and_notes(tmp_path):
     assert r"m\ud83d" in text
     (tmp_path / "sweep" / "note.txt").write_bytes(b"\xff")
     with pytest.raises(EvalError, match=r"note\.txt cannot be read"):
-        results_page(tmp_path)
-    (tmp_path / "sweep" / "note.txt").unlink()
-    with pytest.raises(EvalError, match="cannot be written"):
-        write_results(tmp_path, tmp_path / "sweep")
+        results_tables(tmp_path)

@@ -1,6 +1,5 @@
 """The page in a real browser."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,32 +7,14 @@ from typing import Any
 import pytest
 
 from eval.report import write_report
+from tests.browser import open_browser, set_width
 from tests.eval.report_records import HOSTILE, needle_records, record, write_records, write_runs
-
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
-)
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    binaries = [shutil.which("chromium"), shutil.which("chromedriver")]
-    if None in binaries:
-        pytest.skip("needs Chromium: chromium and chromedriver are not both on the path")
-    try:
-        from selenium import webdriver
-        from selenium.webdriver.chrome.service import Service
-    except ImportError:
-        pytest.skip("needs Chromium: selenium is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(binaries[0])
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=Service(str(binaries[1])))
-    yield browser
-    browser.quit()
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +34,6 @@ def page(driver: Any, page_path: Path) -> Any:
     driver.set_window_size(1200, 900)
     driver.get(page_path.as_uri())
     return driver
-
-
-def set_width(driver: Any, width: int) -> None:
-    """Set the page's own width, which a window's smallest size does not bound."""
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    assert driver.execute_script("return window.innerWidth") == width
 
 
 def cells(driver: Any, selector: str) -> list[list[str]]:

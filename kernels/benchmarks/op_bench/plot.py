@@ -1,77 +1,184 @@
-"""Latency against length: the step beside dense attention, one panel per configuration."""
+"""Figures of measured times as SVG, for light and dark pages: one line for the best dense kernel, one for each step."""
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from op_bench.registry import STEP, TOKEN_STEPS
-from op_bench.results import OURS, Record, shape_of
+from op_bench.results import Record, ResultsError, shape_of
+from op_bench.shapes import length_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WAY = "layers"
+DENSE = "best dense kernel"
+STEPS = {
+    STEP: "Quest",
+    TOKEN_STEPS[1]: "TokenSelect, choice kept",
+    TOKEN_STEPS[0]: "TokenSelect, chosen anew",
+}
+"""The entries that are drawn, and their lines' names."""
+
+Points = list[tuple[float, float]]
 
 
-def series(report: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Points (length, µs) of every line of every configuration of decode steps."""
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    lines = [
-        (", ".join(step), record)
-        for step in (STEP, *TOKEN_STEPS)
-        for record in report["entries"]
-        if (record["op"], record["variant"]) == step
-    ]
-    lines += [(OURS, record) for record in report["entries"] if record["op"] == "dense_decode"]
-    lines += [(record["backend"], record) for record in report["dense"]]
-    for name, record in lines:
-        shape = shape_of(record)
-        if record["times"] and shape.queries == 1:
-            panels[shape.configuration][name].append((shape.length, record["times"][WAY]["median"]))
-    return {panel: {name: sorted(points) for name, points in found.items()} for panel, found in panels.items()}
+@dataclass(frozen=True)
+class Theme:
+    """Colours that are legible on one background, and that people with colour-blindness can tell apart."""
+
+    text: str
+    faint: str
+    grid: str
+    dense: str
+    quest: str
+    tokenselect: str
+
+    def line(self, name: str) -> dict[str, Any]:
+        """Options of ``Axes.plot`` for a line: colour, marker and dash by its name."""
+        if name.startswith("Quest"):
+            style = {"color": self.quest, "marker": "o"}
+        elif name.startswith("TokenSelect"):
+            style = {"color": self.tokenselect, "marker": "s"}
+        else:
+            style = {"color": self.dense, "marker": "X"}
+        dash = "--" if name == STEPS[TOKEN_STEPS[0]] else "-"
+        return {**style, "linestyle": dash, "label": name, "linewidth": 1.8, "markersize": 5.5}
 
 
-def write_plot(report: Record, path: Path) -> bool:
-    """Draw a report's figure; return False where there is no matplotlib or nothing to draw."""
-    panels = series(report)
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    if not panels:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+THEMES = {
+    "light": Theme("#1f2328", "#59636e", "#d8dee4", "#1f2328", "#0072b2", "#c24e00"),
+    "dark": Theme("#e6edf3", "#9aa4b0", "#30363d", "#e6edf3", "#56b4e9", "#f0a35e"),
+}
 
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    palette = pyplot.get_cmap("tab20").colors
-    colours = {name: palette[index % len(palette)] for index, name in enumerate(names)}
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, sharey=True)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (panel, lines) in zip(grid.flat, panels.items(), strict=False):
-        for name, points in lines.items():
-            is_step = name.startswith(("quest_step", "tokenselect_step"))
-            style = {"linewidth": 2.2, "marker": "o"} if is_step else {"linewidth": 1.2, "marker": "."}
-            axes.plot(*zip(*points, strict=True), label=name, color=colours[name], **style)
-        lengths = sorted({length for points in lines.values() for length, _ in points})
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
-        axes.set_title(panel, fontsize=9)
-        axes.yaxis.set_tick_params(labelleft=True)
-        axes.grid(True, which="both", alpha=0.25)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("µs per layer")
-    handles = {
-        label: handle
-        for axes in grid.flat[: len(panels)]
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+
+def series(report: Record) -> dict[str, dict[str, Points]]:
+    """Points (length, µs) of every line of every configuration of decode steps.
+
+    The dense line is the fastest of others' kernels at each length, in the runs that the other lines are from.
+    """
+    panels: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    for step, name in STEPS.items():
+        for entry in report["entries"]:
+            if (entry["op"], entry["variant"]) != step or not entry["times"]:
+                continue
+            shape = shape_of(entry)
+            lines = panels[shape.configuration]
+            lines[name][shape.length] = entry["times"][WAY]["median"]
+            if entry["against"]:
+                dense = entry["against"][WAY]["best_us"]
+                lines[DENSE][shape.length] = min(dense, lines[DENSE].get(shape.length, dense))
+    order = (DENSE, *STEPS.values())
+    return {
+        panel: {name: sorted(lines[name].items()) for name in order if name in lines} for panel, lines in panels.items()
     }
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.suptitle(f"One decode step of one layer, {report['machine']['device']}", fontsize=11)
-    figure.tight_layout(rect=(0, 0.06 + 0.04 / rows, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
-    return True
+
+
+def new_figure(width: float, height: float, down: int, across: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure of so many inches and its panels.
+
+    Raises
+    ------
+    ResultsError
+        There is no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ResultsError("drawing needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06), facecolor="none")
+    axes = [figure.add_subplot(down, across, index + 1, facecolor="none") for index in range(down * across)]
+    return figure, axes
+
+
+def dress(axes: Axes, theme: Theme) -> None:
+    """Give a panel its theme's colours: a grid, and no lines above and on the right."""
+    axes.grid(True, color=theme.grid, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(theme.faint)
+    axes.tick_params(which="both", colors=theme.faint, labelsize=9)
+    axes.xaxis.label.set_color(theme.text)
+    axes.yaxis.label.set_color(theme.text)
+
+
+def draw_times(axes: Axes, lines: dict[str, Points], theme: Theme) -> None:
+    """Draw times of a step against length, both on logarithmic axes."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), **theme.line(name))
+    lengths = sorted({length for points in lines.values() for length, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_label(round(value))))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("tokens in the cache", fontsize=9.5)
+    axes.set_ylabel("µs", fontsize=9.5)
+    dress(axes, theme)
+
+
+def times_svg(report: Record, theme: Theme) -> bytes:
+    """Draw a panel for each configuration of a report.
+
+    Raises
+    ------
+    ResultsError
+        The report has no decode steps, or there is no matplotlib.
+    """
+    panels = series(report)
+    if not panels:
+        raise ResultsError(f"the report of {report['machine']['device']} has no decode steps to draw")
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, grid = new_figure(3.6 * across, 3.0 * down + 0.5, down, across)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (panel, lines) in zip(grid, panels.items(), strict=False):
+        draw_times(axes, lines, theme)
+        heads, kv_heads, head_dim, batch = heads_of(panel)
+        axes.set_title(
+            f"{heads}/{kv_heads} heads of {head_dim}, batch {batch}", fontsize=9.5, loc="left", color=theme.text
+        )
+    lowest = min(axes.get_ylim()[0] for axes in grid[: len(panels)])
+    highest = max(axes.get_ylim()[1] for axes in grid[: len(panels)])
+    handles = {}
+    for axes in grid[: len(panels)]:
+        axes.set_ylim(lowest, highest)
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=9.5,
+        frameon=False,
+        labelcolor=theme.text,
+        handlelength=2.8,
+    )
+    return svg(figure, f"One decode step of one layer, {report['machine']['device']}", "")
+
+
+def heads_of(configuration: str) -> list[str]:
+    """Query heads, KV heads, head dimension and batch of a configuration, as ``Shape.configuration`` names it."""
+    return [part.lstrip("qkvdb") for part in configuration.split("-")[:4]]
+
+
+def svg(figure: Figure, title: str, description: str) -> bytes:
+    """Return a figure as SVG, its letters as outlines, with a title and a description for those who do not see it."""
+    import matplotlib
+
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": title, "svg.fonttype": "path"}):
+        metadata = {"Date": None, "Creator": None, "Title": title, "Description": description or None}
+        figure.savefig(out, format="svg", metadata=metadata)
+    return out.getvalue()

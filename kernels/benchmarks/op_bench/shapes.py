@@ -6,6 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def length_label(tokens: int) -> str:
+    """A number of tokens as ``32K`` or ``1M``."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{letter}"
+    return str(tokens)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of one layer's attention, from the newest tokens of every row to ``length`` cached tokens."""
@@ -27,10 +35,7 @@ class Shape:
     @property
     def length_label(self) -> str:
         """The length as ``32K`` or ``1M``."""
-        for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
-            if self.length % unit == 0:
-                return f"{self.length // unit}{letter}"
-        return str(self.length)
+        return length_label(self.length)
 
     @property
     def configuration(self) -> str:

@@ -147,8 +147,9 @@ def use_impl(name: str | None) -> Iterator[None]:
 
     Parameters
     ----------
-    name : {"triton", "reference"} or None
-        None restores the package's default: Triton for CUDA tensors if Triton is installed, else the reference.
+    name : str or None
+        "triton" or "reference". None restores the package's default: Triton for CUDA tensors if Triton is installed,
+        else the reference.
 
     Raises
     ------

@@ -73,8 +73,8 @@ def sparse_decode(
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -139,8 +139,8 @@ def dense_decode(
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -208,8 +208,8 @@ def sparse_prefill(
         to slot i, the chunk's valid tokens and their queries to the slots from block_counts on.
     scale : float, optional
         Factor on q.k. Default: head_dim ** -0.5.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------

@@ -70,8 +70,8 @@ def page_bounds(
         Only with int8 bounds: int8 [batch, kv_heads, max_pages], updated in place; 0 to 60.
     channel_exponent : torch.Tensor, optional
         Only with int8 bounds: int8 [batch, kv_heads, head_dim], set or raised in place; -60 to 60.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Raises
     ------
@@ -136,8 +136,8 @@ def page_scores(
     page_exponent, channel_exponent : torch.Tensor, optional
         Only with int8 bounds: as written by `page_bounds`, int8 [batch, kv_heads, max_pages] and
         [batch, kv_heads, head_dim].
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -196,8 +196,8 @@ def select_blocks(
         Maximum number of blocks to choose per row and KV head, at least 1.
     sink_blocks, recent_blocks : int
         Number of first and last blocks of the row that are always chosen; together at most `max_blocks`.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -281,7 +281,11 @@ def append_and_select(
     sink_blocks, recent_blocks : int
         Number of first and last pages of the row that are always chosen; together at most `max_blocks`.
         `recent_blocks` is at least 1: the page being filled is always read.
-    scale, group_reduce, num_pages
+    scale : float, optional
+        As for `page_scores`.
+    group_reduce : str
+        As for `page_scores`.
+    num_pages : int, optional
         As for `page_scores`.
     page_exponent, channel_exponent : torch.Tensor, optional
         Only with int8 bounds: int8 [batch, kv_heads, max_pages] and [batch, kv_heads, head_dim], updated as
@@ -291,8 +295,8 @@ def append_and_select(
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------

@@ -59,8 +59,8 @@ def token_votes(
         Required for "head": more than sink_tokens + recent_tokens.
     num_tokens : int, optional
         Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: capacity.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -163,8 +163,8 @@ def select_tokens(
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------
@@ -223,8 +223,8 @@ def mean_query(
         float32 [slots, head_dim // 2], contiguous: cosines and sines of RoPE's angles.
     first_slot : int
         The first query's slot.
-    impl : {"triton", "reference"}, optional
-        Defaults to `use_impl`, then Triton on CUDA, else the reference.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
     Returns
     -------

@@ -1,11 +1,11 @@
-"""The README's part on TokenSelect's steps, where they were measured."""
+"""Tables of TokenSelect's steps, where they were measured."""
 
 from __future__ import annotations
 
 from op_bench.break_even import break_even, step_ratios
-from op_bench.readme_tables import even_cell, made_with, shape_cells, step_cells, table
 from op_bench.registry import CHUNK_STEP, TOKEN_STEPS
 from op_bench.results import Record, shape_of
+from op_bench.tables import even_cell, made_with, shape_cells, step_cells, table
 
 _LABELS = {
     TOKEN_STEPS[0]: "decode step, chosen anew",
@@ -25,10 +25,11 @@ def token_part(report: Record) -> list[str]:
     settings = report["settings"]
     first, voted, last = (settings[name] for name in ("sink_tokens", "voted_tokens", "recent_tokens"))
     parts = [
-        f"### TokenSelect, {report['machine']['device']}\n",
-        f"All heads together choose {voted:,} tokens by soft vote, beside the first {first:,} and the last {last:,}; "
-        f"what is read is rotated by its slot. bfloat16, dense attention and floors as above. "
-        f"{made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
+        f"## TokenSelect, {report['machine']['device']}\n",
+        f"All heads of a layer choose {voted:,} tokens together by soft vote. The first {first:,} and the last "
+        f"{last:,} are read too. Selected tokens get contiguous positions. The dtype, dense attention and "
+        "floors are as above.\n",
+        f"Measured with {made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
     ]
     if found[CHUNK_STEP]:
         parts += _chunk_part(found[CHUNK_STEP])
@@ -65,9 +66,10 @@ def _chunk_part(entries: list[Record]) -> list[str]:
         "over floor",
     )
     return [
-        "A chunk of the prefill in one layer: its queries are rotated and averaged, the mean chooses among all keys "
-        "before the chunk, and the chunk attends to the choice and, causally, to itself. Dense: the chunk's queries "
-        "attend to all keys.\n",
+        "### A chunk of the prefill\n",
+        "One chunk in one layer. Its queries are rotated and averaged, and the mean selects among all keys before the "
+        "chunk. The chunk attends to the selected tokens and, causally, to itself. In the dense case the chunk's "
+        "queries attend to all keys.\n",
         table(columns, rows),
     ]
 
@@ -81,9 +83,10 @@ def _decode_part(found: dict[tuple[str, str], list[Record]]) -> list[str]:
     names = ("q/kv heads", "head dim", "batch", "length", "choice")
     columns = ("ours, µs", "best dense, µs", "which", "ratio", "over floor", "alone: ours, µs", "dense, µs", "ratio")
     return [
-        "A decode step in one layer: the new token is appended, the query is rotated, tokens are chosen and attended "
-        "to. Chosen anew: without the selection cache, every step reads all keys. Choice kept: the cache is hit, and "
-        "no key is read for a vote; a model's steps are some of the one and some of the other.\n",
+        "### A decode step\n",
+        'One step in one layer: append the new token, rotate the query, select tokens, attend to them. "Chosen anew" '
+        'is a step that misses the selection cache and reads every key for the vote. "Choice kept" is a step that '
+        "hits it and reads none. A model's steps are a mix of both.\n",
         table((*names, *columns), rows),
     ]
 

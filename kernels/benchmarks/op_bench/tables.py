@@ -1,4 +1,4 @@
-"""Cells and tables of the README's section on speed."""
+"""Cells and tables of the documentation's page on performance."""
 
 from __future__ import annotations
 

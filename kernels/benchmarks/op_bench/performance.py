@@ -1,4 +1,4 @@
-"""The README's section on speed, from the results files: nothing in it is typed by hand."""
+"""The documentation's tables and figures of times, from the results files: nothing in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -8,57 +8,61 @@ from pathlib import Path
 from typing import Any
 
 from op_bench.break_even import break_even, speed_ratios, step_ratios
-from op_bench.readme_tables import even_cell, made_with, shape_cells, step_cells, table
-from op_bench.readme_tokens import token_part
+from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
-from op_bench.results import Record, ResultsError, read, shape_of
-
-BEGIN = "<!-- speed: written by `python kernels/benchmarks/run.py --readme README.md` -->"
-END = "<!-- speed: end -->"
-AFTER = "## Evaluation"
-"""Where there are no marks yet, the section goes after this one."""
+from op_bench.results import NOMINAL_BYTES_PER_SECOND, Record, ResultsError, read, shape_of
+from op_bench.tables import even_cell, made_with, shape_cells, step_cells, table
+from op_bench.token_tables import token_part
 
 
-def update_readme(path: Path, root: Path) -> None:
-    """Rewrite the section between the marks, or put it after "Evaluation" where there are none.
+def tables(root: Path) -> str:
+    """Return the tables as Markdown, from ``kernels/benchmarks/results`` and ``eval/results/speed`` under ``root``.
 
     Raises
     ------
     ResultsError
-        The file has only one of the marks, or neither and no such section; or a results file cannot be read.
+        A results file cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
-    section = f"{BEGIN}\n\n{speed_section(root)}\n{END}"
-    if BEGIN in text and END in text:
-        head, rest = text.split(BEGIN, 1)
-        path.write_text(head + section + rest.split(END, 1)[1], encoding="utf-8")
-        return
-    if BEGIN in text or END in text or f"\n{AFTER}\n" not in text:
-        raise ResultsError(f"{path} must have both {BEGIN!r} and {END!r}, or neither and a section {AFTER!r}")
-    head, rest = text.split(f"\n{AFTER}\n", 1)
-    body, mark, tail = rest.partition("\n## ")
-    path.write_text(f"{head}\n{AFTER}\n{body}\n{section}\n{mark}{tail}", encoding="utf-8")
-
-
-def speed_section(root: Path) -> str:
-    """The section's text, from ``kernels/benchmarks/results`` and ``eval/results/speed`` under ``root``."""
-    reports = {path: read(path) for path in sorted((root / "kernels/benchmarks/results").glob("*.json"))}
     speeds = [_read_speed(path) for path in sorted((root / "eval/results/speed").glob("*.json"))]
-    parts = ["## Speed\n"]
+    reports = _reports(root)
+    parts = []
     if not reports:
         parts.append("The kernels' times have not been measured yet: `make bench` on a CUDA machine does it.\n")
-    for path, report in reports.items():
+    for stem, report in reports.items():
         parts += _kernel_part(report)
-        figure = path.with_suffix(".png")
-        if figure.exists():
-            label = f"Time of a layer against length, {report['machine']['device']}"
-            parts.append(f"![{label}]({figure.relative_to(root).as_posix()})\n")
+        if series(report):
+            label = f"Time of a decode step of one layer against length, {report['machine']['device']}"
+            parts.append("\n".join(f"![{label}](assets/{_figure(stem, name)}#only-{name})" for name in THEMES) + "\n")
         parts += token_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:
         parts += _generate_part(speeds)
     return "\n".join(parts)
+
+
+def figures(root: Path) -> dict[str, bytes]:
+    """Return the figures that :func:`tables` refers to, SVG by file name.
+
+    Raises
+    ------
+    ResultsError
+        A results file cannot be read, or there is no matplotlib.
+    """
+    return {
+        _figure(stem, name): times_svg(report, theme)
+        for stem, report in _reports(root).items()
+        if series(report)
+        for name, theme in THEMES.items()
+    }
+
+
+def _reports(root: Path) -> dict[str, Record]:
+    return {path.stem: read(path) for path in sorted((root / "kernels/benchmarks/results").glob("*.json"))}
+
+
+def _figure(stem: str, theme: str) -> str:
+    return f"times-{stem}-{theme}.svg"
 
 
 def _read_speed(path: Path) -> dict[str, Any]:
@@ -83,12 +87,14 @@ def _kernel_part(report: Record) -> list[str]:
     names = ("q/kv heads", "head dim", "batch")
     columns = ("ours, µs", "best dense, µs", "which", "ratio", "over floor", "alone: ours, µs", "dense, µs", "ratio")
     return [
-        f"### One decode step of one layer, {report['machine']['device']}\n",
-        f"Quest's whole step: the new token's key and value are appended and taken into the 8-bit page bounds, every "
-        f"page is scored, {settings['token_budget']:,} tokens are selected in pages of {settings['page_size']} and "
-        f"attended to; bfloat16. Medians inside a CUDA graph of several layers, as in a decode step; alone: one "
-        f"replay of one step, with the L2 cache flushed. Dense: the best of others' kernels in the same run. Floor: "
-        f"the bytes that the step must move, at 4.27 TB/s. {made_with(report, steps)}.\n",
+        f"## Quest, {report['machine']['device']}\n",
+        f"One decode step of one layer, in bfloat16. It appends the new token's key and value, updates the 8-bit page "
+        f"bounds, scores every page, selects {settings['token_budget']:,} tokens in pages of {settings['page_size']}, "
+        f"and attends to them. Times are medians inside a CUDA graph of several layers, as in a model's decode step. "
+        f'"Alone" is one replay of one step, with the L2 cache flushed. "Best dense" is the fastest of the other '
+        f"projects' kernels in the same run. \"Over floor\" is the time over that of moving the step's bytes at "
+        f"{NOMINAL_BYTES_PER_SECOND / 1e12:.2f} TB/s.\n",
+        f"Measured with {made_with(report, steps)}.\n",
         table((*names, "length", *columns), rows),
         "Faster than the best dense kernel at every measured length from:\n",
         table((*names, "inside a decode step, tokens", "alone, tokens"), even),
@@ -116,8 +122,8 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     head = ("model", "on")
     columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio")
     return [
-        "### Through `generate()`\n",
-        f"`python -m eval speed`, batch 1, medians; {', '.join(dates)}.\n",
+        "## Through `generate()`\n",
+        f"Medians of `python -m eval speed` at batch size 1; {', '.join(dates)}.\n",
         table((*head, *columns), rows, left=2),
         "Faster than the best dense side at every measured context from:\n",
         table((*head, "patched", "tokens"), even, left=3),
