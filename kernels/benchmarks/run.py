@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from op_bench import ROOT, results
+from op_bench.headline import update_readme
 from op_bench.measure import FULL_BUDGET_MS, QUICK_BUDGET_MS, DeviceLostError, Run, measure_shape
 from op_bench.overview import write_overview
 from op_bench.registry import FAMILIES, family_shapes, matching_entries
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--tune", action="store_true", help="measure the launch choices of --op and --shape, store them, and exit"
     )
-    cli.add_argument("--overview", action="store_true", help="redraw the README's picture from the results, and exit")
+    cli.add_argument("--overview", action="store_true", help="rewrite README's picture and table, and exit")
     return cli
 
 
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = _without_out(["python", "kernels/benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         if options.overview:
-            for path in write_overview(ROOT):
+            update_readme(ROOT / "README.md", ROOT)
+            for path in (ROOT / "README.md", *write_overview(ROOT)):
                 print(f"wrote {path}")
             return 0
         if not torch.cuda.is_available():

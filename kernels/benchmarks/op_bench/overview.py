@@ -64,7 +64,7 @@ def _accuracy(sweep: Path) -> Record:
     cells: dict[tuple[str, str], dict[tuple[str, str, int], Record]] = {}
     runs: list[Record] = []
     for path in sorted(sweep.glob("*/summary.json")):
-        summary = _summary(path)
+        summary = read_summary(path)
         for entry in summary["table"]:
             column = (entry["method"], "" if entry["token_budget"] is None else f"{entry['token_budget']:,}")
             cells.setdefault(column, {})[entry["benchmark"], entry["task"], entry["length"]] = entry
@@ -83,7 +83,14 @@ def _accuracy(sweep: Path) -> Record:
     return {**runs[0], "samples": total, "tasks": sorted(tasks, reverse=True), "lengths": lengths, "points": points}
 
 
-def _summary(path: Path) -> Record:
+def read_summary(path: Path) -> Record:
+    """Read the summary of a run of the harness.
+
+    Raises
+    ------
+    ResultsError
+        The file cannot be read, or is something else.
+    """
     try:
         summary: Record = json.loads(path.read_text(encoding="utf-8"))
         summary["table"], summary["model"], summary["dtype"], summary["device"]

@@ -23,7 +23,7 @@ def tables(root: Path) -> str:
     ResultsError
         A results file cannot be read.
     """
-    speeds = [_read_speed(path) for path in sorted((root / "eval/results/speed").glob("*.json"))]
+    speeds = [read_speed(path) for path in sorted((root / "eval/results/speed").glob("*.json"))]
     reports = _reports(root)
     parts = []
     if not reports:
@@ -65,7 +65,14 @@ def _figure(stem: str, theme: str) -> str:
     return f"times-{stem}-{theme}.svg"
 
 
-def _read_speed(path: Path) -> dict[str, Any]:
+def read_speed(path: Path) -> dict[str, Any]:
+    """Read a report of ``python -m eval speed``.
+
+    Raises
+    ------
+    ResultsError
+        The file cannot be read, or is something else.
+    """
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         report["results"], report["machine"]["device"]

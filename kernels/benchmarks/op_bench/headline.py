@@ -1,0 +1,105 @@
+"""The README's table: five measurements, each from a results file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from op_bench import overview
+from op_bench.performance import read_speed
+from op_bench.plot import DENSE, series
+from op_bench.registry import CHUNK_STEP
+from op_bench.results import Record, ResultsError, read, shape_of
+from op_bench.shapes import length_label
+from op_bench.tables import table
+
+STEP_LENGTH = CONTEXT = 131072
+CHUNK_KEYS = 1048576
+SPEED = Path("eval/results/speed/llama-3.1-8b-nvidia-h200.json")
+SPEED_BUDGET = 2048
+FOUND_LENGTH = 30000
+FOUND = (("quest", 2048), ("tokenselect", 256))
+"""Methods and budgets whose accuracy is shown."""
+MARKS = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- measured: end -->\n)", re.DOTALL)
+
+
+def headline(root: Path) -> str:
+    """Return the table as Markdown, from the results under ``root``.
+
+    Raises
+    ------
+    ResultsError
+        A results file cannot be read, or lacks a measurement that is shown.
+    """
+    try:
+        report = read(root / overview.TIMES)
+        rows = [_step(report), _generate(root), _chunk(report), *_accuracy(root)]
+    except (KeyError, StopIteration) as error:
+        raise ResultsError(f"the results lack a measurement of README's table: {error!r}") from error
+    return table(("measured", "dense", "sparse", "ratio"), rows, left=1)
+
+
+def update_readme(path: Path, root: Path) -> None:
+    """Rewrite the table between its marks in a file.
+
+    Raises
+    ------
+    ResultsError
+        As :func:`headline`; or the file has no marks.
+    OSError
+        The file cannot be read or written.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not MARKS.search(text):
+        raise ResultsError(f"{path} has no marks of the table, '<!-- measured: ... -->' to '<!-- measured: end -->'")
+    shown = f"\n{headline(root)}\n"
+    path.write_text(MARKS.sub(lambda found: found[1] + shown + found[2], text), encoding="utf-8")
+
+
+def _step(report: Record) -> list[str]:
+    lines = {name: dict(points) for name, points in series(report)[overview.CONFIGURATION].items()}
+    dense, quest = (lines[name][STEP_LENGTH] for name in (DENSE, "Quest"))
+    what = f"decode step of a layer at {length_label(STEP_LENGTH)} tokens, Quest"
+    return [what, f"{dense:.0f} µs", f"{quest:.1f} µs", f"{dense / quest:.1f}x"]
+
+
+def _generate(root: Path) -> list[str]:
+    speed = read_speed(root / SPEED)
+    sides = next(result["sides"] for result in speed["results"] if result["context"] == CONTEXT)
+    side = next(side for side in sides if side["name"] == f"quest, {SPEED_BUDGET}")
+    dense = next(other for other in sides if other["name"] == side["ratio"]["tpot_against"])
+    times = [f"{found['tpot_ms']['median']:.1f} ms" for found in (dense, side)]
+    what = f"token of `generate()`, Llama 3.1 8B's shape at {length_label(CONTEXT)} tokens, Quest"
+    return [what, *times, f"{side['ratio']['tpot']:.1f}x"]
+
+
+def _chunk(report: Record) -> list[str]:
+    entry = next(entry for entry in report["entries"] if _is_chunk(entry))
+    against = entry["against"]["layers"]
+    times = [f"{against['best_us'] / 1e3:.1f} ms", f"{entry['times']['layers']['median'] / 1e3:.2f} ms"]
+    shape = shape_of(entry)
+    what = f"{shape.queries} tokens of a layer's prefill behind {length_label(CHUNK_KEYS)} tokens, TokenSelect"
+    return [what, *times, f"{against['ratio']:.0f}x"]
+
+
+def _is_chunk(entry: Record) -> bool:
+    is_chunk: bool = (entry["op"], entry["variant"]) == CHUNK_STEP and bool(entry["times"])
+    return is_chunk and shape_of(entry).length == CHUNK_KEYS
+
+
+def _accuracy(root: Path) -> list[list[str]]:
+    found: dict[tuple[str, Any], list[Record]] = {}
+    for path in sorted((root / "eval/results" / overview.SWEEP).glob("*/summary.json")):
+        for entry in overview.read_summary(path)["table"]:
+            if entry["length"] == FOUND_LENGTH:
+                found.setdefault((entry["method"], entry["token_budget"]), []).append(entry)
+    (dense,) = (entries for (method, _), entries in found.items() if method == "full")
+    rows = []
+    for method, budget in FOUND:
+        entries = found[method, budget]
+        fraction = sum(entry["kv_fraction"] for entry in entries) / len(entries)
+        scores = [100 * sum(entry["score"] for entry in side) / len(side) for side in (dense, entries)]
+        what = f"found in a book of {FOUND_LENGTH:,} tokens, {overview.NAMES[method]} with {budget:,} tokens"
+        rows.append([what, *(f"{score:.0f} %" for score in scores), f"{100 * fraction:.0f} % of the bytes"])
+    return rows

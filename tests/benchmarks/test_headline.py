@@ -1,0 +1,37 @@
+"""README's table is what the results hold."""
+
+from pathlib import Path
+
+import pytest
+from op_bench import headline
+from op_bench.results import ResultsError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_table_is_what_the_results_hold():
+    shown = headline.MARKS.search((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert headline.headline(ROOT) in shown[0], "run: python kernels/benchmarks/run.py --overview"
+    assert shown[0].count("\n|") == 2 + 5
+
+
+def test_only_the_table_is_rewritten(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- measured: by hand -->\nold\n<!-- measured: end -->\nafter\n")
+    headline.update_readme(path, ROOT)
+    table = headline.headline(ROOT)
+    assert path.read_text() == f"before\n<!-- measured: by hand -->\n\n{table}\n<!-- measured: end -->\nafter\n"
+
+
+def test_a_file_without_marks_is_left_alone(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("nothing is measured")
+    with pytest.raises(ResultsError, match="has no marks of the table"):
+        headline.update_readme(path, ROOT)
+    assert path.read_text() == "nothing is measured"
+
+
+def test_results_that_lack_what_is_shown_are_named(monkeypatch):
+    monkeypatch.setattr(headline, "CONTEXT", 7)
+    with pytest.raises(ResultsError, match="the results lack a measurement of README's table"):
+        headline.headline(ROOT)

@@ -1,0 +1,109 @@
+"""README's code and commands run, and what it lists exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from eval.cli import app as harness
+from hf_sparse_attn.cli.app import app as commands
+from hf_sparse_attn.lm_eval.model import HFSparseLM
+from tests.tiny import save_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL_NAME = "Qwen/Qwen2.5-7B-Instruct"
+LINES = 120
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def shell_lines() -> list[list[str]]:
+    return [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+
+
+def command(*beginning: str) -> list[str]:
+    """The arguments of the one command that begins so."""
+    (found,) = (words for words in shell_lines() if words[: len(beginning)] == list(beginning))
+    return found[len(beginning) :]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model, and a book that is longer than the budget."""
+    folder = save_model(tmp_path_factory.mktemp("model"), chat=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    (folder / "book.txt").write_text("The river was quiet. " * 60)
+    return folder
+
+
+def small(arguments: list[str], folder: Path) -> list[str]:
+    """The same command for the small model, and on a shorter text."""
+    shorter = {"smollm2": str(folder), "2000": "400"}
+    return [shorter.get(word, word) for word in arguments]
+
+
+def test_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    (code,) = blocks("python")
+    names: dict[str, Any] = {}
+    exec(code.replace(MODEL_NAME, str(folder)).replace("max_new_tokens=200", "max_new_tokens=3"), names)
+    assert 0 < float(capsys.readouterr().out) < 1  # read sparsely
+
+
+def test_calls_that_are_listed_are_public() -> None:
+    import hf_sparse_attn
+
+    section = TEXT.split("\n## Use\n")[1].split("\n## ")[0]
+    calls = re.findall(r"^\| `(?:with )?([\w.]+)\(", section, re.MULTILINE)
+    assert len(calls) == 6
+    for call in calls:
+        name, *attributes = call.split(".")
+        assert name in hf_sparse_attn.__all__
+        found = getattr(hf_sparse_attn, name)
+        assert all(hasattr(found, attribute) for attribute in attributes)
+
+
+def test_compare_runs(folder: Path) -> None:
+    result = CliRunner().invoke(commands, [*small(command("hf-sparse-attn"), folder), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [variant["method"] for variant in report["variants"]] == ["quest", "tokenselect"]
+
+
+def test_the_harness_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(harness, small(command("python", "-m", "eval"), folder))
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.glob("eval-results/*/rows.jsonl"))
+
+
+def test_lm_evals_model_takes_the_arguments(folder: Path) -> None:
+    arguments = command("python", "-m", "hf_sparse_attn.lm_eval")
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert set(options) == {"--model", "--model_args", "--tasks"}
+    model = HFSparseLM.create_from_arg_string(
+        options["--model_args"].replace("smollm2", str(folder)), {"device": "cpu"}
+    )
+    assert model.method.name == "quest"
+
+
+def test_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {words[1] for words in shell_lines() if words[0] == "make"} | set(re.findall(r"`make ([a-z-]+)`", TEXT))
+    assert named
+    assert named <= targets
+
+
+def test_it_is_read_in_two_minutes() -> None:
+    assert len(TEXT.splitlines()) <= LINES
+    assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []
