@@ -58,7 +58,7 @@ def test_the_method_reads_less_with_a_small_budget(middle):
 
 def test_files_and_targets_exist():
     words = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL))
-    paths = [word for word in words if "/" in word and "NAME" not in word]
+    paths = [word for word in words if "/" in word and "NAME" not in word and not word.startswith("build/")]
     assert [path for path in paths if not (ROOT / path).exists()] == []
     assert len(paths) > 10
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
