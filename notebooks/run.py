@@ -20,9 +20,8 @@ from rich.text import Text
 SOURCES = Path(__file__).resolve().parent
 TARGET = SOURCES.parent / "build" / "notebooks"
 TIMEOUT_SECONDS = 180.0
-# Progress bars, and what torch, torchao and tqdm say when they are imported, are nothing for a reader of the page.
+# Progress bars, and what torch and tqdm say when they are imported, are nothing for a reader of the page.
 QUIET = {"TORCH_LOGS": "-all", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
-FIRST_LINES = "import logging; logging.getLogger('torchao').setLevel('ERROR')"
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -31,8 +30,7 @@ class ThisInterpreter(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """The command that starts a kernel."""
-        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        argv = [*command, f"--IPKernelApp.exec_lines={FIRST_LINES}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 

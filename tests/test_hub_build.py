@@ -15,7 +15,7 @@ from kernels._rust import Backend, Build
 import kernels
 from tests.ops.helpers import int32
 
-PROJECT = Path(__file__).parents[2] / "kernels"
+PROJECT = Path(__file__).parents[1] / "kernels"
 PACKAGE = PROJECT / "torch-ext" / "hf_sparse_attn_kernels"
 
 
