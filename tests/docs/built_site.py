@@ -1,4 +1,4 @@
-"""The built documentation in a real browser. ``make docs`` runs it behind the build; it is no part of ``make test``."""
+"""The built documentation in a real browser; run by ``make docs`` after the build, not by ``make test``."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LOADED = re.compile(r"<(?:script|img|source|iframe)\b[^>]*\bsrc=\"?([^\" >]+)|<l
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """A server that does not print what it serves."""
+    """Server that does not log requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -43,8 +43,8 @@ def test_the_site_is_built() -> None:
 
 
 def open_page(browser: Any, address: str, scheme: str = "light") -> None:
-    """Open a page as somebody does who prefers a theme and has not been there before."""
-    browser.get("about:blank")  # an open page would keep the theme that it has
+    """Open a page as a first-time visitor who prefers a theme."""
+    browser.get("about:blank")  # an open page would keep its theme
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.execute_cdp_cmd(

@@ -67,7 +67,7 @@ def _no_description_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate(model: LM, tasks: Path) -> dict[str, Any]:
-    """Run the tasks in this process, without lm_eval's own, whose list takes seconds to read."""
+    """Run the tasks in this process, without lm_eval's own tasks, whose index takes seconds to load."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     results: dict[str, Any] = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
     return results

@@ -1,4 +1,4 @@
-"""The notebooks as they lie in the repository; ``make notebooks`` executes them."""
+"""The notebooks as stored in the repository; ``make notebooks`` executes them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_links_lead_to_notebooks(name):
 
 
 def without_network(name: str, folder: Path) -> nbformat.NotebookNode:
-    """Execute a notebook's set-up cell where there are no weights and no package index."""
+    """Execute a notebook's set-up cell without weights or a package index."""
     notebook = read(name)
     notebook.cells = notebook.cells[1:2]
     environment = {"HF_SPARSE_ATTN_CACHE": str(folder), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
