@@ -54,7 +54,7 @@ def test_as_many_tokens_are_recorded_as_the_statistics_count(name, max_cache_len
         )
 
 
-def test_a_read_is_bool_of_each_rows_own_tokens():
+def test_reads_are_bool_over_each_rows_tokens():
     model = shared_model("llama")
     with sparse_attention(model, SMALL):
         record = recorded(model, padded_prompt(150, 37))
@@ -203,7 +203,7 @@ def test_reading_unrecorded_steps_is_an_error():
         record.block_reads(block_size=0)
 
 
-def test_a_failure_takes_back_its_own_step_only():
+def test_a_failure_removes_only_its_own_step():
     model = make_model("llama")
     patch_model(model, SMALL)
     cache = SparseCache.for_model(model)

@@ -38,7 +38,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(content))
 
 
-def test_there_is_one_dense_line_and_one_for_each_step():
+def test_a_panel_has_one_dense_line_and_one_per_step():
     panels = plot.series(
         report(
             entry(SHORT, 10.0, 20.0),
@@ -172,7 +172,7 @@ def test_missing_and_damaged_results_are_named(root):
         (overview.times_table, "| tokens in the cache | best dense kernel, µs | Quest, µs |"),
     ],
 )
-def test_a_method_has_tables_of_its_own(make, head):
+def test_each_method_has_its_tables(make, head):
     assert make(ROOT, "Quest").startswith(head)
     assert "TokenSelect" not in make(ROOT, "Quest")
     with pytest.raises(KeyError, match="Nothing"):

@@ -98,7 +98,7 @@ def test_several_methods_in_json_with_a_progress_line_each(model: str) -> None:
     assert labels == COLUMNS
 
 
-def test_dense_attention_alone_is_a_table_of_one_column(model: str) -> None:
+def test_dense_attention_alone_gives_one_column(model: str) -> None:
     result = invoke("compare", "--model", model, *COMPARE_PASSKEY[2:], "--method", "full")
     assert result.exit_code == 0, result.output
     assert "dense" in result.stdout

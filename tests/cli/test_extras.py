@@ -115,7 +115,7 @@ def test_memory_that_cannot_be_measured_is_one_line(hide: Hide, capsys, tmp_path
     assert printed.err.endswith(f"error: peak memory on CPU is measured with psutil: {INSTALL_CLI}\n")
 
 
-def test_weights_by_name_say_what_they_need(hide: Hide) -> None:
+def test_loading_weights_by_name_names_missing_packages(hide: Hide) -> None:
     hide(*CLI)
     with pytest.raises(ModelLoadError) as raised:
         load_model("smollm2")

@@ -29,7 +29,7 @@ def generated(**options):
 
 @pytest.mark.parametrize("token_by_token", [True, False])
 @pytest.mark.parametrize("question_tokens", [1, 5])
-def test_answer_is_what_generate_gives(token_by_token, question_tokens):
+def test_answer_equals_generate(token_by_token, question_tokens):
     given = answered(12, question_tokens, token_by_token=token_by_token)
     assert list(given.token_ids) == generated(max_new_tokens=12, eos_token_id=None)
     assert given.question_steps == (question_tokens if token_by_token else 1)

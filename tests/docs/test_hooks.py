@@ -63,7 +63,7 @@ def test_every_mark_of_a_page_can_be_generated() -> None:
         assert str(ROOT) not in text
 
 
-def test_tables_stand_for_their_marks() -> None:
+def test_tables_replace_their_marks() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="methods/quest.md"))
     text = hooks.on_page_markdown("Before.\n\n<!-- generated: accuracy Quest -->\n\nAfter.", page, None, None)
     assert text.startswith("Before.\n\n| token_budget | KV read, % | score, % |")
@@ -89,7 +89,7 @@ def test_drawings_become_part_of_the_page() -> None:
     assert html.count("<svg") == html.count("</svg>") == 1
 
 
-def test_long_names_in_tables_may_break_behind_underscores() -> None:
+def test_long_names_in_tables_may_break_after_underscores() -> None:
     long, short = "test_generation.py::test_a_way_to_generate", "test_pipeline"
     page = f"<td><code>{long}</code></td><td><code>{short}</code></td><p><code>{long}</code></p>"
     html = hooks.on_page_content(page, None, SimpleNamespace(docs_dir=ROOT / "docs"), None)

@@ -86,7 +86,7 @@ def written(out: Path) -> dict[str, Any]:
     return results
 
 
-def test_results_hold_what_was_read(tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_results_contain_the_reads(tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = HFSparseLM(str(save_model(tmp_path)), token_budget=64, dtype="float64", device="cpu", batch_size=2)
     logging.getLogger("lm_eval").propagate = True
     with caplog.at_level(logging.INFO, logger="lm_eval"):
