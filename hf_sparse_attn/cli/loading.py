@@ -32,7 +32,7 @@ def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedMo
 
 
 def announce_download(name: str) -> bool:
-    """Announce a download with its size and target folder; return whether one is needed."""
+    """Announce a download with its size and target folder; return whether there was one to announce."""
     from hf_sparse_attn.cli.models import ALIASES, cache_dir
 
     if name in ALIASES:

@@ -30,7 +30,7 @@ class Reads:
     by_step : torch.Tensor
         float32 [steps, blocks]: mean over layers and KV heads. NaN for blocks that were still empty.
     by_head : torch.Tensor
-        float32 [layers * kv_heads, blocks]: mean over the steps after the block's first token.
+        float32 [layers * kv_heads, blocks]: mean over the steps in which the block was not empty.
     layers : list of int
         Indices of the recorded layers.
     block_size : int
