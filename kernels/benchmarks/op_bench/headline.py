@@ -60,7 +60,7 @@ def update_readme(path: Path, root: Path) -> None:
 def _step(report: Record) -> list[str]:
     lines = {name: dict(points) for name, points in series(report)[overview.CONFIGURATION].items()}
     dense, quest = (lines[name][STEP_LENGTH] for name in (DENSE, "Quest"))
-    what = f"decode step of a layer at {length_label(STEP_LENGTH)} tokens, Quest"
+    what = f"decode step of one layer, {length_label(STEP_LENGTH)} tokens cached: Quest"
     return [what, f"{dense:.0f} µs", f"{quest:.1f} µs", f"{dense / quest:.1f}x"]
 
 
@@ -70,7 +70,7 @@ def _generate(root: Path) -> list[str]:
     side = next(side for side in sides if side["name"] == f"quest, {SPEED_BUDGET}")
     dense = next(other for other in sides if other["name"] == side["ratio"]["tpot_against"])
     times = [f"{found['tpot_ms']['median']:.1f} ms" for found in (dense, side)]
-    what = f"token of `generate()`, Llama 3.1 8B's shape at {length_label(CONTEXT)} tokens, Quest"
+    what = f"one token of `generate()`, Llama 3.1 8B's shape, {length_label(CONTEXT)} tokens cached: Quest"
     return [what, *times, f"{side['ratio']['tpot']:.1f}x"]
 
 
@@ -79,7 +79,7 @@ def _chunk(report: Record) -> list[str]:
     against = entry["against"]["layers"]
     times = [f"{against['best_us'] / 1e3:.1f} ms", f"{entry['times']['layers']['median'] / 1e3:.2f} ms"]
     shape = shape_of(entry)
-    what = f"{shape.queries} tokens of a layer's prefill behind {length_label(CHUNK_KEYS)} tokens, TokenSelect"
+    what = f"prefill of {shape.queries} tokens in one layer, {length_label(CHUNK_KEYS)} tokens cached: TokenSelect"
     return [what, *times, f"{against['ratio']:.0f}x"]
 
 
@@ -100,6 +100,6 @@ def _accuracy(root: Path) -> list[list[str]]:
         entries = found[method, budget]
         fraction = sum(entry["kv_fraction"] for entry in entries) / len(entries)
         scores = [100 * sum(entry["score"] for entry in side) / len(side) for side in (dense, entries)]
-        what = f"found in a book of {FOUND_LENGTH:,} tokens, {overview.NAMES[method]} with {budget:,} tokens"
+        what = f"retrieval from {FOUND_LENGTH:,} tokens of books: {overview.NAMES[method]} reading {budget:,} tokens"
         rows.append([what, *(f"{score:.0f} %" for score in scores), f"{100 * fraction:.0f} % of the bytes"])
     return rows
