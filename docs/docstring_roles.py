@@ -1,4 +1,4 @@
-"""Docstrings' Sphinx roles, such as ``:meth:`select```, as links to what the site documents and as code elsewhere."""
+"""Turn Sphinx roles in docstrings, such as ``:meth:`select```, into links or code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ROLE = re.compile(r":(?:attr|class|func|meth):`~?([\w.]+)`")
 
 
 class DocstringRoles(griffe.Extension):
-    """Rewrites the roles in every docstring, names resolved as where they stand."""
+    """Rewrite the roles in every docstring, resolving names in the scope of the docstring."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Go through a package that is loaded."""
+        """Rewrite the docstrings of a loaded package."""
         _rewrite(pkg)
 
 
@@ -28,7 +28,7 @@ def _rewrite(item: griffe.Object | griffe.Alias) -> None:
 
 
 def _link(item: griffe.Object | griffe.Alias, name: str) -> str:
-    """Return an optional reference: a link where the site documents the object."""
+    """Return an optional reference: a link if the site documents the object, else code."""
     short = name.rpartition(".")[2] if name.startswith("hf_sparse_attn") else name
     try:
         path = name if name.startswith("hf_sparse_attn") else item.resolve(name)

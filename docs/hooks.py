@@ -1,4 +1,4 @@
-"""What MkDocs does beside its plugins: pages whose source is elsewhere, tables and figures made from the results."""
+"""MkDocs hooks: pages from files elsewhere in the repository, and tables and figures generated from the results."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PAGES = {
     "notebooks/README.md": "notebooks/index.md",
     **{f"eval/docs/{path.name}": f"evaluation/{path.name}" for path in (ROOT / "eval/docs").glob("*.md")},
 }
-"""Pages of the site by the file that they are written in, for readers of the repository."""
+"""Pages of the site, by their source file in the repository."""
 MAKERS: dict[str, Callable[..., str]] = {
     "results": lambda: results_tables(ROOT / "eval/results"),
     "performance": lambda: performance.tables(ROOT),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),
     "times": lambda method: overview.times_table(ROOT, method),
 }
-"""What stands for a mark ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
+"""Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
@@ -53,14 +53,14 @@ _log = logging.getLogger("mkdocs.hooks")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Show fences of formulas, which GitHub shows too."""
+    """Render ``math`` fences, which GitHub renders too."""
     fence = {"name": "math", "class": "math", "format": formula}
     config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages written elsewhere, the figures, and the executed notebooks."""
+    """Add pages from elsewhere in the repository, figures, and executed notebooks."""
     added: dict[str, str | bytes] = {}
     repo_url = config.repo_url or ""
     for source, page in PAGES.items():
@@ -75,32 +75,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put tables in place of their marks."""
+    """Replace marks with their tables."""
     return _MARK.sub(lambda found: generated(found[1], page.file.src_uri), markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawings into the page itself, where they take its colours, and let long names in tables break."""
+    """Inline drawings, which then follow the page's colours, and let long names in tables wrap."""
     html = _LONG_NAME.sub(lambda found: found[1] + re.sub(r"(_|::)", r"\1<wbr>", found[2]) + found[3], html)
     return _DRAWING.sub(lambda found: drawing(Path(config.docs_dir, found[2]), found[1]), html)
 
 
 def formula(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **more: Any) -> str:
-    """Return a fence's LaTeX as SVG, in the text's colour; the signature is that of SuperFences' formatters.
+    """Return a fence's LaTeX as SVG in the text's colour, with the signature of SuperFences' formatters.
 
-    It looks the same in every browser, and loads nothing from elsewhere.
+    SVG looks the same in every browser and loads nothing from elsewhere.
     """
     svg = ziamath.Latex(source.strip(), size=20, color="currentColor").svg()
     return f'<div class="{css_class}" role="math" aria-label="{escape(" ".join(source.split()))}">{svg}</div>'
 
 
 def generated(mark: str, page: str) -> str:
-    """Return what stands for a mark.
+    """Return the table for a mark.
 
     Raises
     ------
     PluginError
-        The mark names nothing that can be made, or what it is made from is missing or damaged.
+        The mark's name is unknown, or its data is missing or damaged.
     """
     name, *arguments = mark.split()
     if name not in MAKERS:
@@ -112,27 +112,27 @@ def generated(mark: str, page: str) -> str:
 
 
 def drawing(path: Path, label: str) -> str:
-    """Return an SVG file as an element of the page, with a label for those who do not see it."""
+    """Return an SVG file as an inline element with a label for screen readers."""
     svg = path.read_text(encoding="utf-8").replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
     return f'<div class="scroll">{svg}</div>'
 
 
 def translated(text: str, source: str, page: str, repo_url: str) -> str:
-    """Turn a file's relative links into links between pages, and those to other files into the repository's address.
+    """Turn a file's relative links into links to pages of the site, or to the repository for other files.
 
     Parameters
     ----------
     text
         The file's Markdown.
     source, page
-        The file, from the root of the repository, and the page that it becomes.
+        The file's path in the repository and its page on the site.
     repo_url
-        The repository's address.
+        Address of the repository.
 
     Raises
     ------
     PluginError
-        A link leads to no file.
+        The target of a link does not exist.
     """
 
     def translate(found: re.Match[str]) -> str:
@@ -141,7 +141,7 @@ def translated(text: str, source: str, page: str, repo_url: str) -> str:
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if not (ROOT / path).exists():
-            raise PluginError(f"{source}: {found[2]} leads to no file")
+            raise PluginError(f"{source}: the link target {found[2]} does not exist")
         inside = _page_of(path)
         if inside is None:
             kind = "tree" if (ROOT / path).is_dir() else "blob"
@@ -153,23 +153,23 @@ def translated(text: str, source: str, page: str, repo_url: str) -> str:
 
 
 def _page_of(path: str) -> str | None:
-    """Return the page that a file of the repository becomes, None where it becomes none."""
+    """Return the page of a file in the repository, None if it has none."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return str(Path(path).with_suffix(".md")) if path.endswith(".ipynb") else PAGES.get(path)
 
 
 def notebook_files(notebook: Path, repo_url: str) -> dict[str, str | bytes]:
-    """Return an executed notebook as a page, without what went to stderr, and its pictures, by their paths on the site.
+    """Return an executed notebook as a page without its stderr, and its pictures, by their paths on the site.
 
-    A notebook that was not executed is shown without outputs, with a warning, which a strict build does not let pass.
+    A notebook that was not executed is shown without outputs and logs a warning, which fails a strict build.
     """
     source, executed = notebook.relative_to(ROOT).as_posix(), EXECUTED / notebook.name
     if not executed.exists():
         _log.warning("%s has not been executed: run `make notebooks`", source)
     cells = nbformat.read(executed if executed.exists() else notebook, as_version=4)
     for cell in cells.cells:
-        if "outputs" in cell:  # progress bars and warnings are of no use to a reader
+        if "outputs" in cell:  # progress bars and warnings do not help readers
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     text, resources = MarkdownExporter().from_notebook_node(cells)
     page = _page_of(source) or source

@@ -1,4 +1,4 @@
-"""``python -m eval``: run benchmarks, report on them, time a model, and reproduce a paper's table."""
+"""``python -m eval``: run benchmarks, report results, time a model, and reproduce papers' tables."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ BudgetOption = Annotated[
     str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
 ]
 SettingOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the benchmark; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of the benchmark; repeatable.")
 ]
 ParameterOption = Annotated[
     list[str] | None,
-    typer.Option("--parameter", metavar="NAME=VALUE", help="Another parameter of the methods; repeatable."),
+    typer.Option("--parameter", metavar="NAME=VALUE", help="Parameter of the methods; repeatable."),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there is one")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
 
 
 @app.command("list")
 def list_benchmarks() -> None:
-    """List the benchmarks with their tasks and own settings, and the tables of the papers."""
+    """List the benchmarks with their tasks and settings, and the papers' tables."""
     from eval.benchmarks import BENCHMARKS
     from eval.tables import table_names
 
@@ -93,10 +93,10 @@ def run(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a benchmark, or all runs of a configuration file, always with dense attention for comparison.
+    """Run a benchmark, or all runs of a configuration file, always including dense attention.
 
-    Finished samples are not run again. Values given here override the file's. `accelerate launch -m eval run ...`
-    spreads the samples over processes.
+    Finished samples are skipped. Options override the file. `accelerate launch -m eval run ...` distributes the
+    samples over processes.
     """
     overrides = {
         "benchmark": benchmark,
@@ -122,7 +122,7 @@ def run(
 
 
 def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
-    """Run each configuration in its own folder under ``out``; a single one runs in ``out`` itself."""
+    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one."""
     from eval.runner import Processes
     from eval.runner import run as run_benchmark
 
@@ -135,8 +135,8 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
-                said = f"{summary['errors']} of {summary['rows']} records are errors; see {folder}/rows.jsonl"
-                typer.echo(one_line(said), err=True)
+                message = f"{summary['errors']} of {summary['rows']} records are errors; see {folder}/rows.jsonl"
+                typer.echo(one_line(message), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
     return folders
@@ -144,10 +144,10 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
 
 @app.command()
 def report(
-    directory: Annotated[Path, typer.Argument(help="A results folder, or one that holds several.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write.", show_default="DIRECTORY/report")] = None,
+    directory: Annotated[Path, typer.Argument(help="A results folder, or a folder of them.")],
+    out: Annotated[Path | None, typer.Option(help="Output folder.", show_default="DIRECTORY/report")] = None,
 ) -> None:
-    """Write the plots and one self-contained HTML page for results folders."""
+    """Write plots and a self-contained HTML page for results folders."""
     from eval.report import write_report
 
     with _user_errors():
@@ -158,7 +158,7 @@ def report(
 def table(
     name: Annotated[str, typer.Argument(help="See `python -m eval list`.")],
     model: ModelOption = None,
-    limit: Annotated[int | None, typer.Option(help="The most samples of each task and length.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per task and length.")] = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated.", show_default="the paper's")] = None,
     token_budget: BudgetOption = None,
     out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="eval-results/NAME")] = None,
@@ -167,7 +167,7 @@ def table(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a paper's table, with the methods that exist here, and print its figures next to ours."""
+    """Run a paper's table with the methods available here, and print its figures next to ours."""
     from eval.store import read_records
     from eval.summary import summarise
     from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
@@ -202,7 +202,8 @@ def speed(
     context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
     model: ModelOption = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of a model: an architecture with random weights and a filled cache.")
+        str | None,
+        typer.Option(help="Architecture to time with random weights and a filled cache, instead of a model."),
     ] = None,
     method: MethodOption = "quest",
     token_budget: BudgetOption = None,
@@ -210,11 +211,11 @@ def speed(
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed runs of each side.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write, in addition to the table.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Time generate(), dense and patched, in one run: medians and quartiles of time to first token and ms per token."""
+    """Time generate() dense and patched: medians and quartiles of time to first token and ms per token."""
     from transformers.utils import logging
 
     from eval.speed import SpeedConfig, measure, save, speed_table
@@ -246,7 +247,7 @@ def _given(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Models:
-    """Loads a model once for all runs of a sweep; other processes wait while the first one fetches weights."""
+    """Load each model once for a sweep's runs; other processes wait while the first one fetches weights."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -278,7 +279,7 @@ class _Models:
 
         key = (config.model, config.dtype, config.device)
         if self._model is None or key != self._key:
-            self._model = None  # frees memory first: two models may not fit
+            self._model = None  # frees memory first, because two models may not fit
             device = config.device
             if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
                 device = f"cuda:{self._processes.local_rank}"

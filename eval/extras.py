@@ -1,4 +1,4 @@
-"""What the harness says where the packages of its extra are missing."""
+"""Report missing packages of the extra ``eval``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hf_sparse_attn.cli.extras import needs
 PACKAGES = (
     *("datasets", "evaluate", "filelock", "huggingface_hub", "jieba", "jinja2", "matplotlib", "pooch", "rapidfuzz"),
     *("requests", "rouge", "rouge_score", "wonderwords", "yaml"),
-    *("gguf", "platformdirs", "psutil", "rich", "typer"),  # what the extra `cli` brings
+    *("gguf", "platformdirs", "psutil", "rich", "typer"),  # from the extra `cli`
 )
 
 
 def needs_extra() -> AbstractContextManager[None]:
-    """Exit with one line that says what to install where the block imports a package of the extra that is missing."""
+    """Exit with one line naming the extra if the block imports a missing package of it."""
     return needs("the evaluation harness", PACKAGES, "pip install -e '.[eval]'")

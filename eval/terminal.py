@@ -17,15 +17,15 @@ from hf_sparse_attn.cli.progress import COLUMNS, WORTH_SAYING_SECONDS, about, mo
 from hf_sparse_attn.cli.terminal import literal, one_line, visible
 
 WIDTH = 140
-"""Width of a table in characters if the output is a file."""
+"""Width of a table in characters when the output is a file."""
 
 
 @contextmanager
 def progress(label: str, is_shown: bool) -> Iterator[Callable[[int, int, str | None], None]]:
-    """Show how far a run is, on stderr; the yielded function takes how many are done, of how many, and a label.
+    """Show progress on stderr; the yielded function takes the number done, the total and a label.
 
-    On a terminal that is a bar. Elsewhere it is one plain line once there is enough to tell how long the rest takes,
-    where that is worth saying, and one at the end.
+    On a terminal this is a bar. Elsewhere long runs print one line with the estimated time left, and every run prints
+    one line at the end.
     """
     console = Console(stderr=True)
     if not is_shown or not moves_cursor(console):
@@ -48,7 +48,7 @@ def _plain_progress(label: str) -> Callable[[int, int, str | None], None]:
     def update(done: int, total: int, what: str | None = None) -> None:
         nonlocal first, is_said
         seconds = time.perf_counter() - started
-        first = done if first is None else first  # a run that goes on begins with the rows that it has
+        first = done if first is None else first  # a resumed run starts with its existing records
         if done == total:
             say(f"{label}: {done} of {total} in {seconds:.1f} s")
         elif done > first and seconds >= WORTH_SAYING_SECONDS and not is_said:
@@ -75,7 +75,7 @@ def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, 
 
 
 def summary_table(summary: dict[str, Any], folder: Path) -> Table:
-    """Show a run's summary, a line for each task, length, method and budget."""
+    """Return a run's summary as a table, one line per task, length, method and budget."""
     table = Table(title=literal(str(folder), "table.title"))
     for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")

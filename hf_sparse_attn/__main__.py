@@ -1,10 +1,10 @@
-"""``hf-sparse-attn`` and ``python -m hf_sparse_attn``: the command line, or one line that says what it needs."""
+"""Entry point of ``hf-sparse-attn`` and ``python -m hf_sparse_attn``."""
 
 from hf_sparse_attn.cli.extras import install_command, needs
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, or name the missing packages in one line."""
     with needs("the command line", ("rich", "typer"), install_command("cli")):
         from hf_sparse_attn.cli.app import app
     app(prog_name="hf-sparse-attn")

@@ -30,9 +30,8 @@ class _LayerStep:
 class SelectionRecord:
     """The selections of decode steps, by layer.
 
-    Filled by :func:`record_selections`. A step of ``generate()`` is one decode step of every layer; a prefill is none.
-    Tokens are counted from each row's first token, so left padding has no index. Layers with a sliding window are not
-    recorded.
+    Filled by :func:`record_selections`. Only decode steps are recorded, not prefills. Tokens are numbered from each
+    row's first token; left padding is not counted. Layers with a sliding window are not recorded.
     """
 
     def __init__(self) -> None:
@@ -45,11 +44,11 @@ class SelectionRecord:
 
     @property
     def num_steps(self) -> int:
-        """Decode steps that every recorded layer has finished."""
+        """Number of decode steps that every recorded layer has finished."""
         return min((len(steps) for steps in self._steps.values()), default=0)
 
     def selections(self, layer: int) -> list[Selection | None]:
-        """Return the selections of one layer, one for each step, on the CPU; None for a step that read everything.
+        """Return one layer's selections on the CPU, one per step; None for a step that read everything.
 
         Raises
         ------
@@ -59,7 +58,7 @@ class SelectionRecord:
         return [step.selection for step in self._layer(layer)]
 
     def reads(self, layer: int, step: int, row: int = 0) -> torch.Tensor:
-        """Tell which cached tokens the KV heads of one layer read in one decode step.
+        """Return which cached tokens each KV head of a layer read in one decode step.
 
         Parameters
         ----------
@@ -73,7 +72,7 @@ class SelectionRecord:
         Returns
         -------
         torch.Tensor
-            bool [kv_heads, tokens], where ``tokens`` is the row's length at that step, the current token included.
+            bool [kv_heads, tokens]; ``tokens`` is the row's length at that step, including the current token.
 
         Raises
         ------
@@ -89,20 +88,20 @@ class SelectionRecord:
         return _tokens_read(found, row)
 
     def block_reads(self, block_size: int = 16, row: int = 0) -> torch.Tensor:
-        """Return the share of each block's tokens that was read, for a heatmap.
+        """Return the share of tokens read in each block, for a heatmap.
 
         Parameters
         ----------
         block_size
-            Tokens in a block of the picture, at least 1; independent of the method's own.
+            Tokens per block of the heatmap, at least 1. It need not be the method's block size.
         row
             Row of the batch.
 
         Returns
         -------
         torch.Tensor
-            float32 [steps, layers, kv_heads, blocks], layers in the order of :attr:`layers`; NaN for blocks that held
-            no token yet.
+            float32 [steps, layers, kv_heads, blocks], with layers in the order of :attr:`layers`. NaN for blocks that
+            were still empty.
 
         Raises
         ------
@@ -126,7 +125,7 @@ class SelectionRecord:
         return result
 
     def add(self, layer: SparseLayer, selection: Selection | None) -> None:
-        """Record one layer's current decode step; waits for the device.
+        """Record one layer's current decode step, waiting for the device.
 
         Raises
         ------
@@ -143,7 +142,7 @@ class SelectionRecord:
         self._steps.setdefault(layer.layer_idx, []).append(_LayerStep(selection, row_lengths, layer.keys.shape[1]))
 
     def cut(self, num_steps: int) -> None:
-        """Keep the first ``num_steps`` decode steps: a forward pass that failed leaves none."""
+        """Keep only the first ``num_steps`` decode steps, to drop those of a failed forward pass."""
         self._steps = {layer: steps[:num_steps] for layer, steps in self._steps.items() if num_steps}
 
     def _layer(self, layer: int) -> list[_LayerStep]:
@@ -156,8 +155,8 @@ class SelectionRecord:
 def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     """Record which blocks the decode steps of a patched model read, inside a ``with`` block.
 
-    Meanwhile ``generate()`` does not compile its decode steps, and every layer waits for the device, so times mean
-    nothing. A model that is patched with another method inside the block is still recorded.
+    Inside the block ``generate()`` does not compile its decode steps and every layer waits for the device, so timings
+    are meaningless. Recording continues if the model is patched with another method inside the block.
 
     Parameters
     ----------
@@ -171,7 +170,7 @@ def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     Raises
     ------
     ValueError
-        The model is not patched, or is being recorded already.
+        The model is not patched, or is already being recorded.
 
     Examples
     --------
@@ -180,7 +179,7 @@ def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     >>> record.block_reads(block_size=16).nanmean(dim=(0, 2))  # [layers, blocks]
     """
     if get_patch(model).recorder is not None:
-        raise ValueError(f"this {type(model).__name__} is being recorded already")
+        raise ValueError(f"this {type(model).__name__} is already being recorded")
     record = SelectionRecord()
     get_patch(model).recorder = record
     try:
@@ -199,12 +198,12 @@ def _tokens_read(step: _LayerStep, row: int) -> torch.Tensor:
     indices = step.selection.block_indices[row].long()  # [kv_heads or 1, n]
     is_valid = torch.arange(indices.shape[1]) < step.selection.block_counts[row].unsqueeze(1)
     blocks = torch.zeros(len(indices), -(-length // size) + 1, dtype=torch.bool)
-    blocks.scatter_(1, indices.where(is_valid, torch.tensor(blocks.shape[1] - 1)), True)  # the last one takes the rest
+    blocks.scatter_(1, indices.where(is_valid, torch.tensor(blocks.shape[1] - 1)), True)  # extra block for padding
     return blocks[:, :-1].repeat_interleave(size, dim=1)[:, :length].expand(step.kv_heads, -1)
 
 
 def _block_shares(reads: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Turn bool [kv_heads, tokens] into float32 [kv_heads, blocks], the share of each block's tokens that is True."""
+    """Reduce bool [kv_heads, tokens] to the share of True in each block, float32 [kv_heads, blocks]."""
     tokens = reads.shape[1]
     padded = torch.nn.functional.pad(reads.float(), (0, -tokens % block_size))
     sizes = torch.full((padded.shape[1] // block_size,), float(block_size))

@@ -1,4 +1,4 @@
-"""Execute the notebooks and keep them, outputs included, in build/notebooks: ``python notebooks/run.py [NAME ...]``."""
+"""Execute notebooks and write them with their outputs to build/notebooks: ``python notebooks/run.py [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rich.text import Text
 SOURCES = Path(__file__).resolve().parent
 TARGET = SOURCES.parent / "build" / "notebooks"
 TIMEOUT_SECONDS = 180.0
-# Progress bars, and what torch and tqdm say when they are imported, are nothing for a reader of the page.
+# Progress bars and import messages of torch and tqdm do not help readers.
 QUIET = {"TORCH_LOGS": "-all", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """A manager of kernels that run in this interpreter, whatever kernels are installed."""
+    """Kernel manager that always uses this interpreter, whichever kernels are installed."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        """The command that starts a kernel."""
+        """Specification of a kernel in this interpreter."""
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 
 def sources() -> dict[str, Path]:
-    """Return the notebooks by name."""
+    """Return the paths of the notebooks by name."""
     return {path.stem: path for path in sorted(SOURCES.glob("*.ipynb"))}
 
 
@@ -47,16 +47,16 @@ def execute(
     Parameters
     ----------
     notebook
-        Gets the outputs, also where a cell fails.
+        Receives the outputs, even if a cell fails.
     timeout
         Seconds for all cells together.
     environment
-        Variables of the kernel, beside those of this process.
+        Additional environment variables of the kernel.
 
     Raises
     ------
     CellExecutionError, CellTimeoutError, DeadKernelError
-        A cell raised, the time was up, or the kernel died.
+        A cell raised, the time ran out, or the kernel died.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as sockets, tempfile.TemporaryDirectory() as empty:
@@ -65,7 +65,7 @@ def execute(
             kernel_manager_class=ThisInterpreter,
             shutdown_kernel="immediate",
             timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
-            resources={"metadata": {"path": empty}},  # a notebook that was downloaded alone has no file beside it
+            resources={"metadata": {"path": empty}},  # notebooks must work without the repository's files
         )
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
@@ -73,7 +73,7 @@ def execute(
 
 
 def run(path: Path, timeout: float) -> tuple[float, str | None]:
-    """Execute one notebook, write it to ``TARGET``, and return its seconds, and how it failed if it did."""
+    """Execute one notebook, write it to ``TARGET``, and return its duration in seconds and its failure, if any."""
     notebook = nbformat.read(path, as_version=4)
     started = time.perf_counter()
     failure = None
@@ -89,9 +89,11 @@ def run(path: Path, timeout: float) -> tuple[float, str | None]:
 
 
 def main() -> int:
-    """Execute the notebooks that the command line names, or all, and return the exit code."""
+    """Execute the notebooks named on the command line, or all; return the exit code."""
     known = sources()
-    parser = argparse.ArgumentParser(description="Execute notebooks and keep them, outputs included.")
+    parser = argparse.ArgumentParser(
+        description="Execute notebooks and write them with their outputs to build/notebooks."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for each notebook")
     arguments = parser.parse_args()
@@ -106,7 +108,7 @@ def main() -> int:
         if failure:
             failed.append(name)
             console.print(Text.from_ansi(failure), soft_wrap=True)
-    console.print(f"{len(failed)} failed; the notebooks with their outputs: {TARGET}")
+    console.print(f"{len(failed)} failed; outputs are in {TARGET}")
     return 1 if failed else 0
 
 

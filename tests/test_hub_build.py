@@ -1,4 +1,4 @@
-"""The kernels as Hugging Face's kernel-builder lays them out, read and loaded by its ``kernels`` package."""
+"""The kernels in kernel-builder's layout, read and loaded by Hugging Face's ``kernels`` package."""
 
 import json
 import re
@@ -20,13 +20,13 @@ PACKAGE = PROJECT / "torch-ext" / "hf_sparse_attn_kernels"
 
 
 def setting(name: str) -> Any:
-    """A value of build.toml that JSON would write in the same way."""
+    """Return a value of build.toml that is written as in JSON."""
     (value,) = re.findall(rf"^{name} = ([^#\n]+)", (PROJECT / "build.toml").read_text(), re.MULTILINE)
     return json.loads(value)
 
 
 def build(folder: Path, build_id: str) -> Path:
-    """Lay the package out as kernel-builder does without compilation: a folder a backend, each with its metadata."""
+    """Lay out the package as kernel-builder does without compilation: a folder with metadata for each backend."""
     for backend in setting("backends"):
         variant = folder / "build" / f"torch-{backend}"
         for file in PACKAGE.rglob("*"):
@@ -48,7 +48,7 @@ def build(folder: Path, build_id: str) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModuleType]:
-    """Two builds, loaded into one process."""
+    """Load two builds into one process."""
     ids = ("first", "second")
     return {
         id: kernels.get_local_kernel(build(tmp_path_factory.mktemp(id), id), backend="cpu", trust_remote_code=True)

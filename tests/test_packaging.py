@@ -1,4 +1,4 @@
-"""The distributions, the editable layout, and packages that importing must not need."""
+"""The distributions, the editable layout, and imports without optional packages."""
 
 import fnmatch
 import os
@@ -34,7 +34,7 @@ def run_python(code: str, cwd: Path, *paths: Path, arguments: Sequence[str] = ()
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is built from it."""
+    """Build the source distribution, and a wheel from it."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
@@ -62,7 +62,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_wheel_holds_both_packages_whole_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_exactly_both_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {
@@ -78,7 +78,7 @@ def test_wheel_holds_both_packages_whole_and_nothing_else(wheel: Path) -> None:
 
 
 def test_sdist_holds_everything_at_the_root(distributions: tuple[Path, Path]) -> None:
-    """What the tests read is in it, so that `make test` runs there too."""
+    """It includes every file that the tests read, so `make test` runs there too."""
     with tarfile.open(distributions[0]) as archive:
         packed = {name.split("/")[1] for name in archive.getnames() if "/" in name}
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split()]
@@ -172,7 +172,7 @@ def test_installed_console_script_runs(installed: Path, tmp_path: Path) -> None:
 
 
 def test_installed_wheel_imports_from_the_repository_root(installed: Path) -> None:
-    """The root's own hf_sparse_attn comes first there, ``kernels`` is no package, and everything still imports."""
+    """At the root, its own hf_sparse_attn comes first and ``kernels`` is not a package; everything still imports."""
     run_python("import transformers; " + REPORT, ROOT, installed)
 
 
@@ -200,7 +200,7 @@ sys.meta_path.insert(0, OutsideSitePackages())
 
 @pytest.mark.parametrize("has_hub_kernels", [True, False])
 def test_root_layout_does_not_shadow_hub_kernels(has_hub_kernels: bool, tmp_path: Path) -> None:
-    """Paths that an editable install adds, with and without Hugging Face's ``kernels`` distribution."""
+    """An editable install's paths work with and without Hugging Face's ``kernels`` distribution."""
     if has_hub_kernels:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("HUB = True\n")

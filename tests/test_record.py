@@ -1,4 +1,4 @@
-"""What record_selections records is what the decode steps read, and nothing of it stays behind."""
+"""record_selections records the reads of decode steps and leaves no trace."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.layers import make_layer
 from tests.models import METHOD_CLASSES, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-STEPS = GREEDY["max_new_tokens"] - 1  # the prompt's pass yields the first token
+STEPS = GREEDY["max_new_tokens"] - 1  # the prefill yields the first token
 SMALL = Quest(token_budget=48, dense_layers=1)
 LAYERS, KV_HEADS = 4, 2
 
@@ -54,7 +54,7 @@ def test_as_many_tokens_are_recorded_as_the_statistics_count(name, max_cache_len
         )
 
 
-def test_a_read_is_bool_of_each_rows_own_tokens():
+def test_reads_are_bool_over_each_rows_tokens():
     model = shared_model("llama")
     with sparse_attention(model, SMALL):
         record = recorded(model, padded_prompt(150, 37))
@@ -64,7 +64,7 @@ def test_a_read_is_bool_of_each_rows_own_tokens():
     assert dense.all()
     assert sparse.shape == (KV_HEADS, 153 - 37)
     assert sparse[:, :16].all()  # the sink page
-    assert sparse[:, -4:].all()  # of the page being filled
+    assert sparse[:, -4:].all()  # the page being filled
     assert (sparse.sum(1) <= 48).all()
     assert torch.equal(record.reads(1, -1), record.reads(1, STEPS - 1))
     assert record.selections(0) == [None] * STEPS
@@ -139,7 +139,7 @@ def test_recording_goes_on_with_another_method():
     assert [selection is None for selection in record.selections(1)] == [False] * (2 * STEPS) + [True] * STEPS
 
 
-def test_an_unpatched_model_is_recorded_no_more():
+def test_unpatching_ends_recording():
     model = make_model("llama")
     patch_model(model, SMALL)
     with record_selections(model) as record:
@@ -183,12 +183,12 @@ def test_a_compiled_step_is_refused(monkeypatch):
         SelectionRecord().add(layer, None)
 
 
-def test_what_was_not_recorded_cannot_be_read():
+def test_reading_unrecorded_steps_is_an_error():
     model = make_model("llama")
     with pytest.raises(ValueError, match="is not patched"), record_selections(model):
         pass
     patch_model(model, SMALL)
-    with record_selections(model) as record, pytest.raises(ValueError, match="being recorded already"):
+    with record_selections(model) as record, pytest.raises(ValueError, match="already being recorded"):
         record_selections(model).__enter__()
     with pytest.raises(ValueError, match="no decode step was recorded"):
         record.block_reads()
@@ -203,7 +203,7 @@ def test_what_was_not_recorded_cannot_be_read():
         record.block_reads(block_size=0)
 
 
-def test_a_failure_takes_back_its_own_step_only():
+def test_a_failure_removes_only_its_own_step():
     model = make_model("llama")
     patch_model(model, SMALL)
     cache = SparseCache.for_model(model)
@@ -230,7 +230,7 @@ def test_layers_with_a_sliding_window_are_not_recorded():
     assert record.block_reads().shape[1] == 2
 
 
-def test_one_choice_for_all_kv_heads_is_each_ones():
+def test_a_shared_selection_counts_for_every_kv_head():
     record = SelectionRecord()
     layer = make_layer(SMALL)
     layer.update(*torch.zeros(2, 1, KV_HEADS, 20, 16))

@@ -1,1 +1,1 @@
-"""The command line ``hf-sparse-attn``, and what it shares with the evaluation harness."""
+"""The command line ``hf-sparse-attn``, and helpers that it shares with the evaluation harness."""

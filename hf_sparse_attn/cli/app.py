@@ -42,10 +42,10 @@ def main(
 def list_methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the methods: what each does, its paper, its parameters, and the phase that it makes sparse."""
+    """List the methods with their papers, parameters and sparse phases."""
     from hf_sparse_attn import METHODS
 
-    rows = [
+    methods = [
         {
             "name": name,
             "summary": method.summary,
@@ -56,7 +56,7 @@ def list_methods(
         for name, method in METHODS.items()
     ]
     if as_json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(json.dumps(methods, indent=2) + "\n")
         return
     table = Table("method", "what it does", "paper", "parameters", "sparse phase", show_lines=True)
     for name, method in METHODS.items():

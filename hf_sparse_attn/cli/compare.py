@@ -1,4 +1,4 @@
-"""Measure dense attention and any number of methods side by side, on the same prompts."""
+"""Measure dense attention and any number of methods on the same prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt, answered by one side; ``found`` is None where there was nothing to find."""
+    """One prompt answered by one side; ``found`` is None if the prompt hides nothing."""
 
     answer: str
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Side:
     peak_memory_bytes: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Means over the runs; ``ms_per_token`` is None where nothing was decoded."""
+        """Return means over the runs; ``ms_per_token`` is None if nothing was decoded."""
         steps = sum(run.decode_steps for run in self.runs)
         seconds = sum(run.decode_seconds for run in self.runs)
         found = [run.found for run in self.runs if run.found is not None]
@@ -58,43 +58,43 @@ class Work(Protocol):
 
     @property
     def unit(self) -> str:
-        """One prompt, in a word."""
+        """Noun for one prompt."""
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that an answer has."""
+        """Maximum length of an answer in tokens."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """The prompts, in tokens."""
+        """Token ids of each prompt."""
 
     @property
     def decode_steps(self) -> int:
-        """The most decode steps that a prompt takes."""
+        """Maximum number of decode steps per prompt."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Facts about all prompts, as JSON has them."""
+        """Facts about all prompts, for the JSON output."""
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """Facts about each prompt, as JSON has them."""
+        """Facts about each prompt, for the JSON output."""
 
     @property
     def drawn(self) -> str:
-        """The first prompt, in words: a picture shows what was read of it."""
+        """Description of the first prompt, which the picture shows."""
 
     @property
     def needle(self) -> range | None:
         """Tokens of the first prompt to mark in a picture."""
 
     def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
-        """Answer one prompt; ``on_step`` is called after each forward pass."""
+        """Answer one prompt, calling ``on_step`` after each forward pass."""
 
 
 @dataclass(frozen=True)
 class PasskeyWork:
-    """Passkey haystacks, whose questions and answers take a forward pass a token."""
+    """Passkey haystacks; questions and answers take one forward pass per token."""
 
     tokenizer: PreTrainedTokenizerBase
     passkeys: Sequence[Passkey]
@@ -104,12 +104,12 @@ class PasskeyWork:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Haystack and question of each."""
+        """Haystack followed by question."""
         return [[*passkey.material_ids, *passkey.question_ids] for passkey in self.passkeys]
 
     @property
     def decode_steps(self) -> int:
-        """The question's and the answer's."""
+        """Decode steps of the question and the answer."""
         return len(self.passkeys[0].question_ids) + self.new_tokens - 1
 
     @property
@@ -119,23 +119,23 @@ class PasskeyWork:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """Depth and key of each."""
+        """Depth and key of each passkey."""
         pairs = zip(self.depths, self.passkeys, strict=True)
         return [{"depth": depth, "expected": passkey.answer} for depth, passkey in pairs]
 
     @property
     def drawn(self) -> str:
-        """The first passkey."""
+        """Key, depth and length of the first passkey."""
         passkey = self.passkeys[0]
         return f"passkey {passkey.answer} at depth {self.depths[0]:g} of {len(passkey.material_ids):,} tokens"
 
     @property
     def needle(self) -> range | None:
-        """Where the first passkey stands."""
+        """Tokens of the first passkey's needle."""
         return self.passkeys[0].needle
 
     def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
-        """Let one side look for a passkey."""
+        """Answer one passkey's question."""
         from transformers import DynamicCache
 
         from hf_sparse_attn import SparseCache, sparse_attention_stats
@@ -157,7 +157,7 @@ class PasskeyWork:
 
 @dataclass(frozen=True)
 class PromptWork:
-    """One prompt, answered through ``generate()``, uncompiled."""
+    """One prompt, answered by ``generate()`` without compilation."""
 
     tokenizer: PreTrainedTokenizerBase
     input_ids: Sequence[int]
@@ -166,12 +166,12 @@ class PromptWork:
 
     @property
     def prompts(self) -> list[Sequence[int]]:
-        """The prompt."""
+        """The only prompt."""
         return [self.input_ids]
 
     @property
     def decode_steps(self) -> int:
-        """The answer's; its first token is the prefill's."""
+        """Decode steps of the answer; the prefill yields its first token."""
         return self.new_tokens - 1
 
     @property
@@ -181,21 +181,21 @@ class PromptWork:
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """Nothing but that there is one."""
+        """One empty entry: a plain prompt has no facts."""
         return [{}]
 
     @property
     def drawn(self) -> str:
-        """The prompt."""
+        """Length of the prompt."""
         return f"a prompt of {len(self.input_ids):,} tokens"
 
     @property
     def needle(self) -> range | None:
-        """None: nothing is hidden."""
+        """None, since nothing is hidden."""
         return None
 
     def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
-        """Let one side answer; ``on_step`` is called with every token."""
+        """Answer the prompt, calling ``on_step`` with every token."""
         import torch
         from transformers.generation.streamers import BaseStreamer
 
@@ -204,7 +204,7 @@ class PromptWork:
         times: list[float] = []
 
         class Stopwatch(BaseStreamer):  # type: ignore[misc]
-            """Notes when the prompt is handed over, then when each token is out."""
+            """Record when ``generate()`` receives the prompt and when it returns each token."""
 
             def put(self, value: torch.Tensor) -> None:
                 times.append(time.perf_counter())
@@ -219,7 +219,7 @@ class PromptWork:
             attention_mask=torch.ones_like(batch),
             max_new_tokens=self.new_tokens,
             do_sample=False,
-            disable_compile=True,  # the time would be the compiler's
+            disable_compile=True,  # compilation would dominate the time
             streamer=Stopwatch(),
         )
         new_ids = output[0, batch.shape[1] :].tolist()
@@ -230,7 +230,7 @@ class PromptWork:
 
 
 def run_side(model: PreTrainedModel, method: SparseMethod | None, name: str, work: Work, progress: Stages) -> Side:
-    """Answer every prompt, dense where ``method`` is None, else patched; the model is left unpatched."""
+    """Answer every prompt, with dense attention if ``method`` is None; the model ends unpatched."""
     from hf_sparse_attn import sparse_attention
 
     side = Side()

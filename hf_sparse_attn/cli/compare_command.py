@@ -1,4 +1,4 @@
-"""``hf-sparse-attn compare``: its options, their checks, and the order of the work."""
+"""The ``hf-sparse-attn compare`` command: check the options, run the comparison, write its output."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def compare(
     html: options.Html = None,
     picture: options.Picture = None,
 ) -> None:
-    """Answer the same prompts with dense attention and with each method, and set them side by side.
+    """Answer the same prompts with dense attention and with each method, and compare them.
 
-    Shown are the answers, the share of the KV cache that was read, speed, memory.
+    Shows the answers, the share of the KV cache read, speed and memory.
 
     Prompts are haystacks that hide a passkey, or the text of a file.
     Progress goes to stderr.
     """
     if prompt_file is not None and passkey_tokens is not None:
-        fail("--prompt-file and --passkey-tokens exclude each other")
+        fail("--prompt-file and --passkey-tokens cannot be used together")
     needle_depths = _parse_depths(depths)
     text = _read_prompt(prompt_file) if prompt_file is not None else None
     budgets = integers("--token-budget", ",".join(token_budget or []))
@@ -72,7 +72,7 @@ def compare(
         work = _passkeys(tokenizer, length, needle_depths, seed, max_new_tokens or options.PASSKEY_NEW_TOKENS)
     _check_positions(model, methods, max(map(len, work.prompts)) + work.new_tokens)
 
-    with user_errors(ImportError):  # what measures memory is optional
+    with user_errors(ImportError):  # psutil is optional
         sides = _measure(model, methods, work)
     comparison = Comparison.of(model_name, model, methods, sides, work.facts)
     if as_json:
@@ -83,7 +83,7 @@ def compare(
 
 
 def _measure(model: PreTrainedModel, methods: Sequence[SparseMethod], work: Work) -> list[Side]:
-    """Run dense attention, then each method, once it was said how long that takes."""
+    """Announce how long the work takes, then run dense attention and each method."""
     count, longest = len(work.prompts), max(work.prompts, key=len)
     seconds = expected_seconds(model, longest, work.decode_steps) * count * (1 + len(methods))
     if seconds >= WORTH_SAYING_SECONDS:
@@ -130,12 +130,12 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> 
     if tokenizer.chat_template and not raw:
         messages = [{"role": "user", "content": text}]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes them
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template adds them itself
     return list(tokenizer(text)["input_ids"])
 
 
 def _check_patchable(model: PreTrainedModel, methods: Sequence[SparseMethod]) -> None:
-    """Refuse what cannot be patched before dense attention runs."""
+    """Fail before any work if the model cannot be patched."""
     from hf_sparse_attn import sparse_attention
 
     for method in methods:
@@ -150,9 +150,9 @@ def _check_positions(model: PreTrainedModel, methods: Sequence[SparseMethod], ne
     bounded = [method.name for method in methods if not method.extends_positions]
     if needed > available and (bounded or not methods):
         names = ", ".join(bounded or ["full"])
-        fail(f"prompt and answer take {needed} tokens; the model has positions, with {names}, for {available}")
+        fail(f"prompt and answer take {needed} tokens; with {names} the model has positions for {available}")
 
 
 def _user_errors() -> AbstractContextManager[None]:
-    """Report what the package raises on bad input in one line."""
+    """Report the package's errors on bad input in one line."""
     return user_errors(ValueError, TypeError, NotImplementedError)

@@ -1,4 +1,4 @@
-"""How long a comparison is going to take, from two short forward passes."""
+"""Estimate how long a comparison takes, from short forward passes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SAMPLE_TOKENS = 128
 
 
 def expected_seconds(model: PreTrainedModel, prompt_ids: Sequence[int], decode_steps: int) -> float:
-    """Predict the seconds that a prompt's prefill and so many decode steps take with dense attention.
+    """Predict the seconds that a prompt's prefill and decode steps take with dense attention.
 
-    The first tokens of the prompt are prefilled twice, to warm up and to time, and one token is decoded twice. A
-    prefill's time is taken to go with its multiplications, a decode step's with the bytes of weights and cache.
+    Times a short prefill and a decode step, each after a warm-up. The prefill is scaled by its multiplications, the
+    decode step by the numbers it reads from weights and cache.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ def expected_seconds(model: PreTrainedModel, prompt_ids: Sequence[int], decode_s
     prompt_ids : sequence of int
         At least one token.
     decode_steps : int
-        Steps after the prefill.
+        Number of steps after the prefill.
     """
     from transformers import DynamicCache
 
     sample = prompt_ids[:SAMPLE_TOKENS]
-    for _ in range(2):  # the first time warms up
+    for _ in range(2):  # the first pass warms up
         cache = DynamicCache(config=model.config)
         prefill_seconds = _timed(model, cache, sample)
     for _ in range(2):
@@ -44,7 +44,7 @@ def expected_seconds(model: PreTrainedModel, prompt_ids: Sequence[int], decode_s
     key_numbers: int = config.num_hidden_layers * config.num_key_value_heads * head_dim
 
     def multiplications(tokens: int) -> int:
-        return weights * tokens + query_numbers * tokens**2  # q.k and p.v, causal: half of each
+        return weights * tokens + query_numbers * tokens**2  # QK and PV, each halved by the causal mask
 
     def numbers_read(tokens: int) -> int:
         return weights + 2 * key_numbers * tokens

@@ -1,4 +1,4 @@
-"""What to say where a package of an extra is missing. Imports nothing outside the standard library."""
+"""Report missing optional packages. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def install_command(extra: str) -> str:
 
 @contextmanager
 def needs(what: str, packages: Collection[str], command: str) -> Iterator[None]:
-    """Exit with code 2 and one line on stderr where the block imports one of these packages and it is missing.
+    """Exit with code 2 and one line on stderr if the block imports one of these packages and it is missing.
 
     Parameters
     ----------
     what : str
-        What needs the packages: the subject of the message.
+        Subject of the message, such as "the command line".
     packages : collection of str
-        Names as they are imported. Any other missing module is a fault, and is raised as it is.
+        Import names. An error about any other module is a bug and is not caught.
     command : str
         The command that installs them.
     """

@@ -1,4 +1,4 @@
-"""Prefill material, then answer greedily, timed: the loop behind the passkey demo and the evaluation harness."""
+"""Timed prefill and greedy decoding, for the passkey demo and the evaluation harness."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class GreedyAnswer:
     token_ids : tuple of int
         The answer, without the token that ended it.
     first_token_seconds : float
-        From the question's first token to the answer's first.
+        Time from the question's first token to the answer's first.
     decode_seconds : float
-        For the forward passes after that.
+        Time of the forward passes after that.
     question_steps : int
-        Forward passes over the question: one a token, or one for all of it.
+        Forward passes over the question: one per token, or a single one.
     decode_steps : int
         Forward passes that ``decode_seconds`` covers.
     """
@@ -38,7 +38,7 @@ class GreedyAnswer:
 
 
 def forward(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> torch.Tensor:
-    """Feed tokens to a model at batch size 1 and return the last one's logits, [vocabulary]."""
+    """Feed tokens to a model at batch size 1 and return the last token's logits, [vocabulary]."""
     import torch
 
     input_ids = torch.tensor([list(token_ids)], device=model.device)
@@ -49,7 +49,7 @@ def forward(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> t
 
 
 def prefill(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> float:
-    """Feed material in one forward pass and return the seconds that took; an empty one takes none."""
+    """Feed tokens in one forward pass and return its seconds, 0 if there are no tokens."""
     if not token_ids:
         return 0.0
     started = time.perf_counter()
@@ -68,23 +68,23 @@ def answer(
     min_new_tokens: int = 0,
     on_step: Callable[[], None] | None = None,
 ) -> GreedyAnswer:
-    """Answer a question greedily, behind what the cache holds.
+    """Answer a question greedily, continuing from the cache.
 
     Parameters
     ----------
     model : PreTrainedModel
         Patched or not.
     cache : Cache
-        Holds the material, of one sequence.
+        Holds the material of one sequence.
     question_ids : sequence of int
         At least one token.
     max_new_tokens : int
         Upper bound for the answer, at least 1.
     token_by_token : bool
-        Whether the question takes a forward pass a token, so that a method that makes decoding sparse reads the
-        material through its selection for the question as for the answer; otherwise one pass for all of it.
+        Feed the question one token per forward pass, so that methods with sparse decoding apply to it too. Otherwise
+        the question is one forward pass.
     stop_ids : collection of int
-        Tokens that end the answer.
+        Ids of the tokens that end the answer.
     min_new_tokens : int
         Suppress ``stop_ids`` for the first ``min_new_tokens`` tokens.
     on_step : callable, optional
@@ -107,7 +107,7 @@ def answer(
         if not may_stop:
             ended = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
             logits = logits.index_fill(0, ended, -torch.inf)
-        best = int(logits.argmax())  # waits for the device: the clocks are right on CUDA too
+        best = int(logits.argmax())  # waits for the device, so that timings are right on CUDA
         if on_step is not None:
             on_step()
         return best
@@ -130,18 +130,18 @@ def answer(
 
 
 def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], chunk: int = 1) -> Iterator[float]:
-    """Yield log p of each token but the first, in nats, given all before it; tokens are fed ``chunk`` at a time.
+    """Yield the log-likelihood in nats of each token but the first, feeding ``chunk`` tokens at a time.
 
     Parameters
     ----------
     model : PreTrainedModel
         Patched or not.
     cache : Cache
-        Holds what comes before ``token_ids``.
+        Holds the tokens before ``token_ids``.
     token_ids : sequence of int
         The text.
     chunk : int
-        Tokens a forward pass. With 1, a method that makes decoding sparse is in force for every token.
+        Tokens per forward pass. With 1, methods with sparse decoding apply to every token.
     """
     import torch
 
@@ -155,7 +155,7 @@ def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[in
 
 
 def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that end a model's answer: its generation settings', else the tokenizer's."""
+    """Return the ids that end an answer, from the generation config, or from the tokenizer if there is none."""
     stop = model.generation_config.eos_token_id if model.generation_config is not None else tokenizer.eos_token_id
     if stop is None:
         return set()

@@ -1,4 +1,4 @@
-"""Load a model for a command: said before a download, silent otherwise."""
+"""Load a model for a command, announcing downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUB_SECONDS = 5.0
 
 
 def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer as ``load_model`` does; ``dtype`` is the name of one of torch's."""
+    """Load a model and its tokenizer as ``load_model`` does; ``dtype`` is the name of a torch dtype."""
     import torch
     from transformers.utils import logging
 
@@ -24,7 +24,7 @@ def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedMo
 
     logging.set_verbosity_error()
     is_fetched = announce_download(name)
-    if is_fetched and moves_cursor(Console(stderr=True)):  # the hub's own bars show how far it is
+    if is_fetched and moves_cursor(Console(stderr=True)):  # the hub shows its own progress bars
         return load_model(name, getattr(torch, dtype) if dtype else None, device)
     logging.disable_progress_bar()
     with waiting(f"loading {name}"):
@@ -32,7 +32,7 @@ def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedMo
 
 
 def announce_download(name: str) -> bool:
-    """Say what is going to be fetched, its size, and where it goes; return whether anything is."""
+    """Announce a download with its size and target folder; return whether there was one to announce."""
     from hf_sparse_attn.cli.models import ALIASES, cache_dir
 
     if name in ALIASES:
@@ -49,7 +49,7 @@ def announce_download(name: str) -> bool:
     try:
         is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:
-        return False  # no hub id
+        return False  # not a hub id
     if is_cached or constants.HF_HUB_OFFLINE:
         return False
     num_bytes = _hub_bytes(name)
@@ -60,12 +60,12 @@ def announce_download(name: str) -> bool:
 
 
 def _hub_bytes(name: str) -> int | None:
-    """Size of a model's weights on the hub; None where it does not say."""
+    """Return the size of a model's weights on the hub, None if unknown."""
     from huggingface_hub import HfApi
 
     try:
         files = HfApi().model_info(name, files_metadata=True, timeout=_HUB_SECONDS).siblings or []
-    except Exception:  # the errors are those of the hub's HTTP library, and loading will say what is wrong
+    except Exception:  # the hub's HTTP errors vary; loading reports the cause
         return None
     for suffix in (".safetensors", ".bin"):
         sizes = [file.size or 0 for file in files if "/" not in file.rfilename and file.rfilename.endswith(suffix)]

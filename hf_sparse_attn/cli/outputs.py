@@ -1,4 +1,4 @@
-"""The files that ``compare`` writes: a page, and a picture of what was read."""
+"""Files that ``compare`` writes: an HTML page, and a heatmap of the tokens read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ FORMATS = ("png", "svg", "pdf")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files asked for; None for one that was not."""
+    """Paths of the requested files; None for a file that was not requested."""
 
     html: Path | None
     picture: Path | None
 
     @classmethod
     def checked(cls, html: Path | None, picture: Path | None, has_methods: bool) -> Outputs:
-        """Refuse, before any work, files that could not be written after it."""
+        """Check before any work that the files can be written."""
         given = {"--html": html, "--picture": picture}
         for option, path in given.items():
             if path is None:
                 continue
             if not has_methods:
-                fail(f"{option} shows what methods read, and --method names none but dense attention")
+                fail(f"{option} shows what sparse methods read, but --method names only dense attention")
             if importlib.util.find_spec("matplotlib") is None:
                 fail(f"{option} needs matplotlib: {install_command('cli')}")
             if not _may_be_written(path):
-                fail(f"{option} {str(path)!r} cannot be written: no such folder, or not allowed")
+                fail(f"{option} {str(path)!r} cannot be written: no such folder, or no permission")
         if picture is not None and _format(picture) not in FORMATS:
-            fail(f"--picture {str(picture)!r} is no picture: its name must end in .{', .'.join(FORMATS)}")
+            fail(f"--picture {str(picture)!r} is not supported: its name must end in .{', .'.join(FORMATS)}")
         return cls(html, picture)
 
     def write(self, model: PreTrainedModel, comparison: Comparison, work: Work) -> None:
-        """Run each method on the first prompt once more, recording what it reads, and write the files."""
+        """Run each method on the first prompt again, record its reads, and write the files."""
         if self.html is None and self.picture is None:
             return
         from hf_sparse_attn.cli.picture import draw_reads, encode
@@ -59,14 +59,14 @@ class Outputs:
                 record_reads(model, method, name, work, progress)
                 for method, name in zip(comparison.methods, names, strict=True)
             ]
-        title = f"What was read of {work.drawn}, {comparison.title}"
+        title = f"Tokens read of {work.drawn}, {comparison.title}"
         figure = draw_reads(reads, visible(title), work.needle)
         png = encode(figure, "png")
         if self.picture is not None:
             file_format = _format(self.picture)
             _write("--picture", self.picture, png if file_format == "png" else encode(figure, file_format))
         if self.html is not None:
-            caption = f"The share of each block's tokens that was read in the decode steps of {work.drawn}."
+            caption = f"Share of each block's tokens read in the decode steps of {work.drawn}."
             _write("--html", self.html, make_page(comparison, png, caption).encode("utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""One HTML page about a comparison, with everything in it."""
+"""A self-contained HTML page about a comparison."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ img { max-width: 100%; height: auto; }
 """
 
 
-def make_page(comparison: Comparison, picture: bytes, what_is_drawn: str) -> str:
-    """Return a page with a comparison's table and a picture; nothing in it is fetched from anywhere.
+def make_page(comparison: Comparison, picture: bytes, caption: str) -> str:
+    """Return a page with a comparison's table and a picture; it loads nothing from elsewhere.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ def make_page(comparison: Comparison, picture: bytes, what_is_drawn: str) -> str
         The table. Answers and names are escaped.
     picture : bytes
         A PNG file.
-    what_is_drawn : str
-        Its caption.
+    caption : str
+        The picture's caption.
     """
     title = _text(comparison.title)
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in ("", *comparison.columns))
     notes = "".join(f'<p class="note">{_text(line)}</p>\n' for line in comparison.settings)
     image = base64.b64encode(picture).decode("ascii")
-    caption = _text(what_is_drawn)
+    caption = _text(caption)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -65,7 +65,7 @@ def make_page(comparison: Comparison, picture: bytes, what_is_drawn: str) -> str
 {_lines(comparison.measurements())}
 </tbody>
 </table></div>
-{notes}<h2>What was read</h2>
+{notes}<h2>Tokens read</h2>
 <p>{caption}</p>
 <img src="data:image/png;base64,{image}" alt="{caption}">
 </body>

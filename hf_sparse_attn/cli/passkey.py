@@ -1,4 +1,4 @@
-"""Passkey retrieval: a five-digit number hidden in filler, and the question that asks for it."""
+"""Passkey retrieval: find a five-digit number hidden in filler text."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 @dataclass(frozen=True)
 class Passkey:
-    """One haystack, in tokens.
+    """One tokenized haystack and its question.
 
     Parameters
     ----------
     material_ids : tuple of int
-        Introduction and filler, with the needle in it.
+        Introduction and filler, including the needle.
     question_ids : tuple of int
         The question and the beginning of its answer.
     answer : str
         The five digits.
     needle : range
-        Where the needle stands in ``material_ids``.
+        Position of the needle in ``material_ids``.
     """
 
     material_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Passkey:
     needle: range
 
     def found_in(self, text: str) -> bool:
-        """Whether a model's answer has the key in it."""
+        """Return whether a model's answer contains the key."""
         return self.answer in text
 
 
@@ -61,11 +61,11 @@ class PasskeyAnswer:
     text : str
         The decoded answer, without special tokens.
     token_ids : tuple of int
-        The same in tokens, without the end-of-sequence token.
+        The answer's tokens, without the end-of-sequence token.
     prefill_seconds : float
-        For the material.
+        Time of the material's prefill.
     decode_seconds : float
-        For the question and the answer.
+        Time of the question and the answer.
     decode_steps : int
         Number of forward passes that ``decode_seconds`` covers.
     """
@@ -86,21 +86,21 @@ def make_passkey(
 ) -> Passkey:
     """Hide a five-digit key in repeated filler.
 
-    The prompt is plain text, not a chat: the question ends where the key must follow, which base and instruction
-    models both complete.
+    The prompt is plain text without a chat template. It ends right before the key, so that base and instruction models
+    can both complete it.
 
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
         The model's.
     num_tokens : int
-        Length of the material; kept exactly, by cutting the last sentence of the filler.
+        Exact length of the material; the filler's last sentence is cut to fit.
     depth : float
-        Where the needle stands in the filler, 0 (start) to 1 (end), moved to the nearest sentence.
+        Position of the needle in the filler, from 0 (start) to 1 (end), moved to the nearest sentence boundary.
     seed : int
-        Of the key.
+        Seed of the key.
     filler : sequence of str, optional
-        Sentences that are repeated. Default: ``FILLER``.
+        Sentences to repeat. Default: ``FILLER``.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def make_passkey(
     Raises
     ------
     ValueError
-        If ``depth`` is out of range, the filler is empty, or ``num_tokens`` has no room for the needle.
+        If ``depth`` is out of range, the filler is empty, or ``num_tokens`` leaves no room for the needle.
     """
     if not 0.0 <= depth <= 1.0:
         raise ValueError(f"depth={depth} is not allowed: from 0 (start of the filler) to 1 (its end)")
@@ -147,7 +147,7 @@ def make_passkey(
 
 
 def encode_endlessly(tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]) -> Iterator[list[int]]:
-    """Yield each sentence's tokens, a space before it, from the first to the last and over again."""
+    """Yield the tokens of each sentence, preceded by a space, in an endless cycle."""
     endless = (f" {sentence}" for sentence in itertools.cycle(sentences))
     while True:
         batch = list(itertools.islice(endless, _ENCODED_AT_ONCE))
@@ -162,10 +162,10 @@ def answer_passkey(
     max_new_tokens: int = 8,
     on_step: Callable[[], None] | None = None,
 ) -> PasskeyAnswer:
-    """Let a model answer greedily.
+    """Answer a passkey's question greedily.
 
-    The material is prefilled in one forward pass; the question follows token by token, so that a method that makes
-    decoding sparse reads the material through its selection, for the question as for the answer.
+    The material is prefilled in one forward pass. The question follows token by token, so that methods with sparse
+    decoding apply to the question as well as to the answer.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def answer_passkey(
     passkey : Passkey
         See ``make_passkey``.
     cache : Cache
-        An empty one: ``DynamicCache(config=model.config)``, or ``SparseCache.for_model(model)`` if it is patched.
+        Empty: ``DynamicCache(config=model.config)``, or ``SparseCache.for_model(model)`` for a patched model.
     max_new_tokens : int
         Upper bound for the answer, at least 1.
     on_step : callable, optional

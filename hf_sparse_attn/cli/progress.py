@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines elsewhere; and how long work is going to take."""
+"""Progress on stderr: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from hf_sparse_attn.cli.terminal import literal, one_line
 
 WORTH_SAYING_SECONDS = 10.0
-"""Work that takes less is not announced."""
+"""Shorter work is not announced."""
 COLUMNS: tuple[ProgressColumn, ...] = (
     TextColumn("{task.description}", markup=False),
     BarColumn(),
@@ -34,12 +34,12 @@ COLUMNS: tuple[ProgressColumn, ...] = (
 
 
 def moves_cursor(console: Console) -> bool:
-    """Whether a bar may be drawn: on a terminal that moves its cursor, whatever the environment forces colours on."""
+    """Return whether bars can be drawn: only on a terminal that can move its cursor, even if colours are forced."""
     return console.file.isatty() and not console.is_dumb_terminal
 
 
 def about(seconds: float) -> str:
-    """Say a time in words, rounded to what an estimate is good for."""
+    """Format an estimated duration, rounded to its likely precision."""
     minutes = seconds / 60
     if seconds < 9.5:
         return f"about {max(1, round(seconds))} s"
@@ -53,14 +53,14 @@ def about(seconds: float) -> str:
 
 
 def say(line: str) -> None:
-    """Print one plain line on stderr."""
+    """Print one plain line to stderr."""
     sys.stderr.write(one_line(line) + "\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def hidden_bars() -> Iterator[None]:
-    """Hide the bars that libraries draw with tqdm, some of which no setting switches off."""
+    """Hide libraries' tqdm bars; some of them have no setting that turns them off."""
     usual = tqdm.__init__
     tqdm.__init__ = partialmethod(usual, disable=True)
     try:
@@ -71,7 +71,7 @@ def hidden_bars() -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show that something uncounted is going on, where there is a terminal; bars of libraries stay hidden."""
+    """Show a spinner on a terminal and hide libraries' progress bars."""
     console = Console(stderr=True)
     shown: AbstractContextManager[object] = console.status(literal(what)) if moves_cursor(console) else nullcontext()
     with shown, hidden_bars():
@@ -79,14 +79,14 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class Stages:
-    """Several stretches of work, one after the other: a bar each on a terminal, elsewhere a line when one is done."""
+    """Consecutive stages of work: a bar for each on a terminal, elsewhere a line at the end of each."""
 
     def __init__(self, bars: Progress | None) -> None:
         self._bars = bars
 
     @contextmanager
     def stage(self, label: str, total: int, unit: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-        """Show one stretch; yields what to call after each forward pass, and after each of ``total`` units."""
+        """Show one stage; yield callbacks for each finished forward pass and each of the ``total`` units."""
         if self._bars is None:
             started = time.perf_counter()
             yield _nothing, _nothing
@@ -106,7 +106,7 @@ class Stages:
 
 @contextmanager
 def stages() -> Iterator[Stages]:
-    """Show stretches of work on stderr."""
+    """Show stages of work on stderr."""
     console = Console(stderr=True)
     if not moves_cursor(console):
         yield Stages(None)

@@ -1,4 +1,4 @@
-"""Record what a method reads while it answers a prompt: in a pass of its own, since recording takes time."""
+"""Record which tokens a method reads, in a separate run because recording is slow."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 SMALLEST_BLOCK = 16
 MOST_BLOCKS = 512
-"""Blocks across a picture: more would be narrower than a pixel."""
+"""Maximum number of blocks across a picture; more would be narrower than a pixel."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The share of each block's tokens that a method read.
+    """Share of each block's tokens that a method read.
 
     Parameters
     ----------
     name : str
-        The method, as the table has it.
+        The method's column name in the table.
     by_step : torch.Tensor
-        float32 [steps, blocks]: mean over layers and KV heads. NaN for blocks that held no token yet.
+        float32 [steps, blocks]: mean over layers and KV heads. NaN for blocks that were still empty.
     by_head : torch.Tensor
-        float32 [layers * kv_heads, blocks]: mean over the steps that had the block.
+        float32 [layers * kv_heads, blocks]: mean over the steps in which the block was not empty.
     layers : list of int
-        The model's layers that were recorded.
+        Indices of the recorded layers.
     block_size : int
-        Tokens in a block.
+        Tokens per block.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a comparison found: as JSON, and as a table."""
+"""Results of a comparison as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Row:
     label: str
     cells: Sequence[str]
     found: Sequence[bool | None] = ()
-    """Whether each answer has what was to be found; empty where the cells are no answers."""
+    """Whether each answer contains the passkey; empty if the cells are not answers."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The sides of a comparison, and what they ran on.
+    """The sides of a comparison, with the model and device they ran on.
 
     Parameters
     ----------
     model_name, device, dtype : str
-        The model and where it ran.
+        The model, its device and its dtype.
     memory_measures : str
-        The kind of memory that was measured.
+        Kind of memory measured.
     methods : sequence of SparseMethod
-        The variants.
+        The compared variants.
     sides : sequence of Side
-        Dense attention's first, then one for each method.
+        Dense attention's, then one for each method.
     prompts : sequence of dict
-        What is known of each prompt, as JSON has it: depth and expected answer of a passkey.
+        Facts about each prompt, such as a passkey's depth and expected answer.
     """
 
     model_name: str
@@ -65,7 +65,7 @@ class Comparison:
         sides: Sequence[Side],
         prompts: Sequence[dict[str, Any]],
     ) -> Comparison:
-        """Take device and dtype from the model."""
+        """Create a comparison, with device and dtype from the model."""
         dtype = str(model.dtype).removeprefix("torch.")
         measures = PeakMemory(model.device).measures
         return cls(model_name, str(model.device), dtype, measures, methods, sides, prompts)
@@ -77,16 +77,16 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the sides: dense attention, then each variant by what differs."""
+        """Names of the sides: ``dense``, then the shortest unique name of each variant."""
         return ["dense", *column_names(self.methods)]
 
     @property
     def settings(self) -> list[str]:
-        """The methods' parameters, a line for each method."""
+        """The methods' parameters, one line per method."""
         return describe(self.methods)
 
     def as_json(self) -> dict[str, Any]:
-        """Settings, means of each side, and every prompt's runs side by side."""
+        """Return the settings, the means of each side, and the runs of every prompt."""
         dense, *patched = self.sides
         return {
             "model": self.model_name,
@@ -117,7 +117,7 @@ class Comparison:
         }
 
     def answers(self) -> list[Row]:
-        """The answers, a row for each prompt."""
+        """Return the answers, one row per prompt."""
         rows = []
         for index, prompt in enumerate(self.prompts):
             label = f"passkey {prompt['expected']} at depth {prompt['depth']:g}" if prompt else "answer"
@@ -127,7 +127,7 @@ class Comparison:
         return rows
 
     def measurements(self) -> list[Row]:
-        """The means, a row for each quantity."""
+        """Return the means, one row per quantity."""
         total = len(self.prompts)
         dense, *patched = self.sides
         means = [side.summary() for side in self.sides]
@@ -148,7 +148,7 @@ class Comparison:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Show a comparison as a table for the terminal."""
+    """Return a comparison as a table for the terminal."""
     table = Table(
         "",
         *(Column(name, overflow="fold") for name in comparison.columns),

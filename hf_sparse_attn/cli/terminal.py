@@ -1,4 +1,4 @@
-"""Shared by the command lines: settings as ``name=value``, one-line errors, tables, text that is not ours."""
+"""Helpers of the command lines: ``name=value`` settings, one-line errors, tables, and escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fail(message: str) -> NoReturn:
 
 @contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Report exceptions of these kinds, which bad input raises, in one line."""
+    """Report exceptions of these kinds in one line; they come from bad input."""
     try:
         yield
     except kinds as error:
@@ -36,9 +36,9 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Read ``name=value`` settings; a value is a Python literal, or else a word such as ``mean``.
+    """Parse ``name=value`` settings; a value is a Python literal, or else a plain word such as ``mean``.
 
-    A name may be one method's: ``quest.page_size``.
+    A name may have a method as prefix: ``quest.page_size``.
     """
     parsed: dict[str, Any] = {}
     for setting in settings:
@@ -55,12 +55,12 @@ def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def split(text: str | None) -> tuple[str, ...]:
-    """Read a comma-separated list."""
+    """Parse a comma-separated list."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
 
 
 def integers(option: str, text: str | None) -> tuple[int, ...]:
-    """Read a comma-separated list of whole numbers; anything else ends the command with an error that names it."""
+    """Parse a comma-separated list of whole numbers; anything else ends the command with an error."""
     try:
         return tuple(int(part) for part in split(text))
     except ValueError:
@@ -68,9 +68,9 @@ def integers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def visible(text: str) -> str:
-    """Return text that a terminal shows and does not obey: characters that would steer it become Python escapes.
+    """Return text that is safe to print, with control characters as Python escapes.
 
-    Newlines and tabs stay. So an answer cannot move the cursor, colour what follows, or turn the reading direction.
+    Newlines and tabs stay. An answer then cannot move the cursor, colour later text, or change the reading direction.
     """
     return "".join(
         char.encode("unicode_escape").decode()
@@ -81,19 +81,19 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return ``visible`` text with every run of white space as one space."""
+    """Return ``visible`` text with each run of whitespace collapsed to one space."""
     return visible(" ".join(text.split()))
 
 
 def literal(text: str, style: str = "") -> Text:
-    """Return text for a table or a progress bar that is shown as it is: no markup, no emoji codes, no controls."""
+    """Return text for a table or a progress bar without interpreting markup, emoji codes or control characters."""
     return Text(visible(text), style=style)
 
 
 def print_table(table: Table, width: int = 120) -> None:
-    """Print at the terminal's width, or at ``width`` characters where the output is a file.
+    """Print at the terminal's width, or at ``width`` characters if the output is a file.
 
-    Cells are text, never markup; a character that the output's encoding lacks is printed as an escape.
+    Cells are never read as markup. Characters that the output's encoding lacks are printed as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

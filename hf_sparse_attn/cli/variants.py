@@ -1,4 +1,4 @@
-"""The methods that one command compares: each name with each budget, and parameters for all of them or for one."""
+"""Make the methods that a command compares, from names, budgets and parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def make_methods(
     Parameters
     ----------
     names : sequence of str
-        Names in ``METHODS``. Dense attention (``full``) is left out: commands run it in any case, unpatched.
+        Names in ``METHODS``. Dense attention (``full``) is left out, because commands always run it unpatched.
     budgets : sequence of int
         Token budgets; empty for the methods' defaults.
     parameters : mapping, optional
-        Further hyperparameters. ``page_size`` is for every method that has it, ``quest.page_size`` for Quest alone;
-        where both are given, a method's own wins.
+        Further hyperparameters. ``page_size`` applies to every method that has it, ``quest.page_size`` only to Quest.
+        If both are given, the prefixed one wins.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def make_methods(
                 raise ValueError(f"{what} {value!r} is given twice")
     for name in names:
         if name not in METHODS:
-            make_method(name)  # raises, and names the nearest
+            make_method(name)  # raises an error that suggests the nearest name
     known = {name: [field.name for field in fields(METHODS[name])] for name in names}
     for key in parameters:
         _check_parameter(key, known)
@@ -60,14 +60,14 @@ def _check_parameter(key: str, known: Mapping[str, Sequence[str]]) -> None:
     if dot and method not in known:
         raise ValueError(f"parameter {key!r}: {method!r} is not among the methods {', '.join(known)}")
     if dot and parameter not in known[method]:
-        make_method(method, **{parameter: None})  # raises, and names the nearest
+        make_method(method, **{parameter: None})  # raises an error that suggests the nearest name
     if not dot and not any(key in names for names in known.values()):
-        taken = "; ".join(f"{name} takes {', '.join(names)}" for name, names in known.items())
-        raise ValueError(f"parameter {key!r} is unknown to the methods: {taken}")
+        accepted = "; ".join(f"{name} takes {', '.join(names)}" for name, names in known.items())
+        raise ValueError(f"unknown parameter {key!r}: {accepted}")
 
 
 def column_names(methods: Sequence[SparseMethod]) -> list[str]:
-    """Name each method by what differs: by its name alone, or with the budget where a method is there several times."""
+    """Name each method, with its budget if a method occurs more than once."""
     names = [method.name for method in methods]
     if len(set(names)) == len(names):
         return names
@@ -75,7 +75,7 @@ def column_names(methods: Sequence[SparseMethod]) -> list[str]:
 
 
 def describe(methods: Sequence[SparseMethod]) -> list[str]:
-    """Say each method's parameters, a line a method; values that differ between its budgets are set side by side."""
+    """List the parameters in one line per method, joining values that differ between budgets with "or"."""
     lines = []
     for name in dict.fromkeys(method.name for method in methods):
         alike = [asdict(method) for method in methods if method.name == name]

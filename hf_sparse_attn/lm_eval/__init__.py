@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness, ``hf-sparse``: Transformers models with sparse attention."""
+"""The lm-evaluation-harness model ``hf-sparse``: Transformers models with sparse attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TARGET = "hf_sparse_attn.lm_eval.model:HFSparseLM"
 
 
 def register() -> None:
-    """Make ``hf-sparse`` known to lm_eval in this process, for releases that do not look for installed plugins.
+    """Register ``hf-sparse`` with lm_eval in this process, for releases that do not discover installed plugins.
 
     Raises
     ------
@@ -19,7 +19,7 @@ def register() -> None:
         lm_eval is not installed.
     """
     with lm_eval_needed():
-        import_module("lm_eval.models")  # registers lm_eval's own models, which it later does only if there are none
+        import_module("lm_eval.models")  # registers lm_eval's own models, which it skips once the registry is not empty
         from lm_eval.api.registry import model_registry
     if MODEL_NAME not in model_registry:
         model_registry.register(MODEL_NAME, target=TARGET)
@@ -27,7 +27,7 @@ def register() -> None:
 
 @contextmanager
 def lm_eval_needed() -> Iterator[None]:
-    """Say what to install where lm_eval is missing."""
+    """Name the extra to install if lm_eval is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The ``lm_eval`` command, with the model ``hf-sparse``: ``python -m hf_sparse_attn.lm_eval``."""
+"""``python -m hf_sparse_attn.lm_eval``: the ``lm_eval`` command with the model ``hf-sparse``."""
 
 from hf_sparse_attn.lm_eval import register
 

@@ -1,4 +1,4 @@
-"""The arguments of ``--model_args``: the method's hyperparameters, ours, and those that lm_eval's own model takes."""
+"""Arguments of ``--model_args``: the method's hyperparameters, our own, and those of lm_eval's ``hf`` model."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from typing import Any
 from hf_sparse_attn.methods import METHODS, SparseMethod, make_method
 
 MIN_SIMILARITY = 0.8
-"""Above it an unknown argument is taken for a misspelt one, below it for one of ``from_pretrained``."""
+"""Above it, an unknown argument counts as a misspelling; below it, as an argument of ``from_pretrained``."""
 
 
 class ArgumentError(SystemExit, ValueError):
-    """An argument that is not allowed. Ends the ``lm_eval`` command with its message alone; in Python a ValueError."""
+    """Invalid argument. Ends the ``lm_eval`` command with only its message; in Python it is a ValueError."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Which tokens are fed one a forward pass, so that a method that makes decoding sparse is in force for them.
+    """Choose the tokens that are decoded one per forward pass, where methods with sparse decoding apply.
 
     Parameters
     ----------
     decode_last : int
-        Of a prompt that is to be continued, the last so many tokens. A context whose continuation is scored has its
-        last token decoded in any case: it predicts the first one that is scored.
+        Number of tokens at the end of a prompt that are decoded. The last token of a scored continuation's context is
+        always decoded, because it predicts the first scored token.
     rolling_prefill : int
-        Of a text that is scored as a whole, the first so many tokens of each window are fed and scored in one pass.
+        Number of tokens at the start of each window of a rolling text that are fed and scored in one pass.
     """
 
     decode_last: int = 0
     rolling_prefill: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Validate the fields.
 
         Raises
         ------
         ValueError
-            One is not a whole number, or negative.
+            A field is negative or not a whole number.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -50,7 +50,7 @@ class Scheme:
                 raise ValueError(f"{field.name} must be a whole number, 0 or more, got {value!r}")
 
     def prefill(self, context: int, inputs: int, is_rolling: bool) -> int:
-        """Return how many of ``inputs`` tokens one pass takes, of which ``context`` come before the first scored."""
+        """Return the number of tokens to prefill of ``inputs`` tokens, with ``context`` before the first scored one."""
         tokens = context - max(1, self.decode_last)
         if is_rolling:
             tokens = max(tokens, self.rolling_prefill)
@@ -60,32 +60,32 @@ class Scheme:
 def split_arguments(
     model_class: type, method: str | SparseMethod, arguments: dict[str, Any]
 ) -> tuple[SparseMethod, dict[str, Any]]:
-    """Make the method from its hyperparameters among the arguments, and return it with the other arguments.
+    """Make the method from the hyperparameters among the arguments; return it with the remaining arguments.
 
     Parameters
     ----------
     model_class : type
-        lm_eval's model, whose constructor takes the other arguments, and hands those that it does not know to
+        lm_eval's model. Its constructor takes the remaining arguments, and passes unknown ones to
         ``from_pretrained``.
     method : str or SparseMethod
         As for ``patch_model``.
     arguments : dict
-        All but ours.
+        All arguments except those of :class:`Scheme`.
 
     Raises
     ------
     TypeError, ValueError
-        The method or a hyperparameter is not allowed, or an argument looks like a misspelt one.
+        The method or a hyperparameter is not allowed, or an argument looks misspelt.
     """
-    of_methods = {field.name for method_class in METHODS.values() for field in fields(method_class)}
-    made = make_method(method, **{name: value for name, value in arguments.items() if name in of_methods})
-    others = {name: value for name, value in arguments.items() if name not in of_methods}
-    of_model = set(inspect.signature(model_class).parameters)
-    for name in others.keys() - of_model:
-        near = difflib.get_close_matches(name, _known(made), n=1, cutoff=MIN_SIMILARITY)
+    hyperparameters = {field.name for method_class in METHODS.values() for field in fields(method_class)}
+    chosen = make_method(method, **{name: value for name, value in arguments.items() if name in hyperparameters})
+    others = {name: value for name, value in arguments.items() if name not in hyperparameters}
+    model_parameters = set(inspect.signature(model_class).parameters)
+    for name in others.keys() - model_parameters:
+        near = difflib.get_close_matches(name, _known(chosen), n=1, cutoff=MIN_SIMILARITY)
         if near:
-            raise ValueError(f"unknown argument {name!r} (did you mean {near[0]!r}?); {_takes(made)}")
-    return made, others
+            raise ValueError(f"unknown argument {name!r} (did you mean {near[0]!r}?); {_takes(chosen)}")
+    return chosen, others
 
 
 def _known(method: SparseMethod) -> list[str]:
@@ -108,7 +108,7 @@ def argument_errors() -> Iterator[None]:
 
 @contextmanager
 def load_errors(pretrained: str, method: SparseMethod) -> Iterator[None]:
-    """Turn two errors of loading into an :class:`ArgumentError`: no such model, and an argument that nothing takes."""
+    """Turn errors about missing models and unknown arguments into an :class:`ArgumentError`."""
     try:
         yield
     except OSError as error:
@@ -120,6 +120,6 @@ def load_errors(pretrained: str, method: SparseMethod) -> Iterator[None]:
         if unknown is None:
             raise
         raise ArgumentError(
-            f"unknown argument {unknown[1]!r}; {_takes(method)}; all else goes to lm_eval's own "
-            "model, hf, and to from_pretrained"
+            f"unknown argument {unknown[1]!r}; {_takes(method)}; other arguments go to lm_eval's hf model and "
+            "to from_pretrained"
         ) from error

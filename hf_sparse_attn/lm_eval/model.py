@@ -1,4 +1,4 @@
-"""lm_eval's Transformers model with sparse attention, in force for likelihoods as for generation."""
+"""lm_eval's Transformers model with sparse attention, for likelihoods as well as generation."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""Its texts (None for a window of a longer text), and the tokens of its context and of its continuation."""
+"""Texts (None for a window of a longer text), tokens of the context, and tokens of the continuation."""
 
-logger = logging.getLogger("lm_eval.models.hf_sparse")  # below lm_eval's own, so that its settings apply
+logger = logging.getLogger("lm_eval.models.hf_sparse")  # a child of lm_eval's logger, to inherit its settings
 
 
 class HFSparseLM(HFLM):  # type: ignore[misc]
-    """lm_eval's model ``hf`` with sparse attention; in lm_eval by the name ``hf-sparse``.
+    """lm_eval's ``hf`` model with sparse attention, registered as ``hf-sparse``.
 
-    A method that makes decoding sparse has an effect on tokens that are fed one a forward pass. So a continuation that
-    is scored is fed token by token behind a prefilled context, and its context's last token too, since that predicts
-    the first one. Generation is ``generate()`` of the patched model: its first new token comes from the prefill.
+    Methods with sparse decoding affect only tokens that are fed one per forward pass. Scored continuations are
+    therefore fed token by token after a prefilled context. The context's last token is decoded too, because it
+    predicts the first scored token. Generation is the patched model's ``generate()``; its first new token comes from
+    the prefill.
 
     Parameters
     ----------
     pretrained : str or PreTrainedModel
-        A hub id, a directory, a ``.gguf`` file, an alias of ``hf_sparse_attn.cli.models``; or a model, which is patched
-        where it is.
+        A hub id, a directory, a ``.gguf`` file, an alias of ``hf_sparse_attn.cli.models``, or a model to patch in
+        place.
     method : str or SparseMethod
         A name in ``METHODS``, or a method.
     decode_last : int
-        Tokens at the end of each prompt that are fed one a forward pass, as new tokens are. In a batch with a shorter
-        prompt, as many as that has.
+        Tokens at the end of each prompt that are decoded one per forward pass, like new tokens; at most the length of
+        the shortest prompt in the batch.
     rolling_prefill : int
         Tokens at the start of each window of ``loglikelihood_rolling`` that are fed and scored in one forward pass. By
-        default none, so that every token is scored in a decode step.
+        default none: every token is scored in a decode step.
     arguments
-        The method's hyperparameters, and whatever ``hf`` takes.
+        The method's hyperparameters, and arguments of ``hf``.
 
     Raises
     ------
     ArgumentError
-        An argument is not allowed, or the model is not supported or cannot be loaded. Uncaught, it ends the process
-        with its message; it is a ValueError.
+        An argument is not allowed, or the model is not supported or cannot be loaded. It is a ValueError; if uncaught,
+        it ends the process with only its message.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
             super().__init__(source, **{**options, **arguments})
         with argument_errors():
             if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-                raise ValueError(f"peft={self.peft!r} puts a learned prompt before whatever is fed, each token too")
+                raise ValueError(f"peft={self.peft!r} puts a learned prompt before every token; use LoRA")
             patch_model(self.model, self.method)
         self.reads_by_task: dict[str, LayerStats] = {}
-        """What the decode steps of each task read; without their names where several processes share the tasks."""
+        """Reads of the decode steps by task; under the single name "" if several processes share the tasks."""
         self._reads = LayerStats()
         self._scorer = Scorer(self.model, self.tokenizer.pad_token_id, self.softmax_dtype)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score each request's continuation behind its context."""
+        """Score each request's continuation after its context."""
         return self._by_task(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -101,10 +102,10 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
         return self._by_task(super().generate_until, requests, disable_tqdm)
 
     def _by_task(self, run: Callable[..., list[Any]], requests: Sequence[Instance], disable_tqdm: bool) -> list[Any]:
-        """Run each task's requests by themselves, so that what was read can be told by task."""
+        """Run each task's requests separately, to count reads by task."""
         places: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
-            # Several processes must make the same calls, and one may have no request of some task.
+            # Several processes must make the same calls, but one may have no request of some task.
             name = (request.task_name or "") if self.world_size == 1 else ""
             places.setdefault(name, []).append(place)
         answers: dict[int, Any] = {}
@@ -112,12 +113,12 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
             self._reads = LayerStats()
             found = run([requests[place] for place in chosen], disable_tqdm=disable_tqdm)
             answers.update(zip(chosen, found, strict=True))
-            for reads in self.gather_object(self._reads) or ():  # nothing but in the first process
+            for reads in self.gather_object(self._reads) or ():  # None except in the first process
                 self.reads_by_task[name] = _sum(self.reads_by_task.get(name, LayerStats()), reads)
         return [answers[place] for place in range(len(requests))]
 
     def _count_reads(self) -> None:
-        """Add what the decode steps of the cache that was used last have read."""
+        """Add the reads of the last cache's decode steps."""
         self._reads = _sum(self._reads, sparse_attention_stats(self.model))
 
     def _autocast(self) -> torch.autocast:
@@ -127,7 +128,7 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score the continuations, the longest contexts first; those of one context share its prefill in a batch."""
+        """Score the continuations, longest contexts first; those of one context share its prefill within a batch."""
         found: dict[int, tuple[float, bool]] = {}
         places: dict[Continuation, list[int]] = {}
         for place, request in enumerate(requests):
@@ -149,9 +150,9 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
         return [found[place] for place in range(len(requests))]
 
     def _continuation(self, texts: tuple[str, str] | None, context: list[int], scored: list[int]) -> Continuation:
-        """Cut what does not fit off the context's start, and say what is fed how."""
+        """Truncate the context from the left to ``max_length`` and plan the forward passes."""
         if not 1 <= len(scored) <= self.max_length:
-            raise ValueError(f"a continuation has {len(scored)} tokens; between 1 and {self.max_length} can be scored")
+            raise ValueError(f"a continuation has {len(scored)} tokens; allowed: 1 to {self.max_length}")
         tokens = (context + scored)[-(self.max_length + 1) :]
         if len(tokens) < len(context) + len(scored):
             logger.warning(
@@ -165,8 +166,8 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
     def _batches(self, order: list[Continuation], override_bs: int | None) -> Iterator[list[Continuation]]:
         is_automatic = self.batch_size == "auto" and not override_bs
         if is_automatic:
-            self.batch_sizes: dict[float, int] = {}  # found anew for these lengths
-        requests = [(None, list(row.inputs), [self.eot_token_id]) for row in order]  # as the search takes them
+            self.batch_sizes: dict[float, int] = {}  # searched again for these lengths
+        requests = [(None, list(row.inputs), [self.eot_token_id]) for row in order]  # in the search's format
         begin = 0
         while begin < len(order):
             size = self._batch_scheduler(begin, requests) if is_automatic else override_bs or self.batch_size
@@ -176,7 +177,7 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
-        """Generate behind prompts of left-padded tokens, [rows, tokens]."""
+        """Generate after left-padded prompts, [rows, tokens]."""
         if self.scheme.decode_last:
             mask = generation_kwargs["attention_mask"]
             with self._autocast():
@@ -187,7 +188,7 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
 
     @torch.no_grad()
     def _feed_all_but_last(self, context: torch.Tensor, mask: torch.Tensor, max_length: int) -> SparseCache:
-        """Feed prompts, the last tokens one a pass, and leave the very last token to ``generate()``."""
+        """Prefill prompts and decode their last tokens, except the final one, which ``generate()`` feeds."""
         width = context.shape[1]
         decoded = min(self.scheme.decode_last, int(mask.sum(dim=1).min()))
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -198,7 +199,7 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
         return cache
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm_eval writes to its results: the method, and what its decode steps read."""
+        """Return the entries that lm_eval writes to its results: the method and the reads of its decode steps."""
         total = LayerStats()
         for reads in self.reads_by_task.values():
             total = _sum(total, reads)
@@ -222,9 +223,9 @@ def _sum(first: LayerStats, second: LayerStats) -> LayerStats:
 
 
 def _kv_fraction(reads: LayerStats) -> float | None:
-    """Return the fraction of dense attention's bytes that were read; None where nothing was decoded."""
+    """Return the fraction of dense attention's bytes that were read, None if nothing was decoded."""
     return reads.kv_fraction if reads.dense_bytes else None
 
 
 def _shown(fraction: float | None) -> str:
-    return "none, nothing was decoded" if fraction is None else f"{fraction:.4f}"
+    return "none (nothing was decoded)" if fraction is None else f"{fraction:.4f}"

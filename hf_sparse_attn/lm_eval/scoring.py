@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, decoded token by token, so that a method that makes decoding sparse is in force."""
+"""Log-likelihoods of continuations, decoded token by token so that sparse decoding applies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens to be fed for a continuation: its context, and itself without its last token, which is predicted alone.
+    """Tokens to feed for a continuation: its context, and the continuation without its last token.
 
-    Continuations of one context that differ in their last token alone are equal here.
+    Continuations of one context that differ only in their last token are equal here.
 
     Parameters
     ----------
     inputs : tuple of int
         The tokens.
     prefill : int
-        How many of them one forward pass takes, fewer than all. The rest are fed one a step.
+        Number of tokens in the first forward pass, fewer than all. The others are fed one per step.
     scored_from : int
         Index of the first token whose prediction is scored: the context's last.
     """
@@ -36,7 +36,7 @@ class Continuation:
 
     @property
     def steps(self) -> int:
-        """Tokens that are fed one a step."""
+        """Number of tokens fed one per step."""
         return len(self.inputs) - self.prefill
 
 
@@ -48,20 +48,20 @@ def feed(
     positions: torch.Tensor,
     keep: int = 1,
 ) -> torch.Tensor:
-    """Feed left-padded tokens behind a cache, and return the logits [rows, keep, vocabulary] after the last ones.
+    """Feed left-padded tokens after a cache and return the logits of the last ones, [rows, keep, vocabulary].
 
     Parameters
     ----------
     model : PreTrainedModel
         Patched.
     cache : SparseCache
-        Takes the tokens.
+        Holds the earlier tokens; updated.
     input_ids, positions : torch.Tensor
         int64 [rows, tokens]; positions without padding.
     mask : torch.Tensor
         int64 [rows, cached + new tokens], 0 for padding.
     keep : int
-        How many tokens' logits are computed.
+        Number of tokens whose logits are computed.
     """
     logits: torch.Tensor = model(
         input_ids=input_ids,
@@ -82,9 +82,9 @@ class Scorer:
     model : PreTrainedModel
         Patched.
     pad_token_id : int
-        Fills up shorter contexts on the left; never attended to.
+        Padding on the left of shorter contexts; never attended to.
     softmax_dtype : torch.dtype, optional
-        Of the log-probabilities. Default: of the logits.
+        Dtype of the log-probabilities. Default: that of the logits.
     """
 
     def __init__(self, model: PreTrainedModel, pad_token_id: int, softmax_dtype: torch.dtype | None = None) -> None:
@@ -94,10 +94,9 @@ class Scorer:
     def score(
         self, batch: Sequence[Continuation], last_tokens: Sequence[Sequence[int]]
     ) -> list[list[tuple[float, bool]]]:
-        """Return log p of each continuation in nats, and whether it is the greedy one, for each of its last tokens.
+        """Return each continuation's log-likelihood in nats and whether it is greedy, for each of its last tokens.
 
-        A context that several continuations share is prefilled once. A row that has come to its end leaves the batch,
-        so that no filler is fed.
+        A context shared by several continuations is prefilled once. Finished rows leave the batch.
         """
         order = sorted(range(len(batch)), key=lambda row: -batch[row].steps)
         rows = [batch[index] for index in order]
@@ -117,7 +116,7 @@ class Scorer:
         return [scores[order.index(row)] for row in range(len(batch))]
 
     def _prefill(self, rows: Sequence[Continuation], tally: _Tally) -> tuple[SparseCache, torch.Tensor]:
-        """Feed every row's first tokens, and return the cache with its mask, int64 [rows, tokens]."""
+        """Prefill every row; return the cache and its mask, int64 [rows, tokens]."""
         cache = SparseCache.for_model(self.model)
         contexts = [row.inputs[: row.prefill] for row in rows]
         width = max(map(len, contexts))
@@ -142,7 +141,7 @@ class Scorer:
     def _log_probabilities(
         self, cache: SparseCache, input_ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, keep: int
     ) -> torch.Tensor:
-        """Feed tokens, and return the log-probabilities [rows, keep, vocabulary] after the last ``keep`` of them."""
+        """Feed tokens and return the log-probabilities after the last ``keep``, [rows, keep, vocabulary]."""
         logits = feed(self.model, cache, input_ids, mask, positions, keep)
         return torch.nn.functional.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
@@ -151,16 +150,16 @@ class Scorer:
 
 
 class _Tally:
-    """Sums up the rows' scores on the device.
+    """Running sums of the rows' scores, on the device.
 
     Parameters
     ----------
     rows : sequence of Continuation
         By descending number of steps.
     last_tokens : sequence of sequences of int
-        The tokens that may end each row.
+        Candidates for each row's last token.
     device : torch.device
-        Of the log-probabilities.
+        Device of the log-probabilities.
     """
 
     def __init__(
@@ -170,10 +169,10 @@ class _Tally:
         self.sums = torch.zeros(len(rows), dtype=torch.float64, device=device)
         self.greedy = torch.ones(len(rows), dtype=torch.bool, device=device)
         self.ends: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of the rows that have come to their end, the last ones first: log p and greediness of their last tokens."""
+        """Log-likelihood and greediness for each last token of the finished rows, last row first."""
 
     def add(self, log_probabilities: torch.Tensor, positions: Sequence[int]) -> None:
-        """Score what the first rows predict, [rows, vocabulary], at these indices of their inputs."""
+        """Add the first rows' log-probabilities, [rows, vocabulary], at these indices of their inputs."""
         active = list(zip(self.rows, positions, strict=False))
         is_scored = [row.scored_from <= at < len(row.inputs) - 1 for row, at in active]
         targets = [row.inputs[at + 1] if scored else 0 for (row, at), scored in zip(active, is_scored, strict=True)]
@@ -192,5 +191,5 @@ class _Tally:
             self.ends.append((log_probability, self.greedy[index] & (best[index] == last)))
 
     def finish(self) -> list[list[tuple[float, bool]]]:
-        """Return the rows' scores; waits for the device."""
+        """Return the rows' scores, waiting for the device."""
         return [list(zip(sums.tolist(), greedy.tolist(), strict=True)) for sums, greedy in reversed(self.ends)]

@@ -1,4 +1,4 @@
-"""Figures show what the results hold: their data, their lines, and README's picture as it is kept."""
+"""Figures agree with the results: their data, their lines, and the README's stored picture."""
 
 import json
 import shutil
@@ -18,13 +18,13 @@ DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
 def drawn(axes):
-    """The lines of a panel: name to points."""
+    """Return the points of a panel's lines by name."""
     return {line.get_label(): [list(point) for point in line.get_xydata()] for line in axes.get_lines()}
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A tree with the results that the picture shows."""
+    """Copy the picture's results into a new tree."""
     shutil.copytree(ROOT / "eval/results" / overview.SWEEP, tmp_path / "eval/results" / overview.SWEEP)
     (tmp_path / overview.TIMES).parent.mkdir(parents=True)
     shutil.copy(ROOT / overview.TIMES, tmp_path / overview.TIMES)
@@ -38,7 +38,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(content))
 
 
-def test_there_is_one_dense_line_and_one_for_each_step():
+def test_a_panel_has_one_dense_line_and_one_per_step():
     panels = plot.series(
         report(
             entry(SHORT, 10.0, 20.0),
@@ -119,7 +119,7 @@ def test_the_picture_shows_its_data():
 
 
 @pytest.mark.parametrize("file", overview.FILES.values())
-def test_the_picture_that_is_kept_has_the_results_data(file):
+def test_the_stored_picture_has_the_results_data(file):
     description = ElementTree.parse(ROOT / overview.FOLDER / file).getroot().find(f".//{DESCRIPTION}")
     message = "run: python kernels/benchmarks/run.py --overview"
     assert json.loads(description.text) == overview.overview_data(ROOT), message
@@ -149,7 +149,7 @@ def no_quest(summary):
 
 
 @pytest.mark.parametrize("change", [other_device, fewer_samples, no_quest])
-def test_runs_that_do_not_go_together_are_refused(root, change):
+def test_inconsistent_runs_are_refused(root, change):
     rewrite(root / "eval/results" / overview.SWEEP / "01-passkey/summary.json", change)
     with pytest.raises(ResultsError, match="must hold every task and length"):
         overview.overview_data(root)
@@ -172,7 +172,7 @@ def test_missing_and_damaged_results_are_named(root):
         (overview.times_table, "| tokens in the cache | best dense kernel, µs | Quest, µs |"),
     ],
 )
-def test_a_method_has_tables_of_its_own(make, head):
+def test_each_method_has_its_tables(make, head):
     assert make(ROOT, "Quest").startswith(head)
     assert "TokenSelect" not in make(ROOT, "Quest")
     with pytest.raises(KeyError, match="Nothing"):

@@ -1,4 +1,4 @@
-"""README's table is what the results hold."""
+"""The README's table agrees with the results."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from op_bench.results import ResultsError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_table_is_what_the_results_hold():
+def test_the_table_agrees_with_the_results():
     shown = headline.MARKS.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert headline.headline(ROOT) in shown[0], "run: python kernels/benchmarks/run.py --overview"
     assert shown[0].count("\n|") == 2 + 5
@@ -23,15 +23,15 @@ def test_only_the_table_is_rewritten(tmp_path):
     assert path.read_text() == f"before\n<!-- measured: by hand -->\n\n{table}\n<!-- measured: end -->\nafter\n"
 
 
-def test_a_file_without_marks_is_left_alone(tmp_path):
+def test_a_file_without_marks_is_not_changed(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("nothing is measured")
-    with pytest.raises(ResultsError, match="has no marks of the table"):
+    with pytest.raises(ResultsError, match="lacks the table's marks"):
         headline.update_readme(path, ROOT)
     assert path.read_text() == "nothing is measured"
 
 
-def test_results_that_lack_what_is_shown_are_named(monkeypatch):
+def test_missing_measurements_are_named(monkeypatch):
     monkeypatch.setattr(headline, "CONTEXT", 7)
-    with pytest.raises(ResultsError, match="the results lack a measurement of README's table"):
+    with pytest.raises(ResultsError, match="the results lack a measurement of the README's table"):
         headline.headline(ROOT)

@@ -160,7 +160,7 @@ def results_tree(root, reports=(), speeds=()):
 
 def test_the_page_says_where_there_are_no_results(tmp_path):
     page = performance.tables(results_tree(tmp_path))
-    assert "have not been measured yet: `make bench`" in page
+    assert "have not been timed yet: run `make bench`" in page
     assert "`generate()` has not been timed yet" in page
 
 

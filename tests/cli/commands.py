@@ -1,4 +1,4 @@
-"""Run the command line in this process."""
+"""Runs the command line in this process."""
 
 from typer.testing import CliRunner, Result
 

@@ -82,7 +82,7 @@ def test_several_methods_and_budgets_are_columns_of_one_table(model: str) -> Non
 COLUMNS = ["dense", "quest 64", "quest 128", "tokenselect 64", "tokenselect 128"]
 
 
-def test_several_methods_in_json_and_said_line_by_line(model: str) -> None:
+def test_several_methods_in_json_with_a_progress_line_each(model: str) -> None:
     repeated = ("--method", "quest", "--method", "tokenselect", "--token-budget", "64", "--token-budget", "128")
     own = ("--set", "quest.page_size=8", "--set", "chunk_size=64")
     result = invoke("compare", "--model", model, *COMPARE_PASSKEY[2:], *repeated, *own, "--json")
@@ -94,11 +94,11 @@ def test_several_methods_in_json_and_said_line_by_line(model: str) -> None:
         assert parameters.get("page_size", 8) == 8
         assert parameters.get("chunk_size", 64) == 64
     assert all(len(run["variants"]) == 4 for run in report["runs"])
-    said = [line.partition(":")[0] for line in result.stderr.splitlines() if " in " in line]
-    assert said == COLUMNS
+    labels = [line.partition(":")[0] for line in result.stderr.splitlines() if " in " in line]
+    assert labels == COLUMNS
 
 
-def test_dense_attention_alone_is_a_table_of_one_column(model: str) -> None:
+def test_dense_attention_alone_gives_one_column(model: str) -> None:
     result = invoke("compare", "--model", model, *COMPARE_PASSKEY[2:], "--method", "full")
     assert result.exit_code == 0, result.output
     assert "dense" in result.stdout
@@ -137,14 +137,17 @@ def test_an_interrupt_ends_without_a_traceback(model: str, monkeypatch: pytest.M
         (("--picture", "nowhere/reads.png"), "nowhere/reads.png"),
         (("--html", "nowhere/page.html"), "nowhere/page.html"),
         (("--html", "page.html", "--method", "full"), "--html"),
-        (("--method", "tokenselect,quest", "--token-budget", "64", "--passkey-tokens", "1100"), "with quest, for 1024"),
+        (
+            ("--method", "tokenselect,quest", "--token-budget", "64", "--passkey-tokens", "1100"),
+            "with quest the model has positions for 1024",
+        ),
         (("--set", "token_budget=64", "--token-budget", "64"), "twice"),
         (("--token-budget", "8"), "8"),
         (("--token-budget", "0"), "0"),
         (("--depths", "0.5,two"), "0.5,two"),
         (("--depths", "1.5"), "1.5"),
         (("--prompt-file", "nowhere.txt"), "nowhere.txt"),
-        (("--prompt-file", "nowhere.txt", "--passkey-tokens", "500"), "exclude"),
+        (("--prompt-file", "nowhere.txt", "--passkey-tokens", "500"), "cannot be used together"),
         (("--passkey-tokens", "5"), "num_tokens=5"),
         (("--passkey-tokens", "5000"), "1024"),
         (("--dtype", "float8"), "float8"),
@@ -179,7 +182,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("answer", "shown"), HOSTILE.items())
 @pytest.mark.parametrize("kind", ["Prompt", "Passkey"])
-def test_an_answer_is_shown_as_it_is_and_steers_nothing(
+def test_an_answer_is_shown_literally_without_control_characters(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, answer: str, shown: str
 ) -> None:
     run = Run(answer, (1, 2), 0.1, 0.1, 1)
@@ -199,7 +202,7 @@ def test_an_answer_is_shown_as_it_is_and_steers_nothing(
 
 
 @pytest.mark.parametrize("name", ["./no[/x]", "./no\x1b[31m"])
-def test_a_models_name_is_shown_as_it_is(name: str) -> None:
+def test_a_model_name_is_shown_literally(name: str) -> None:
     result = invoke("compare", "--model", name)
     assert result.exit_code == 2, result.output
     assert repr(name) in result.stderr

@@ -1,4 +1,4 @@
-"""What is said where an extra is not installed: one line with the command that installs it, and exit code 2."""
+"""A missing extra ends a command with one line naming the install command, and exit code 2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Hide = Callable[..., None]
 
 @pytest.fixture
 def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
-    """Make these packages, imported already or not, such that they cannot be imported."""
+    """Make importing these packages fail, even if they are imported already."""
 
     def hide_packages(*packages: str) -> None:
         loaded = [name for name in sys.modules if name.partition(".")[0] in packages]
@@ -44,7 +44,7 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
 
 @contextmanager
 def fresh_modules(*prefixes: str) -> Iterator[None]:
-    """Import modules with these prefixes anew inside the block, and have the former ones back after it."""
+    """Forget modules with these prefixes inside the block and restore them after it."""
 
     def matching() -> dict[str, ModuleType]:
         return {name: module for name, module in sys.modules.items() if name.startswith(prefixes)}
@@ -68,7 +68,7 @@ def fresh_modules(*prefixes: str) -> Iterator[None]:
 
 
 def run_module(module: str, *arguments: str) -> int | str | None:
-    """Run ``python -m module`` in this process, with the command lines imported anew; return the exit code."""
+    """Run ``python -m module`` in this process with freshly imported command lines; return the exit code."""
     with (
         fresh_modules("hf_sparse_attn.cli.", "hf_sparse_attn.__main__", "eval."),
         pytest.MonkeyPatch.context() as patch,
@@ -110,19 +110,19 @@ def test_memory_that_cannot_be_measured_is_one_line(hide: Hide, capsys, tmp_path
     arguments = ("--model", str(save_model(tmp_path / "model")), "--passkey-tokens", "400", "--device", "cpu")
     hide("psutil")
     assert run_module("hf_sparse_attn", "compare", *arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.endswith(f"error: peak memory on CPU is measured with psutil: {INSTALL_CLI}\n")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith(f"error: peak memory on CPU is measured with psutil: {INSTALL_CLI}\n")
 
 
-def test_weights_by_name_say_what_they_need(hide: Hide) -> None:
+def test_loading_weights_by_name_names_missing_packages(hide: Hide) -> None:
     hide(*CLI)
     with pytest.raises(ModelLoadError) as raised:
         load_model("smollm2")
     assert str(raised.value) == f"model 'smollm2' is a GGUF file, which needs the gguf package: {INSTALL_CLI}"
 
 
-def test_another_missing_module_is_a_fault() -> None:
+def test_another_missing_module_is_not_caught() -> None:
     with pytest.raises(ModuleNotFoundError, match="hf_sparse_attn_kernelz"), needs("all", ("rich",), INSTALL_CLI):
         import hf_sparse_attn_kernelz  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""The loop behind passkey and the harness against Transformers' own."""
+"""Compare our greedy loop with Transformers' ``generate()``."""
 
 import math
 
@@ -29,7 +29,7 @@ def generated(**options):
 
 @pytest.mark.parametrize("token_by_token", [True, False])
 @pytest.mark.parametrize("question_tokens", [1, 5])
-def test_answer_is_what_generate_gives(token_by_token, question_tokens):
+def test_answer_equals_generate(token_by_token, question_tokens):
     given = answered(12, question_tokens, token_by_token=token_by_token)
     assert list(given.token_ids) == generated(max_new_tokens=12, eos_token_id=None)
     assert given.question_steps == (question_tokens if token_by_token else 1)
@@ -49,12 +49,12 @@ def test_answer_stops_where_generate_stops(min_new_tokens):
     assert given.decode_steps == (len(expected) if len(expected) < 12 else 11)
 
 
-@pytest.mark.parametrize(("question_tokens", "max_new_tokens", "said"), [(5, 0, "max_new_tokens=0"), (60, 3, None)])
-def test_bad_input_is_named_and_an_empty_material_is_fine(question_tokens, max_new_tokens, said):
-    if said is None:
+@pytest.mark.parametrize(("question_tokens", "max_new_tokens", "message"), [(5, 0, "max_new_tokens=0"), (60, 3, None)])
+def test_bad_input_is_named_and_an_empty_material_is_fine(question_tokens, max_new_tokens, message):
+    if message is None:
         assert list(answered(3, question_tokens).token_ids) == generated(max_new_tokens=3, eos_token_id=None)
         return
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         answered(max_new_tokens, question_tokens)
     with pytest.raises(ValueError, match="question_ids is empty"):
         answer(shared_model("llama"), DynamicCache(), [], 3)

@@ -1,4 +1,4 @@
-"""A download is announced before it begins, with its size and where it goes."""
+"""Downloads are announced with their size and target folder."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def files(**sizes: int) -> SimpleNamespace:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what the hub answers; nothing is cached."""
+    """Return a function that sets the hub's answer; nothing is cached."""
 
     def answers(answer: object) -> None:
         def model_info(*_: object, **__: object) -> object:
@@ -56,14 +56,14 @@ def test_a_model_on_the_hub(hub: Any, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [OSError("no network"), files(README=9), SimpleNamespace(siblings=None)])
-def test_a_hub_that_does_not_say_is_left_to_loading(hub: Any, capsys: Any, answer: object) -> None:
+def test_an_unknown_size_on_the_hub_is_not_announced(hub: Any, capsys: Any, answer: object) -> None:
     hub(answer)
     assert not announce_download("owner/model")
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "model.gguf", "no/such/model", "\x1b"])
-def test_what_is_no_hub_id_asks_no_hub(hub: Any, capsys: Any, name: str) -> None:
+def test_a_name_that_is_not_a_hub_id_does_not_ask_the_hub(hub: Any, capsys: Any, name: str) -> None:
     hub(AssertionError("the hub was asked"))
     assert not announce_download(name)
     assert capsys.readouterr().err == ""

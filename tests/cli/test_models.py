@@ -1,4 +1,4 @@
-"""The sources of models; nothing here touches the network."""
+"""Sources of models, without the network."""
 
 import hashlib
 import subprocess
@@ -15,7 +15,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 64
 
 
 class FakePip:
-    """Stands in for ``subprocess.run``: writes a wheel with the given bytes, or fails."""
+    """Replacement for ``subprocess.run`` that writes a wheel with the given bytes, or fails."""
 
     def __init__(self, content: bytes = CONTENT, error: str = "") -> None:
         self.content = content
@@ -35,7 +35,7 @@ class FakePip:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, and the alias ``tiny``."""
+    """Empty cache folder, and the alias ``tiny``."""
     weights = PackagedWeights("tiny-weights==1.0", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
     monkeypatch.setitem(models.ALIASES, "tiny", weights)
     monkeypatch.setenv("HF_SPARSE_ATTN_CACHE", str(tmp_path / "cache"))
@@ -126,7 +126,7 @@ def test_missing_platformdirs_names_the_extra_and_the_variable(monkeypatch: pyte
     assert pip.commands == []
 
 
-def test_unknown_alias_names_the_known() -> None:
+def test_unknown_alias_error_lists_the_known_ones() -> None:
     with pytest.raises(ModelLoadError, match=r"'smollm3'.*smollm2"):
         fetch_weights("smollm3")
 
@@ -149,7 +149,7 @@ def test_directory_without_config_names_its_gguf_files(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_file_that_is_no_gguf_is_an_error(tmp_path: Path) -> None:
+def test_file_that_is_not_gguf_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelLoadError, match=r"a\.gguf"):
         load_model(tmp_path / "a.gguf")

@@ -1,4 +1,4 @@
-"""The page and the picture of what was read."""
+"""The HTML page and the heatmap of the tokens read."""
 
 import base64
 import re

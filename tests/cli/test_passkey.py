@@ -32,7 +32,7 @@ def test_key_follows_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:
     assert all(len(key) == 5 and key.isdigit() for key in keys)
 
 
-def test_own_filler(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_custom_filler(tokenizer: PreTrainedTokenizerFast) -> None:
     passkey = make_passkey(tokenizer, 400, 0.5, 0, filler=["Nothing to see."])
     assert "Nothing to see. Nothing to see." in tokenizer.decode(list(passkey.material_ids))
 

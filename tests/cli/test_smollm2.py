@@ -1,4 +1,4 @@
-"""Real weights: SmolLM2-135M finds the passkey with a quarter of the KV cache read, and a window does not."""
+"""Real weights: SmolLM2-135M finds the passkey reading a quarter of the KV cache; a window does not."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", 
 
 @pytest.fixture(scope="module")
 def loaded():
-    """SmolLM2 and its tokenizer on a device: fp32 on CPU, bf16 on CUDA; loaded once each."""
+    """Return a function that loads SmolLM2 and its tokenizer once per device, in fp32 on CPU and bf16 on CUDA."""
     models = {}
 
     def load(device):
@@ -85,7 +85,7 @@ def test_patch_generate_stats_unpatch_generate(loaded, device):
 
 @dataclass(frozen=True)
 class ComparedQuest(Quest):
-    """Quest with 8-bit bounds; counts the pages that exact bounds choose, and those of them that it chose too."""
+    """Quest with 8-bit bounds that counts the pages exact bounds select, and how many of those it selects too."""
 
     agreed: ClassVar[list[int]] = []
     chosen: ClassVar[list[int]] = []

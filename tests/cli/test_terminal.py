@@ -1,4 +1,4 @@
-"""Text and progress on the terminal, and where there is none."""
+"""Text and progress, on a terminal and elsewhere."""
 
 import io
 
@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("kind", ["terminal", "no colour", "dumb", "pipe", "pipe with forced colours"])
-def test_a_bar_is_for_terminals_and_a_line_for_the_rest(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminals_get_a_bar_and_other_outputs_a_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
@@ -57,13 +57,13 @@ def test_libraries_draw_their_bars_again_afterwards(capsys: pytest.CaptureFixtur
     assert "3/3" in capsys.readouterr().err
 
 
-def test_a_file_is_no_terminal() -> None:
+def test_a_file_is_not_a_terminal() -> None:
     assert not moves_cursor(Console(file=io.StringIO(), force_terminal=True))
     assert moves_cursor(Console(file=Terminal(), force_terminal=True))
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "words"),
     [
         (0.2, "1 s"),
         (7.4, "7 s"),
@@ -78,11 +78,11 @@ def test_a_file_is_no_terminal() -> None:
         (40_000, "11 h"),
     ],
 )
-def test_times_in_words(seconds: float, said: str) -> None:
-    assert about(seconds) == f"about {said}"
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert about(seconds) == f"about {words}"
 
 
-def test_text_that_steers_a_terminal_becomes_escapes() -> None:
+def test_control_characters_become_escapes() -> None:
     assert visible("a\tb\nc é 漢 👩\u200d🚀") == "a\tb\nc é 漢 👩\u200d🚀"
     assert visible("\x00\x7f\x85\u2028\u2066") == r"\x00\x7f\x85\u2028\u2066"
     assert one_line("first\n  second\x1b") == r"first second\x1b"

@@ -17,7 +17,7 @@ def test_each_method_comes_with_each_budget_and_dense_attention_with_none() -> N
     assert column_names(methods) == ["quest 64", "quest 128", "tokenselect 64", "tokenselect 128"]
 
 
-def test_a_method_that_is_there_once_has_its_bare_name() -> None:
+def test_a_method_that_occurs_once_has_its_bare_name() -> None:
     methods = make_methods(("quest", "tokenselect"))
     assert methods == [Quest(), TokenSelect()]
     assert column_names(methods) == ["quest", "tokenselect"]
@@ -31,7 +31,7 @@ def test_a_parameter_goes_to_the_methods_that_have_it_or_to_the_one_that_it_name
     assert (quest.token_budget, tokenselect.token_budget) == (128, 64)
 
 
-def test_parameters_are_said_once_and_budgets_side_by_side() -> None:
+def test_parameters_are_listed_once_with_all_budgets() -> None:
     quest, tokenselect = describe(make_methods(("quest", "tokenselect"), (64, 128), {"page_size": 8}))
     assert quest.startswith("quest: token_budget=64 or 128, ")
     assert quest.count("page_size=8") == 1
@@ -46,7 +46,7 @@ def test_parameters_are_said_once_and_budgets_side_by_side() -> None:
         (("quest",), (64, 64), {}, "token budget 64 is given twice"),
         (("quest",), (64,), {"token_budget": 128}, "token_budget is given twice"),
         (("quest", "tokenselect"), (64,), {"quest.token_budget": 128}, "token_budget is given twice"),
-        (("quest", "tokenselect"), (), {"size": 1}, "'size' is unknown to the methods: quest takes .*page_size"),
+        (("quest", "tokenselect"), (), {"size": 1}, "unknown parameter 'size': quest takes .*page_size"),
         (("quest",), (), {"tokenselect.k": 1}, "'tokenselect' is not among the methods quest"),
         (("quest",), (), {"quest.page_sise": 1}, "did you mean 'page_size'"),
         (("full", "quest"), (), {"full.page_size": 16}, "full has no parameter 'page_size'"),

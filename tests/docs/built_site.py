@@ -1,4 +1,4 @@
-"""The built documentation in a real browser. ``make docs`` runs it behind the build; it is no part of ``make test``."""
+"""The built documentation in a real browser; run by ``make docs`` after the build, not by ``make test``."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LOADED = re.compile(r"<(?:script|img|source|iframe)\b[^>]*\bsrc=\"?([^\" >]+)|<l
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """A server that does not print what it serves."""
+    """Server that does not log requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -43,8 +43,8 @@ def test_the_site_is_built() -> None:
 
 
 def open_page(browser: Any, address: str, scheme: str = "light") -> None:
-    """Open a page as somebody does who prefers a theme and has not been there before."""
-    browser.get("about:blank")  # an open page would keep the theme that it has
+    """Open a page as a first-time visitor who prefers a theme."""
+    browser.get("about:blank")  # an open page would keep its theme
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     browser.execute_cdp_cmd(
@@ -54,7 +54,7 @@ def open_page(browser: Any, address: str, scheme: str = "light") -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_loads_its_own_files_alone_and_fits_screens_of_any_width(browser: Any, address: str, page: str) -> None:
+def test_a_page_loads_only_local_files_and_fits_any_screen_width(browser: Any, address: str, page: str) -> None:
     set_width(browser, 1280)
     open_page(browser, f"{address}/{page}/")
     assert browser.get_log("browser") == []
@@ -75,7 +75,7 @@ def test_a_page_loads_its_own_files_alone_and_fits_screens_of_any_width(browser:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_refers_to_its_own_files_alone(page: str) -> None:
+def test_a_page_refers_only_to_local_files(page: str) -> None:
     text = (SITE / page / "index.html").read_text(encoding="utf-8")
     loaded = [first or second for first, second in LOADED.findall(text)]
     assert [name for name in loaded if "//" in name and "hf-sparse-attn.github.io" not in name] == []

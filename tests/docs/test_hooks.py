@@ -1,4 +1,4 @@
-"""What MkDocs is given beside the pages: files written elsewhere, tables, drawings, formulas, notebooks, docstrings."""
+"""Hooks of the site: pages from elsewhere, tables, drawings, formulas, notebooks and docstrings."""
 
 import importlib.util
 import logging
@@ -46,8 +46,8 @@ def test_links_of_a_file_lead_to_pages_or_to_the_repository(link: str, becomes: 
     assert text == f"See [this]({becomes})."
 
 
-def test_a_link_to_no_file_is_an_error_that_names_both() -> None:
-    with pytest.raises(PluginError, match=r"CONTRIBUTING\.md: no/file\.md leads to no file"):
+def test_a_broken_link_is_an_error_that_names_source_and_target() -> None:
+    with pytest.raises(PluginError, match=r"CONTRIBUTING\.md: the link target no/file\.md does not exist"):
         hooks.translated("[this](no/file.md)", "CONTRIBUTING.md", "contributing.md", REPO)
 
 
@@ -63,7 +63,7 @@ def test_every_mark_of_a_page_can_be_generated() -> None:
         assert str(ROOT) not in text
 
 
-def test_tables_stand_for_their_marks() -> None:
+def test_tables_replace_their_marks() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="methods/quest.md"))
     text = hooks.on_page_markdown("Before.\n\n<!-- generated: accuracy Quest -->\n\nAfter.", page, None, None)
     assert text.startswith("Before.\n\n| token_budget | KV read, % | score, % |")
@@ -89,7 +89,7 @@ def test_drawings_become_part_of_the_page() -> None:
     assert html.count("<svg") == html.count("</svg>") == 1
 
 
-def test_long_names_in_tables_may_break_behind_underscores() -> None:
+def test_long_names_in_tables_may_break_after_underscores() -> None:
     long, short = "test_generation.py::test_a_way_to_generate", "test_pipeline"
     page = f"<td><code>{long}</code></td><td><code>{short}</code></td><p><code>{long}</code></p>"
     html = hooks.on_page_content(page, None, SimpleNamespace(docs_dir=ROOT / "docs"), None)
@@ -136,7 +136,7 @@ def test_an_executed_notebook_is_a_page_with_its_pictures(notebook: Path) -> Non
     assert "a warning" not in page
 
 
-def test_a_notebook_without_outputs_is_warned_of(notebook: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notebook_without_outputs_logs_a_warning(notebook: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="mkdocs"):
         files = hooks.notebook_files(notebook.with_name("other.ipynb"), REPO)
     assert list(files) == ["notebooks/other.md"]

@@ -1,4 +1,4 @@
-"""The pages' code runs, and their lines and navigation are in order."""
+"""The pages' code runs, and their line lengths and navigation are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with room for the pages' budgets, and a book."""
+    """Folder with a book and a small model that is long enough for the pages' budgets."""
     folder = save_model(tmp_path_factory.mktemp("model"), chat=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -42,7 +42,7 @@ def test_the_code_of_a_page_runs(page: str, folder: Path, monkeypatch: pytest.Mo
     names: dict[str, Any] = {"SparseCache": SparseCache, "patch_model": patch_model}
     code = blocks(page, "python")
     assert code
-    if MODEL_NAME not in code[0]:  # a page that goes on where "getting started" ended
+    if MODEL_NAME not in code[0]:  # a page that continues "getting started"
         code = [blocks("index", "python")[0], *code]
     for block in code:
         exec(block.replace(MODEL_NAME, str(folder)).replace("max_new_tokens=200", "max_new_tokens=2"), names)

@@ -1,4 +1,4 @@
-"""README's code and commands run, and what it lists exists."""
+"""The README's code and commands run, and everything it lists exists."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def shell_lines() -> list[list[str]]:
 
 
 def command(*beginning: str) -> list[str]:
-    """The arguments of the one command that begins so."""
+    """Return the arguments of the only command with this beginning."""
     (found,) = (words for words in shell_lines() if words[: len(beginning)] == list(beginning))
     return found[len(beginning) :]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, and a book that is longer than the budget."""
+    """Folder with a small model, and a book longer than the budget."""
     folder = save_model(tmp_path_factory.mktemp("model"), chat=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(arguments: list[str], folder: Path) -> list[str]:
-    """The same command for the small model, and on a shorter text."""
+    """Return the command for the small model and a shorter text."""
     shorter = {"smollm2": str(folder), "2000": "400"}
     return [shorter.get(word, word) for word in arguments]
 
@@ -57,7 +57,7 @@ def test_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (code,) = blocks("python")
     names: dict[str, Any] = {}
     exec(code.replace(MODEL_NAME, str(folder)).replace("max_new_tokens=200", "max_new_tokens=3"), names)
-    assert 0 < float(capsys.readouterr().out) < 1  # read sparsely
+    assert 0 < float(capsys.readouterr().out) < 1  # decoding was sparse
 
 
 def test_calls_that_are_listed_are_public() -> None:

@@ -1,4 +1,4 @@
-"""What --model_args may hold, and what it says where it may not."""
+"""Allowed arguments of --model_args, and errors for the others."""
 
 import inspect
 import sys
@@ -24,14 +24,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_names_of_arguments_are_taken_once() -> None:
-    of_model = set(inspect.signature(HFLM).parameters)
-    of_methods = {field.name for method in METHODS.values() for field in fields(method)}
+    model_parameters = set(inspect.signature(HFLM).parameters)
+    hyperparameters = {field.name for method in METHODS.values() for field in fields(method)}
     ours = {"method", *(field.name for field in fields(Scheme))}
-    assert not of_model & of_methods
-    assert not ours & (of_model | of_methods)
+    assert not model_parameters & hyperparameters
+    assert not ours & (model_parameters | hyperparameters)
 
 
-def test_hyperparameters_are_told_from_other_arguments() -> None:
+def test_hyperparameters_are_separated_from_other_arguments() -> None:
     arguments = {"dtype": "float32", "page_size": 8, "load_in_8bit": True, "token_budget": 64, "torch_dtype": "auto"}
     method, others = split_arguments(HFLM, "quest", arguments)
     assert method == Quest(token_budget=64, page_size=8)
@@ -65,7 +65,7 @@ def _parsed(text: str) -> dict[str, Any]:
         ({"decode_last": -1}, "decode_last must be a whole number, 0 or more, got -1"),
         ({"rolling_prefill": "all"}, "rolling_prefill must be a whole number, 0 or more, got 'all'"),
         ({"pretrained": None}, "pretrained is missing"),
-        ({"pretrained": "/no/such/model"}, "model '/no/such/model' is not there"),
+        ({"pretrained": "/no/such/model"}, "model '/no/such/model' does not exist"),
         ({"pretrained": "nobody/nothing"}, "model 'nobody/nothing' could not be loaded: "),
         ({"dense_layers": 3}, "dense_layers must leave at least one layer to make sparse, got 3"),
     ],
@@ -75,7 +75,7 @@ def test_bad_arguments(folder: str, arguments: dict[str, Any], message: str) -> 
         HFSparseLM.create_from_arg_obj({"pretrained": folder, **arguments}, {"batch_size": 2, "device": "cpu"})
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert raised.value.code == str(raised.value)  # what the interpreter prints as it exits with 1
+    assert raised.value.code == str(raised.value)  # printed by the interpreter, which exits with 1
     assert isinstance(raised.value, ValueError)
 
 
@@ -85,7 +85,7 @@ def test_learned_prompts_are_refused(folder: str, tmp_path: Path) -> None:
 
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(tmp_path)
-    with pytest.raises(ArgumentError, match="puts a learned prompt before whatever is fed"):
+    with pytest.raises(ArgumentError, match="puts a learned prompt before every token; use LoRA"):
         HFSparseLM(folder, peft=str(tmp_path), device="cpu")
 
 
@@ -113,7 +113,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         import hf_sparse_attn.lm_eval.model  # noqa: F401
 
 
-def test_registered_model_is_found_beside_lm_evals_own() -> None:
+def test_registered_model_is_found_next_to_lm_evals_own() -> None:
     from lm_eval.api.registry import get_model
 
     register()

@@ -67,7 +67,7 @@ def _no_description_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate(model: LM, tasks: Path) -> dict[str, Any]:
-    """Run the tasks in this process, without lm_eval's own, whose list takes seconds to read."""
+    """Run the tasks in this process, without lm_eval's own tasks, whose index takes seconds to load."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     results: dict[str, Any] = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
     return results
@@ -86,7 +86,7 @@ def written(out: Path) -> dict[str, Any]:
     return results
 
 
-def test_results_hold_what_was_read(tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_results_contain_the_reads(tasks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = HFSparseLM(str(save_model(tmp_path)), token_budget=64, dtype="float64", device="cpu", batch_size=2)
     logging.getLogger("lm_eval").propagate = True
     with caplog.at_level(logging.INFO, logger="lm_eval"):

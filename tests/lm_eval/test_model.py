@@ -1,4 +1,4 @@
-"""hf-sparse against lm_eval's own hf where the budget covers everything, and against single sequences where not."""
+"""Compare hf-sparse with lm_eval's hf at full budget, and with single sequences at small budgets."""
 
 import random
 from pathlib import Path
@@ -44,7 +44,7 @@ def requests(kind: str, arguments: list[tuple[Any, ...]], task: str = "task") ->
 
 
 def choices() -> list[Instance]:
-    """Contexts of several lengths, none among them, with answers that share their first tokens."""
+    """Contexts of several lengths, including an empty one, with answers that share their first tokens."""
     contexts = ["", "We", text(9), text(20, 1), text(30, 2)]
     answers = (" a", " b", " sail", " the wind is low", " home again")
     return requests("loglikelihood", [(context, answer) for context in contexts for answer in answers])
@@ -67,7 +67,7 @@ def test_scores_are_dense_attentions_where_the_budget_covers_all(folder: str, de
     assert sparse.get_model_info()["kv_fraction"] == 1
 
 
-def test_greedy_continuations_are_told(folder: str, dense: HFLM) -> None:
+def test_greedy_continuations_are_recognized(folder: str, dense: HFLM) -> None:
     context = dense.tok_encode(text(30))
     prompt = torch.tensor([context])
     *_, one, two, three = dense.model.generate(prompt, attention_mask=prompt > -1, max_new_tokens=3).tolist()[0]
@@ -114,8 +114,8 @@ def test_scores_under_a_small_budget_are_those_of_single_sequences(folder: str, 
         expected.append(sum(scores[-len(continuation) :]))
     found = [score for score, _ in sparse.loglikelihood(choices())]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # the reference's softmax is in float32
-    of_dense = [score for score, _ in dense.loglikelihood(choices())]
-    assert max(abs(ours - theirs) for ours, theirs in zip(found, of_dense, strict=True)) > 1e-2
+    dense_scores = [score for score, _ in dense.loglikelihood(choices())]
+    assert max(abs(ours - theirs) for ours, theirs in zip(found, dense_scores, strict=True)) > 1e-2
 
 
 def test_decoding_the_end_of_the_prompt_reads_less(folder: str) -> None:
@@ -137,7 +137,7 @@ def test_results_do_not_depend_on_the_batch_size(folder: str, batch_size: int | 
     assert some.generate_until(prompts(20)) == others.generate_until(prompts(20))
 
 
-def test_reads_are_told_by_task(folder: str) -> None:
+def test_reads_are_counted_by_task(folder: str) -> None:
     sparse = HFSparseLM(folder, **SMALL, **LOADING)
     mixed = requests("loglikelihood", [(text(50, seed), " sail on") for seed in range(4)], "long")
     alone = HFSparseLM(folder, **SMALL, **LOADING).loglikelihood(mixed)
@@ -178,7 +178,7 @@ def test_one_prefill_serves_the_choices_of_a_context(folder: str) -> None:
     assert set(steps) == {(4, 1)}
     fed.clear()
     sparse.loglikelihood(requests("loglikelihood", [(context, letter) for letter in "abcd"]))
-    assert fed == [prefilled, (1, 1)]  # what predicts the letters is the same for all
+    assert fed == [prefilled, (1, 1)]  # all letters share the tokens that predict them
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_prefilled_tokens(scheme: Scheme, context: int, inputs: int, is_rolling:
     assert scheme.prefill(context, inputs, is_rolling) == prefilled
 
 
-def test_a_model_that_is_there_is_patched_in_place(folder: str, dense: HFLM) -> None:
+def test_a_model_object_is_patched_in_place(folder: str, dense: HFLM) -> None:
     stock = HFLM(folder, **LOADING)
     sparse = HFSparseLM(stock.model, tokenizer=stock.tokenizer, batch_size=3, **METHODS["quest"])
     assert_same_scores(sparse.loglikelihood(choices()), dense.loglikelihood(choices()))

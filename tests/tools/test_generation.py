@@ -1,4 +1,4 @@
-"""The ways in which Transformers generates: assistants, guidance, embeddings, processors, and what is refused."""
+"""Transformers' ways to generate: assistants, guidance, embeddings, processors, and the refused ones."""
 
 import copy
 
@@ -28,7 +28,7 @@ def model():
 
 
 def own_loop(model, *args, **kwargs):
-    """What ``custom_generate`` takes: here Transformers' own loop."""
+    """Run Transformers' own loop, as an argument of ``custom_generate``."""
     return type(model)._sample(model, *args, **kwargs)
 
 
@@ -65,7 +65,7 @@ def test_embeddings_in_place_of_tokens(method_name, model):
 
 
 def make_assistant(**overrides):
-    """A model that drafts five tokens however sure it is of them."""
+    """Return a model that always drafts five tokens, whatever its confidence."""
     assistant = exact_model(**overrides)
     assistant.generation_config.assistant_confidence_threshold = 0.0
     assistant.generation_config.num_assistant_tokens = 5
@@ -75,7 +75,7 @@ def make_assistant(**overrides):
 
 @sparse_methods
 def test_a_patched_assistant_drafts_sparsely_for_a_dense_model(method_name, model):
-    """Whatever it drafts, what is generated is the dense model's text."""
+    """The generated text is the dense model's, whatever the draft."""
     expected = model.generate(**PROMPT, **GREEDY)
     assistant = make_assistant(seed=1, num_hidden_layers=3)
     patch_model(assistant, method_name, **SMALL)
@@ -127,7 +127,7 @@ def test_early_exit(method_name, model):
 
 @sparse_methods
 def test_steps_between_the_guesses_of_prompt_lookup_are_sparse(method_name, model):
-    """Where the text does not repeat, there is nothing to verify, and a step is a decode step."""
+    """Without repetition there is nothing to verify, so each step is a decode step."""
     check_tool(lambda: model.generate(**PROMPT, prompt_lookup_num_tokens=3, **GREEDY), model, method_name)
 
 
@@ -165,7 +165,7 @@ def test_continuous_batching_is_refused(method_name):
     with pytest.raises(ValueError, match=r"continuous batching .* call generate\(\)"):
         model.generate(**PROMPT, cache_implementation="paged", **GREEDY)
     with pytest.raises(ValueError, match=r"continuous batching .* call generate\(\)"):
-        # As a manager feeds it that was made before the model was patched.
+        # The call of a manager that was created before the model was patched.
         model(PROMPT["input_ids"], cache=object(), use_cache=False)
     kept = model.init_continuous_batching
     unpatch_model(model)

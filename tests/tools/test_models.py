@@ -1,4 +1,4 @@
-"""What else is done with a model: casting, saving, evaluating, compiling, and making another of its configuration."""
+"""Other uses of a model: casting, saving, evaluating, compiling, and creating another from its configuration."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CASTS = {
 @sparse_methods
 @pytest.mark.parametrize("name", CASTS)
 def test_casting_a_patched_model(name, method_name):
-    """It casts RoPE's frequencies too, in a stock model as here: what was made of them before is made anew."""
+    """Casting a model casts RoPE's frequencies too, so values derived from them are recomputed."""
     cast, prompt = CASTS[name], padded_batch()
     stock = cast(make_model("llama"))
     model = patch_model(make_model("llama"), method_name, **COVERS_ALL)
@@ -63,7 +63,7 @@ def test_a_model_of_a_patched_models_configuration_is_not_silently_dense(method_
 
 @sparse_methods
 def test_the_trainer_evaluates_and_predicts(method_name, tmp_path):
-    """Evaluation is a prefill; rows that are padded on the right are dense under their mask."""
+    """Evaluation is a prefill; right-padded rows are dense under their mask."""
     model, ids = make_model("llama"), random_ids(4, 60)
     mask = torch.ones_like(ids)
     mask[1, 45:] = 0

@@ -1,4 +1,4 @@
-"""accelerate: weights that wait in memory or on disk until their layer runs."""
+"""Weights that accelerate offloads to memory or disk until their layer runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The pages about tools and versions say what the code and the tests say."""
+"""The pages about tools and versions agree with the code and the tests."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,12 @@ MODEL_NAME = "Qwen/Qwen2.5-7B-Instruct"
 
 
 def rows(page):
-    """Cells of the rows of a page's tables."""
+    """Return the cells of a page's tables by row."""
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_tool_names_a_test_that_there_is():
+def test_every_tool_names_an_existing_test():
     named = [row[3].strip("`") for row in rows(TOOLS) if len(row) == 4 and row[3] != "test"]
     assert len(named) > 20
     for name in named:

@@ -1,4 +1,4 @@
-"""PEFT: adapters around a patched model, and a patched model around adapters."""
+"""PEFT adapters around patched models, and patching of models with adapters."""
 
 import json
 
@@ -25,7 +25,7 @@ IN_THE_PROMPT = ("prompt", "p-tuning", "prefix")
 
 
 def wrap(peft_type, model=None):
-    """A random adapter, the same for every model."""
+    """Add a random adapter, the same for every model."""
     model = exact_model() if model is None else model
     torch.manual_seed(1)
     return peft.get_peft_model(model, PEFT_CONFIGS[peft_type]()).double().eval()
@@ -117,7 +117,7 @@ def test_learned_tokens_stand_before_the_padding_of_a_batch(peft_type):
 
 
 def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
-    """Its keys have no position that RoPE could give them."""
+    """RoPE has no positions for a learned prefix's keys."""
     model = wrap("prefix")
     with pytest.raises(ValueError, match=r"'tokenselect' caches keys before RoPE, .* with a learned prefix"):
         patch_model(model, "tokenselect", **SMALL)

@@ -71,7 +71,7 @@ def test_a_streamer_that_prints(method_name, model, tokenizer, capsys):
 
 
 def chat(model, tokenizer, keeps_cache):
-    """Three turns; returns the conversation's tokens, and how many tokens went through the model."""
+    """Run three turns; return the conversation's tokens, and the number of tokens fed to the model."""
     fed = []
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
     conversation, cache = torch.empty(1, 0, dtype=torch.long), None

@@ -1,4 +1,4 @@
-"""Weights that torchao and bitsandbytes have quantized: attention does not see them."""
+"""Weights quantized by torchao and bitsandbytes, which attention does not notice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Real weights through Transformers' tools: a chat that is streamed, and a draft for speculative decoding."""
+"""Real weights in Transformers' tools: a streamed chat, and speculative decoding with a sparse draft."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def messages(loaded):
-    """A chat whose question has its answer hundreds of tokens back."""
+    """Return a chat whose answer is hundreds of tokens before its question."""
     passkey = make_passkey(loaded[1], 800, depth=0.4, seed=1)
     text = loaded[1].decode([*passkey.material_ids, *passkey.question_ids])
     return passkey, [{"role": "user", "content": text}]
@@ -48,7 +48,7 @@ def test_a_chat_in_a_pipeline_streams_the_key_that_it_found(method_name, loaded,
 
 
 def test_a_sparse_draft_is_mostly_right(loaded, messages):
-    """The same weights draft sparsely and verify densely: the dense model's text in fewer of its passes."""
+    """Drafting sparsely and verifying densely with the same weights yields the dense text in fewer dense passes."""
     model, tokenizer = loaded
     prompt = tokenizer.apply_chat_template(
         messages[1], add_generation_prompt=True, return_tensors="pt", return_dict=True

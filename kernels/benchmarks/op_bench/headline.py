@@ -20,7 +20,7 @@ SPEED = Path("eval/results/speed/llama-3.1-8b-nvidia-h200.json")
 SPEED_BUDGET = 2048
 FOUND_LENGTH = 30000
 FOUND = (("quest", 2048), ("tokenselect", 256))
-"""Methods and budgets whose accuracy is shown."""
+"""Methods and budgets whose accuracy the table shows."""
 MARKS = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- measured: end -->\n)", re.DOTALL)
 
 
@@ -30,29 +30,29 @@ def headline(root: Path) -> str:
     Raises
     ------
     ResultsError
-        A results file cannot be read, or lacks a measurement that is shown.
+        A results file cannot be read or lacks a measurement.
     """
     try:
         report = read(root / overview.TIMES)
         rows = [_step(report), _generate(root), _chunk(report), *_accuracy(root)]
     except (KeyError, StopIteration) as error:
-        raise ResultsError(f"the results lack a measurement of README's table: {error!r}") from error
+        raise ResultsError(f"the results lack a measurement of the README's table: {error!r}") from error
     return table(("measured", "dense", "sparse", "ratio"), rows, left=1)
 
 
 def update_readme(path: Path, root: Path) -> None:
-    """Rewrite the table between its marks in a file.
+    """Replace the table between its marks in a file.
 
     Raises
     ------
     ResultsError
-        As :func:`headline`; or the file has no marks.
+        As for :func:`headline`, or the file has no marks.
     OSError
         The file cannot be read or written.
     """
     text = path.read_text(encoding="utf-8")
     if not MARKS.search(text):
-        raise ResultsError(f"{path} has no marks of the table, '<!-- measured: ... -->' to '<!-- measured: end -->'")
+        raise ResultsError(f"{path} lacks the table's marks '<!-- measured: ... -->' and '<!-- measured: end -->'")
     shown = f"\n{headline(root)}\n"
     path.write_text(MARKS.sub(lambda found: found[1] + shown + found[2], text), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The README's picture: accuracy against bytes read, and the time of a decode step against length."""
+"""The README's picture: accuracy against bytes read, and decode step time against context length."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TIMES = Path("kernels/benchmarks/results/nvidia-h200.json")
 CONFIGURATION = "q32-kv8-d128-b1"
 """Llama 3.1 8B's attention, batch 1."""
 SWEEP = "results-overview"
-"""The sweep whose runs the left panel shows the mean of, each benchmark, task and length with the same weight."""
+"""Sweep of the left panel, which shows means with equal weight for each benchmark, task and length."""
 TOKENSELECT = ("sink_tokens", "voted_tokens", "recent_tokens")
-"""The settings whose sum TokenSelect reads."""
+"""Settings whose sum is the number of tokens TokenSelect reads."""
 FOLDER = Path("docs/assets")
 FILES = {"light": "overview.svg", "dark": "overview-dark.svg"}
 
@@ -31,18 +31,19 @@ NAMES = {"full": "dense attention", "quest": "Quest", "tokenselect": "TokenSelec
 
 
 def overview_data(root: Path) -> Record:
-    """Return what the picture shows, from the results under ``root``.
+    """Return the picture's data, from the results under ``root``.
 
     Returns
     -------
     dict
-        ``accuracy``: what was measured, and for each method points ``[percent of dense attention's bytes, score in
-        percent, token budget]``, means over the sweep. ``time``: where, and for each line points ``[length, µs]``.
+        ``accuracy``: the model, tasks and lengths, and for each method points ``[percent of dense attention's bytes,
+        score in percent, token budget]``, means over the sweep. ``time``: the device and shape, and for each line
+        points ``[length, µs]``.
 
     Raises
     ------
     ResultsError
-        A results file cannot be read or lacks what is drawn, or runs differ in model, device or samples.
+        A results file cannot be read or lacks a measurement, or runs differ in model, device or samples.
     """
     report = read(root / TIMES)
     try:
@@ -84,12 +85,12 @@ def _accuracy(sweep: Path) -> Record:
 
 
 def read_summary(path: Path) -> Record:
-    """Read the summary of a run of the harness.
+    """Read the summary of a harness run.
 
     Raises
     ------
     ResultsError
-        The file cannot be read, or is something else.
+        The file cannot be read or is not a summary.
     """
     try:
         summary: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -100,12 +101,12 @@ def read_summary(path: Path) -> Record:
 
 
 def write_overview(root: Path) -> list[Path]:
-    """Draw the picture for light and for dark pages; return the files, which hold their data as description.
+    """Draw the picture for light and dark pages and return the files; each holds its data as its description.
 
     Raises
     ------
     ResultsError
-        As :func:`overview_data`; or there is no matplotlib.
+        As for :func:`overview_data`, or matplotlib is missing.
     OSError
         A file cannot be written.
     """
@@ -119,7 +120,7 @@ def write_overview(root: Path) -> list[Path]:
 
 
 def overview_figure(data: Record, theme: Theme) -> Figure:
-    """Draw what :func:`overview_data` returned."""
+    """Draw the data of :func:`overview_data`."""
     figure, (left, right) = new_figure(10.4, 4.4, 1, 2)
     accuracy, time = data["accuracy"], data["time"]
     _draw_accuracy(left, accuracy["points"], theme)
@@ -153,11 +154,11 @@ def _draw_accuracy(axes: Axes, points: dict[str, list[list[Any]]], theme: Theme)
         labels: dict[float, list[tuple[float, str]]] = {}
         for read_share, score, budget in found:
             labels.setdefault(round(score), []).append((read_share, budget))
-        for score, beside in labels.items():  # budgets of the same score share a label above their points
-            is_one = len(beside) == 1
+        for score, group in labels.items():  # budgets with the same score share a label above their points
+            is_one = len(group) == 1
             axes.annotate(
-                ", ".join(budget for _, budget in beside),
-                (sum(share for share, _ in beside) / len(beside), score),
+                ", ".join(budget for _, budget in group),
+                (sum(share for share, _ in group) / len(group), score),
                 xytext=(6, -9) if is_one else (0, 7),
                 textcoords="offset points",
                 ha="left" if is_one else "center",
@@ -186,7 +187,7 @@ def _thousands(lengths: list[int]) -> str:
 
 
 def accuracy_table(root: Path, method: str) -> str:
-    """Return the picture's left panel for one method, such as ``Quest``, beside dense attention, as Markdown.
+    """Return the left panel's data for one method, such as ``Quest``, and dense attention, as Markdown.
 
     Raises
     ------
@@ -203,7 +204,7 @@ def accuracy_table(root: Path, method: str) -> str:
 
 
 def times_table(root: Path, method: str) -> str:
-    """Return the picture's right panel for one method beside the best dense kernel, as Markdown.
+    """Return the right panel's data for one method and the best dense kernel, as Markdown.
 
     Raises
     ------

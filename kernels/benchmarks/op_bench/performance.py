@@ -1,4 +1,4 @@
-"""The documentation's tables and figures of times, from the results files: nothing in them is typed by hand."""
+"""Tables and figures of measured times for the documentation, generated from the results files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from op_bench.break_even import break_even, speed_ratios, step_ratios
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
 from op_bench.results import NOMINAL_BYTES_PER_SECOND, Record, ResultsError, read, shape_of
-from op_bench.tables import even_cell, made_with, shape_cells, step_cells, table
+from op_bench.tables import even_cell, measured_with, shape_cells, step_cells, table
 from op_bench.token_tables import token_part
 
 
@@ -27,7 +27,7 @@ def tables(root: Path) -> str:
     reports = _reports(root)
     parts = []
     if not reports:
-        parts.append("The kernels' times have not been measured yet: `make bench` on a CUDA machine does it.\n")
+        parts.append("The kernels have not been timed yet: run `make bench` on a CUDA machine.\n")
     for stem, report in reports.items():
         parts += _kernel_part(report)
         if series(report):
@@ -47,7 +47,7 @@ def figures(root: Path) -> dict[str, bytes]:
     Raises
     ------
     ResultsError
-        A results file cannot be read, or there is no matplotlib.
+        A results file cannot be read, or matplotlib is missing.
     """
     return {
         _figure(stem, name): times_svg(report, theme)
@@ -71,7 +71,7 @@ def read_speed(path: Path) -> dict[str, Any]:
     Raises
     ------
     ResultsError
-        The file cannot be read, or is something else.
+        The file cannot be read or is not such a report.
     """
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def _kernel_part(report: Record) -> list[str]:
         f'"Alone" is one replay of one step, with the L2 cache flushed. "Best dense" is the fastest of the other '
         f"projects' kernels in the same run. \"Over floor\" is the time over that of moving the step's bytes at "
         f"{NOMINAL_BYTES_PER_SECOND / 1e12:.2f} TB/s.\n",
-        f"Measured with {made_with(report, steps)}.\n",
+        f"Measured with {measured_with(report, steps)}.\n",
         table((*names, "length", *columns), rows),
         "Faster than the best dense kernel at every measured length from:\n",
         table((*names, "inside a decode step, tokens", "alone, tokens"), even),

@@ -1,4 +1,4 @@
-"""Figures of measured times as SVG, for light and dark pages: one line for the best dense kernel, one for each step."""
+"""SVG figures of measured times for light and dark pages, with a line per step and one for the best dense kernel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = {
     TOKEN_STEPS[1]: "TokenSelect, choice kept",
     TOKEN_STEPS[0]: "TokenSelect, chosen anew",
 }
-"""The entries that are drawn, and their lines' names."""
+"""Drawn entries and the names of their lines."""
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours that are legible on one background, and that people with colour-blindness can tell apart."""
+    """Colours for one background, legible and distinguishable with colour blindness."""
 
     text: str
     faint: str
@@ -39,7 +39,7 @@ class Theme:
     tokenselect: str
 
     def line(self, name: str) -> dict[str, Any]:
-        """Options of ``Axes.plot`` for a line: colour, marker and dash by its name."""
+        """Return options of ``Axes.plot`` for a named line: colour, marker and dash."""
         if name.startswith("Quest"):
             style = {"color": self.quest, "marker": "o"}
         elif name.startswith("TokenSelect"):
@@ -57,9 +57,9 @@ THEMES = {
 
 
 def series(report: Record) -> dict[str, dict[str, Points]]:
-    """Points (length, µs) of every line of every configuration of decode steps.
+    """Return each configuration's lines of decode step times, as points (length, µs).
 
-    The dense line is the fastest of others' kernels at each length, in the runs that the other lines are from.
+    The dense line is the fastest other kernel at each length, from the same runs as the other lines.
     """
     panels: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for step, name in STEPS.items():
@@ -79,12 +79,12 @@ def series(report: Record) -> dict[str, dict[str, Points]]:
 
 
 def new_figure(width: float, height: float, down: int, across: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of so many inches and its panels.
+    """Return a figure of ``width`` x ``height`` inches and its panels.
 
     Raises
     ------
     ResultsError
-        There is no matplotlib.
+        Matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -97,7 +97,7 @@ def new_figure(width: float, height: float, down: int, across: int) -> tuple[Fig
 
 
 def dress(axes: Axes, theme: Theme) -> None:
-    """Give a panel its theme's colours: a grid, and no lines above and on the right."""
+    """Apply a theme to a panel: colours, a grid, and no border at the top and right."""
     axes.grid(True, color=theme.grid, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -108,7 +108,7 @@ def dress(axes: Axes, theme: Theme) -> None:
 
 
 def draw_times(axes: Axes, lines: dict[str, Points], theme: Theme) -> None:
-    """Draw times of a step against length, both on logarithmic axes."""
+    """Draw step times against length on logarithmic axes."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     for name, points in lines.items():
@@ -133,7 +133,7 @@ def times_svg(report: Record, theme: Theme) -> bytes:
     Raises
     ------
     ResultsError
-        The report has no decode steps, or there is no matplotlib.
+        The report has no decode steps, or matplotlib is missing.
     """
     panels = series(report)
     if not panels:
@@ -169,12 +169,12 @@ def times_svg(report: Record, theme: Theme) -> bytes:
 
 
 def heads_of(configuration: str) -> list[str]:
-    """Query heads, KV heads, head dimension and batch of a configuration, as ``Shape.configuration`` names it."""
+    """Return query heads, KV heads, head dimension and batch of a ``Shape.configuration``."""
     return [part.lstrip("qkvdb") for part in configuration.split("-")[:4]]
 
 
 def svg(figure: Figure, title: str, description: str) -> bytes:
-    """Return a figure as SVG, its letters as outlines, with a title and a description for those who do not see it."""
+    """Return a figure as SVG, with text as outlines and a title and description for screen readers."""
     import matplotlib
 
     out = io.BytesIO()

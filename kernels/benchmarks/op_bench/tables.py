@@ -1,4 +1,4 @@
-"""Cells and tables of the documentation's page on performance."""
+"""Cells and tables of the performance page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from op_bench.shapes import Shape
 
 
 def shape_cells(shape: Shape) -> list[str]:
-    """Heads, head dimension, batch and length."""
+    """Return cells for heads, head dimension, batch and length."""
     return [f"{shape.q_heads}/{shape.kv_heads}", str(shape.head_dim), str(shape.batch), shape.length_label]
 
 
 def step_cells(entry: Mapping[str, Any]) -> list[str]:
-    """A step's times beside dense attention's, inside a decode step and alone."""
+    """Return cells for a step's times and dense attention's, inside a decode step and alone."""
     cells = []
     for way in ("layers", "replay"):
         against = entry["against"][way] if entry["against"] else None
@@ -30,8 +30,8 @@ def step_cells(entry: Mapping[str, Any]) -> list[str]:
     return cells
 
 
-def made_with(report: Record, entries: Sequence[Record]) -> str:
-    """The versions that the entries were measured with, and when: they may be of several runs."""
+def measured_with(report: Record, entries: Sequence[Record]) -> str:
+    """Return the versions and dates of the entries' runs, of which there may be several."""
     machines = [machine_of(report, entry) for entry in entries]
     versions = [
         f"{name} {' and '.join(sorted({machine[name] for machine in machines if machine.get(name)}))}"
@@ -43,7 +43,7 @@ def made_with(report: Record, entries: Sequence[Record]) -> str:
 
 
 def even_cell(found: BreakEven) -> str:
-    """From which length on a step is faster."""
+    """Return a cell with the length from which a step is faster."""
     if found.measured is None:
         return "none measured"
     if found.crossing is None:
@@ -56,7 +56,7 @@ def _two_digits(tokens: float) -> int:
 
 
 def table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int = 0) -> str:
-    """A table whose first ``left`` columns are words."""
+    """Return a Markdown table whose first ``left`` columns are left-aligned and the others right-aligned."""
     names = list(head)
     rule = ["---" if column < left else "---:" for column in range(len(names))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"

@@ -1,11 +1,11 @@
-"""Tables of TokenSelect's steps, where they were measured."""
+"""Tables of TokenSelect's measured steps."""
 
 from __future__ import annotations
 
 from op_bench.break_even import break_even, step_ratios
 from op_bench.registry import CHUNK_STEP, TOKEN_STEPS
 from op_bench.results import Record, shape_of
-from op_bench.tables import even_cell, made_with, shape_cells, step_cells, table
+from op_bench.tables import even_cell, measured_with, shape_cells, step_cells, table
 
 _LABELS = {
     TOKEN_STEPS[0]: "decode step, chosen anew",
@@ -15,8 +15,8 @@ _LABELS = {
 
 
 def token_part(report: Record) -> list[str]:
-    """Tables of TokenSelect's chunk and decode step, and where they break even; nothing without results of them."""
-    # Entries that were put into the file later are at its end: shapes are shown in the order that they are listed in.
+    """Return the tables of TokenSelect's chunk, decode step and break-even, empty if none was measured."""
+    # Entries added later are at the end of the file, so sort by shape.
     measured = sorted((entry for entry in report["entries"] if entry["times"]), key=_by_shape)
     report = {**report, "entries": measured}
     found = {step: [entry for entry in measured if (entry["op"], entry["variant"]) == step] for step in _LABELS}
@@ -29,7 +29,7 @@ def token_part(report: Record) -> list[str]:
         f"All heads of a layer choose {voted:,} tokens together by soft vote. The first {first:,} and the last "
         f"{last:,} are read too. Selected tokens get contiguous positions. The dtype, dense attention and "
         "floors are as above.\n",
-        f"Measured with {made_with(report, [entry for entries in found.values() for entry in entries])}.\n",
+        f"Measured with {measured_with(report, [entry for entries in found.values() for entry in entries])}.\n",
     ]
     if found[CHUNK_STEP]:
         parts += _chunk_part(found[CHUNK_STEP])
