@@ -1,8 +1,10 @@
 """The lm_eval command with local tasks, dense and sparse."""
 
+import copy
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,11 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
 
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.lm_eval.model import HFSparseLM
+from hf_sparse_attn.lm_eval.results import add_kv_fraction
 from tests.tiny import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,11 +94,27 @@ def test_results_contain_the_reads(tasks: Path, tmp_path: Path, caplog: pytest.L
     model = HFSparseLM(str(save_model(tmp_path)), token_budget=64, dtype="float64", device="cpu", batch_size=2)
     logging.getLogger("lm_eval").propagate = True
     with caplog.at_level(logging.INFO, logger="lm_eval"):
-        config = evaluate(model, tasks)["config"]
+        results = evaluate(model, tasks)
+    config = results["config"]
     assert config["sparse_attention"]["token_budget"] == 64
     assert 0 < config["kv_fraction"] < 1
     assert config["kv_fraction_by_task"].keys() == TASKS.keys()
     assert f"kv_fraction={config['kv_fraction']:.4f} (" in caplog.text
+    table = make_table(add_kv_fraction(results))
+    for task, fraction in config["kv_fraction_by_task"].items():
+        assert results["results"][task]["kv_fraction,none"] == fraction
+    assert len(re.findall(r"\|kv_fraction *\|↓ *\| *[01]\.\d+\|", table)) == len(TASKS)
+
+
+def test_results_of_another_model_stay_as_they_are() -> None:
+    results = {"config": {"model": "hf"}, "results": {"choices": {"acc,none": 1.0}}, "higher_is_better": {}}
+    assert add_kv_fraction(copy.deepcopy(results)) == results
+
+
+def test_a_task_that_decoded_nothing_has_no_fraction() -> None:
+    config = {"kv_fraction_by_task": {"choices": None}}
+    results = {"config": config, "results": {"choices": {"acc,none": 1.0}}, "higher_is_better": {"choices": {}}}
+    assert add_kv_fraction(results)["results"] == {"choices": {"acc,none": 1.0}}
 
 
 def test_command_ends_with_one_line(tasks: Path) -> None:
@@ -127,8 +147,12 @@ def test_smollm2_by_the_command(tasks: Path, tmp_path: Path) -> None:
     where = ["--include_path", str(tasks), "--output_path", str(tmp_path), "--log_samples"]
     result = run(["--model_args", given, "--tasks", ",".join(TASKS), "--batch_size", "2", *where])
     assert result.returncode == 0, result.stderr
-    config = written(tmp_path)["config"]
+    results = written(tmp_path)
+    config = results["config"]
     assert config["model"] == "hf-sparse"
     assert 0 < config["kv_fraction_by_task"]["choices"] < 0.9
     assert f"kv_fraction={config['kv_fraction']:.4f} (" in result.stderr
     assert "|choices" in result.stdout
+    for task in TASKS:
+        assert results["results"][task]["kv_fraction,none"] == config["kv_fraction_by_task"][task]
+    assert result.stdout.count("|kv_fraction") == len(TASKS)
