@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,4 +182,4 @@ def svg(figure: Figure, title: str, description: str) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": title, "svg.fonttype": "path"}):
         metadata = {"Date": None, "Creator": None, "Title": title, "Description": description or None}
         figure.savefig(out, format="svg", metadata=metadata)
-    return out.getvalue()
+    return re.sub(rb" +\n", b"\n", out.getvalue())  # matplotlib ends the lines of outlines with spaces
