@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+from hf_sparse_attn.cli.extras import install_command
+
 MODEL_NAME = "hf-sparse"
 TARGET = "hf_sparse_attn.lm_eval.model:HFSparseLM"
 
@@ -34,5 +36,5 @@ def lm_eval_needed() -> Iterator[None]:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise ImportError(
-            "hf_sparse_attn.lm_eval needs lm-evaluation-harness: pip install 'hf-sparse-attn[lm-eval]'"
+            f"hf_sparse_attn.lm_eval needs lm-evaluation-harness: {install_command('lm-eval')}"
         ) from error

@@ -23,8 +23,8 @@ NO_PAGED_CACHE = (
 )
 
 
-class RefuseContinuousBatching:
-    """Replacement of ``model.init_continuous_batching``, which ``generate_batch`` calls first; raises.
+class StandIn:
+    """Replacement of a model's method, in force while the model is patched.
 
     Parameters
     ----------
@@ -38,27 +38,26 @@ class RefuseContinuousBatching:
         self.model, self.stock = model, stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise if the model is patched."""
-        if is_patched(self.model):
-            raise ValueError(NO_PAGED_CACHE)
-        return self.stock(*args, **kwargs)
+        """Call the replacement, or the stock method if a user's wrapper still refers to this object."""
+        return self.replacement(*args, **kwargs) if is_patched(self.model) else self.stock(*args, **kwargs)
+
+    def replacement(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the stock method."""
+        raise NotImplementedError
 
 
-class PrepareCache:
-    """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`.
+class RefuseContinuousBatching(StandIn):
+    """Replacement of ``model.init_continuous_batching``, which ``generate_batch`` calls first."""
 
-    Parameters
-    ----------
-    model
-        A patched model.
-    stock
-        The replaced method, called once the model is no longer patched.
-    """
+    def replacement(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ``ValueError``."""
+        raise ValueError(NO_PAGED_CACHE)
 
-    def __init__(self, model: PreTrainedModel, stock: Callable[..., None]) -> None:
-        self.model, self.stock = model, stock
 
-    def __call__(
+class PrepareCache(StandIn):
+    """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`."""
+
+    def replacement(
         self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
@@ -68,8 +67,6 @@ class PrepareCache:
         **kwargs: Any,
     ) -> None:
         """Write the cache to ``model_kwargs``, as the stock method does."""
-        if not is_patched(self.model):  # a wrapper of the user's still refers to this object
-            return self.stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs)
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
         cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -29,6 +29,9 @@ from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.record import SelectionRecord
 
 IMPLEMENTATION = "hf_sparse_attn"
 UNMASKED_IMPLEMENTATION = "hf_sparse_attn_unmasked"  # for methods that use row bounds in the prefill too
@@ -108,8 +111,7 @@ def patch_model(
     takes_prefix = has_prefix(model)
     check_supported(inner, checked, takes_prefix)
     recorder = _take_out(inner).recorder if is_patched(inner) else None
-    _put_in(inner, checked, takes_prefix)
-    get_patch(inner).recorder = recorder
+    _put_in(inner, checked, takes_prefix, recorder)
     return model
 
 
@@ -144,13 +146,14 @@ def sparse_attention(
         inner = base_model(model)
         recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
-            _put_in(inner, former, has_prefix(model))
-            get_patch(inner).recorder = recorder
+            _put_in(inner, former, has_prefix(model), recorder)
 
 
-def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool) -> None:
+def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool, recorder: SelectionRecord | None) -> None:
     decoder = model.get_decoder()
-    patch = Patch(method, stock_config=model.config, config=copy.copy(model.config), takes_prefix=takes_prefix)
+    patch = Patch(
+        method, stock_config=model.config, config=copy.copy(model.config), takes_prefix=takes_prefix, recorder=recorder
+    )
     _replace_config(model, patch.stock_config, patch.config)
     model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
     set_patch(model, patch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typer.main import get_command
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model
 from hf_sparse_attn.cli.app import app
-from tests.tiny import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -24,16 +22,6 @@ PAGES = ("index", "getting-started", "compiled-decoding", *(f"methods/{name}" fo
 def blocks(page: str, language: str) -> list[str]:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a book and a small model that is long enough for the pages' budgets."""
-    folder = save_model(tmp_path_factory.mktemp("model"), chat=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    (folder / "book.txt").write_text("The river was quiet. " * 20)
-    return folder
 
 
 @pytest.mark.parametrize("page", PAGES)

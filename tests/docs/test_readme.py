@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from eval.cli import app as harness
 from hf_sparse_attn.cli.app import app as commands
 from hf_sparse_attn.lm_eval.model import HFSparseLM
-from tests.tiny import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,16 +33,6 @@ def command(*beginning: str) -> list[str]:
     """Return the arguments of the only command with this beginning."""
     (found,) = (words for words in shell_lines() if words[: len(beginning)] == list(beginning))
     return found[len(beginning) :]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a small model, and a book longer than the budget."""
-    folder = save_model(tmp_path_factory.mktemp("model"), chat=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    (folder / "book.txt").write_text("The river was quiet. " * 60)
-    return folder
 
 
 def small(arguments: list[str], folder: Path) -> list[str]:
