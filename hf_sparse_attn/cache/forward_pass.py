@@ -67,7 +67,7 @@ class ForwardPass:
             return False
         cache.shared.check_masks()
         rows = rows_with_holes(is_token)
-        if rows and (self.is_decode_step or (cache.method.rotates_keys and self.cached > 0)):
+        if rows and (self.is_decode_step or cache.prefix_tokens or (cache.method.rotates_keys and self.cached > 0)):
             raise ValueError(
                 f"attention_mask has padding after a token in rows {rows}; after cached tokens {LEFT_PADDING}"
             )

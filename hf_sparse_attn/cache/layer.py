@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
+from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -73,6 +74,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.layer_idx = layer_idx
         self.counter = LayerCounter(method.counts)
         self.rope_tables: RopeTables | None = None
+        self.prefix: Prefix | None = None
+        """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
         self._leads = False
         self._token: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -134,9 +137,10 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Static storage uses the method at every length: one compiled step must serve them all. So do keys before RoPE on
         CUDA: kernels rotate only the keys that they read, while dense attention would rotate all of them at each step.
+        A prefix is read by the method alone.
         """
         kernels_rotate = self.method.rotates_keys and self.keys.is_cuda
-        if not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
+        if self.prefix is None and not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
             return FULL
         return self.method
 
@@ -238,6 +242,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """Record that all tokens in the lengths are written."""
         self._held = self.lengths.known_length
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether ``record_selections`` is active."""
+        return self._shared.recorder is not None
+
     def note(self, selection: Selection | None) -> None:
         """Record the selection of the current decode step, None for everything, if ``record_selections`` is active."""
         if self._shared.recorder is not None:
@@ -248,11 +257,6 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.clear_metadata(self._make_metadata)
         if self.length:
             self.method.update_metadata(self, self.length)
-
-    def finish_prompt(self) -> None:
-        """Tell the method that the prompt is complete."""
-        if self.is_initialized:
-            self.method.finish_prompt(self)
 
     def settle(self) -> None:
         """Read the length from the device if compiled steps have advanced it there."""
