@@ -2,16 +2,19 @@
 
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .centroids.ops import centroid_weights, select_runs
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_select",
+    "centroid_weights",
     "dense_decode",
     "mean_query",
     "page_bounds",
     "page_scores",
     "select_blocks",
+    "select_runs",
     "select_tokens",
     "sparse_decode",
     "sparse_prefill",
