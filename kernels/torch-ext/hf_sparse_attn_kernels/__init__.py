@@ -3,6 +3,7 @@
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
+from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "mean_query",
     "page_bounds",
     "page_scores",
+    "runs_decode",
+    "runs_prefill",
     "select_blocks",
     "select_tokens",
     "sparse_decode",
