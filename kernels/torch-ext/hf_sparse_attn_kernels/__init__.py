@@ -4,6 +4,7 @@ from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, select_runs
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
+from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "mean_query",
     "page_bounds",
     "page_scores",
+    "runs_decode",
+    "runs_prefill",
     "select_blocks",
     "select_runs",
     "select_tokens",
