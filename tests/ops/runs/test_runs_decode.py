@@ -2,10 +2,8 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import runs_decode
 
-from tests.ops.helpers import check_schema, device
+from tests.ops.helpers import IMPLS, check_schema, device
 from tests.ops.runs.inputs import attend, make_runs
-
-IMPLS = ("reference",)
 
 
 @pytest.mark.parametrize(

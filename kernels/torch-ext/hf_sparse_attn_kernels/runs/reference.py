@@ -45,8 +45,8 @@ def runs_decode(
     )
     lse = scores.logsumexp(dim=3)
     weights = torch.split(_weights(scores, lse), [part[0].shape[2] for part in parts], dim=3)
-    out = sum(weight @ _blank(v, valid).to(dtype) for weight, (_, v, valid) in zip(weights, parts, strict=True))
-    return out.view(batch, q_heads, head_dim).to(query.dtype), lse.view(batch, q_heads)
+    context, rest = (weight @ _blank(v, valid).to(dtype) for weight, (_, v, valid) in zip(weights, parts, strict=True))
+    return (context + rest).view(batch, q_heads, head_dim).to(query.dtype), lse.view(batch, q_heads)
 
 
 def runs_prefill(
