@@ -37,6 +37,28 @@ def _tile_ends(
 
 
 @triton.jit
+def _load_runs(indices_at, tile, run_count, MAX_RUN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the index of each lane's run in a tile of BLOCK_N // MAX_RUN runs; -1 past the chosen ones."""
+    listed = tile * (BLOCK_N // MAX_RUN) + tl.arange(0, BLOCK_N) // MAX_RUN
+    return tl.load(indices_at + listed, mask=listed < run_count, other=-1)
+
+
+@triton.jit
+def _load_bounds(run_starts_at, run):
+    """Load the first slot of each lane's run and the one past its last; no slot for the index -1."""
+    first = tl.load(run_starts_at + run, mask=run >= 0, other=0)
+    stop = tl.load(run_starts_at + run + 1, mask=run >= 0, other=0)
+    return first, stop
+
+
+@triton.jit
+def _load_tokens(token_order_at, run_first, run_stop, MAX_RUN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the token in each lane's slot, counted from the context's first; -1 past the run's end."""
+    slot = run_first + tl.arange(0, BLOCK_N) % MAX_RUN
+    return tl.load(token_order_at + slot, mask=slot < run_stop, other=-1)
+
+
+@triton.jit
 def _attend_to_tile(
     q,  # [BLOCK_G, BLOCK_D]
     keys_at,  # [BLOCK_N], addresses of vectors, like the next
@@ -170,14 +192,27 @@ def runs_decode_kernel(
 
         context_keys_at = context_keys_ptr + row * context_keys_stride_b + head * context_keys_stride_h
         context_values_at = context_values_ptr + row * context_values_stride_b + head * context_values_stride_h
+        # Indices, starts and tokens depend on one another. They are loaded one tile apart, so that no tile waits for
+        # more than its keys and values.
+        indices_at = run_indices_ptr + pair * runs
+        run = _load_runs(indices_at, begin, run_count, MAX_RUN, BLOCK_N)
+        run_first, run_stop = _load_bounds(run_starts_at, run)
+        run = _load_runs(indices_at, begin + 1, run_count, MAX_RUN, BLOCK_N)
+        token = run
+        if ORDERED:
+            token = _load_tokens(token_order_at, run_first, run_stop, MAX_RUN, BLOCK_N)
+            run_first, run_stop = _load_bounds(run_starts_at, run)
+            run = _load_runs(indices_at, begin + 2, run_count, MAX_RUN, BLOCK_N)
         for tile in tl.range(begin, tl.minimum(stop, context_tiles), num_stages=STAGES):
-            listed = tile * RUNS + lanes // MAX_RUN
-            run = tl.load(run_indices_ptr + pair * runs + listed, mask=listed < run_count, other=-1)
-            slot = tl.load(run_starts_at + run, mask=run >= 0, other=0) + lanes % MAX_RUN
-            valid = slot < tl.load(run_starts_at + run + 1, mask=run >= 0, other=0)
             if ORDERED:
-                slot = tl.load(token_order_at + slot, mask=valid, other=0)
-            position = context_start + slot
+                valid = token >= 0
+                position = context_start + token
+                token = _load_tokens(token_order_at, run_first, run_stop, MAX_RUN, BLOCK_N)
+            else:
+                valid = run_first + lanes % MAX_RUN < run_stop
+                position = context_start + run_first + lanes % MAX_RUN
+            run_first, run_stop = _load_bounds(run_starts_at, run)
+            run = _load_runs(indices_at, tile + (3 if ORDERED else 2), run_count, MAX_RUN, BLOCK_N)
             running_max, running_sum, out = _attend_to_tile(
                 q,
                 context_keys_at + position * context_keys_stride_n,
