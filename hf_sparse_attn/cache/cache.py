@@ -50,6 +50,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     prefix
         Tokens before every row, stored once: a :class:`Prefix` for each layer. The cache then counts only the tokens
         after them, and so do its masks and lengths; the patched model adds their number to the positions.
+    keep_queries
+        Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         max_cache_len: int | None = None,
         initial_capacity: int = 0,
         prefix: Sequence[Prefix] | None = None,
+        keep_queries: int = 0,
     ) -> None:
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
@@ -87,7 +90,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
                 layers[layer_idx] = SparseLayer(
-                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx
+                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx, keep_queries
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -123,8 +126,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            Unknown method name, one method caches keys before RoPE and the other after it, or the cache has a prefix,
-            which belongs to its method.
+            Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
+            queries than the cache keeps, or the cache has a prefix, which belongs to its method.
         """
         new_method = make_method(method)
         if self.prefix_tokens and new_method != self.method:
@@ -134,6 +137,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
+            )
+        kept = min(layer.keep_queries for layer in self.sparse_layers)
+        if new_method.keeps_queries > kept:
+            raise ValueError(
+                f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "
+                f"cache keeps {kept}: create it with keep_queries={new_method.keeps_queries}, for a patched model"
             )
         self.recover()
         fork = copy.copy(self)

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.cache.queries import RecentQueries, followed_by
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -45,6 +46,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Number of the model's query heads.
     layer_idx
         Index of the layer in the model.
+    keep_queries
+        Last queries of a prompt to keep, at least the method's ``keeps_queries``.
     """
 
     is_sliding = False
@@ -64,6 +67,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         shared: Shared | None = None,
         q_heads: int = 1,
         layer_idx: int = 0,
+        keep_queries: int = 0,
     ) -> None:
         # Skips the base class's constructor, which sets keys and values: here the storage has them.
         self.method = method
@@ -74,6 +78,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.layer_idx = layer_idx
         self.counter = LayerCounter(method.counts)
         self.rope_tables: RopeTables | None = None
+        self.keep_queries = max(keep_queries, method.keeps_queries)
+        self.recent_queries: RecentQueries | None = None
+        """The prompt's last ``keep_queries`` queries; None if they are not known."""
         self.prefix: Prefix | None = None
         """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
@@ -232,6 +239,13 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         token, self._token = self._token, None
         return token
 
+    def observe(self, query: torch.Tensor, scale: float) -> None:
+        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim]."""
+        if self.keep_queries:
+            self.recent_queries = followed_by(
+                self.recent_queries, query, self.row_lengths(), scale, self.keep_queries, self.length
+            )
+
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write tokens, [batch, kv_heads, tokens, head_dim], at the end of the rows, whose lengths include them."""
         self.storage.write(key_states, value_states, self.lengths)
@@ -343,6 +357,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(0)
         self._held = 0
+        self.recent_queries = None
         self.storage.keep_prefix(0)
         self.storage.clear_metadata(self._make_metadata)
 
@@ -364,6 +379,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(length)
         self._held = length
+        self.recent_queries = None if self.recent_queries is None else self.recent_queries.cut(length)
         self.storage.keep_prefix(length)
         self.method.crop_metadata(self)
 
@@ -404,6 +420,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.map(change, self.storage.replace)
         self.storage.replace_all(change)
+        if self.recent_queries is not None:
+            self.recent_queries = self.recent_queries.map(change)
         if self.finished.shape[0] != self.keys.shape[0]:
             self._allocate_counters()
 

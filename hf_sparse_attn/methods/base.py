@@ -114,6 +114,11 @@ class SparseMethod:
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise ``ValueError`` if the method does not support a model that the package supports."""
 
+    @property
+    def keeps_queries(self) -> int:
+        """Number of a prompt's last queries that ``layer.recent_queries`` keeps for :meth:`finish_prompt`."""
+        return 0
+
     def covers(self, length: int) -> bool:
         """Whether the budget covers ``length`` tokens, so that dense attention costs no more."""
         return length <= self.token_budget
