@@ -2,13 +2,16 @@
 
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .kmeans.ops import cluster_sums, nearest_centres
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_select",
+    "cluster_sums",
     "dense_decode",
     "mean_query",
+    "nearest_centres",
     "page_bounds",
     "page_scores",
     "select_blocks",
