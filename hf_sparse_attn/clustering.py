@@ -34,6 +34,7 @@ class Clusters(NamedTuple):
     """float64 [groups]: the sum of the squared distances between the points and their centres."""
 
 
+@torch.no_grad()
 def normalised(keys: torch.Tensor) -> torch.Tensor:
     """Scale vectors to an L2 norm of 1.
 
@@ -54,6 +55,7 @@ def normalised(keys: torch.Tensor) -> torch.Tensor:
     return torch.div(keys, norms, out=torch.empty(keys.shape, dtype=dtype, device=keys.device))
 
 
+@torch.no_grad()
 def kmeans(
     points: torch.Tensor,
     num_clusters: int,

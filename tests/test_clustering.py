@@ -155,9 +155,9 @@ def test_equal_points(options):
     clusters = kmeans(points, 25, **options)
     check_form(points, clusters, 25)
     assert (clusters.objective < 1e-3).all()
-    for labels in clusters.labels:
-        assert torch.equal(labels[:10].repeat(12), labels)
-        assert len(labels[:10].unique()) == 10
+    for labels in clusters.labels.tolist():
+        pairs = {(label, i % 10) for i, label in enumerate(labels)}
+        assert len(pairs) == len(set(labels))  # a cluster has copies of one point only
 
 
 def test_zeros():

@@ -64,11 +64,10 @@ def nearest_centres_kernel(
         tile_of_best = tl.where(is_better, first, tile_of_best)
 
     highest = tl.max(best, axis=1)
+    # NaN is never better: a point with NaN keeps -inf in every lane, and gets label 0.
     candidates = tl.where(best == highest[:, None], tile_of_best + lanes[None, :], padded)
-    # Without a finite score, in a point with NaN, no lane is the best.
-    label = tl.minimum(tl.min(candidates, axis=1), padded - 1)
     out_at = group * num_points + rows
-    tl.store(labels_ptr + out_at, label, mask=exists)
+    tl.store(labels_ptr + out_at, tl.min(candidates, axis=1), mask=exists)
     tl.store(distances_ptr + out_at, tl.maximum(norms - 2 * highest, 0.0), mask=exists)
 
 
