@@ -2,12 +2,14 @@
 
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .centroids.ops import centroid_weights, select_runs
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
 from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_select",
+    "centroid_weights",
     "dense_decode",
     "mean_query",
     "page_bounds",
@@ -15,6 +17,7 @@ __all__ = [
     "runs_decode",
     "runs_prefill",
     "select_blocks",
+    "select_runs",
     "select_tokens",
     "sparse_decode",
     "sparse_prefill",
