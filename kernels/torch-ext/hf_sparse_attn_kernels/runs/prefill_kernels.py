@@ -79,7 +79,7 @@ def prefill_attention_kernel(
     columns,  # of a pair
     most_units,
     most_listed,
-    scale_log2,
+    scale_log2,  # its absolute value
     query_stride_b,
     query_stride_h,
     query_stride_n,
@@ -96,6 +96,7 @@ def prefill_attention_kernel(
     values_stride_h,
     values_stride_n,
     HEAD_DIM: tl.constexpr,
+    NEGATE: tl.constexpr,  # whether the scale is negative
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -141,9 +142,10 @@ def prefill_attention_kernel(
     query_at = query_ptr + row * query_stride_b + query_head * query_stride_h + query * query_stride_n
     mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(query_at[:, None] + dims[None, :], mask=mask, other=0.0)
-    # Make the scale non-negative below, so that it keeps the maximum where it is.
-    q = tl.where(scale_log2 < 0, -q, q).to(DOT_DTYPE)
-    scale_log2 = tl.abs(scale_log2)
+    # A non-negative scale keeps the maximum where it is. Queries that are used as they were loaded stay in shared memory.
+    if NEGATE:
+        q = -q
+    q = q.to(DOT_DTYPE)
 
     # The column's tiles: whole ones of the context, those of the tail that all queries see, then those with a mask: the
     # rest of the context, and the tail's up to the last query.
