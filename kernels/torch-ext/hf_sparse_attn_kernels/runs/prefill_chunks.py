@@ -116,6 +116,8 @@ def merge_chunks_kernel(
     )
     pair = tl.program_id(1)
     number, slot = first_slot(whole, rest, pair, columns, BLOCK_P)
+    if number == 1:
+        return
     lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot += tl.program_id(0) * BLOCK_M // COLUMN_M
     lane = lanes % COLUMN_M
@@ -123,13 +125,13 @@ def merge_chunks_kernel(
     row = (pair // kv_heads).to(tl.int64)
     head = (pair % kv_heads).to(tl.int64)
     own = tl.load(end_ptr + row) - queries + query
-    exists = query < tl.where(number > 1, queries, 0)
+    exists = query < queries
     valid = exists & (own >= tl.load(start_ptr + row))
     dims = tl.arange(0, BLOCK_D)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for _ in range(tl.where(number > 1, number, 0)):
+    for _ in range(number):
         at = slot * COLUMN_M + lane
         part_max = tl.load(partial_max_ptr + at, mask=valid, other=float("-inf"))
         part_sum = tl.load(partial_sum_ptr + at, mask=valid, other=0.0)

@@ -79,7 +79,7 @@ def prefill_attention_kernel(
     columns,  # of a pair
     most_units,
     most_listed,
-    scale_log2,
+    scale_log2,  # its absolute value
     query_stride_b,
     query_stride_h,
     query_stride_n,
@@ -96,6 +96,7 @@ def prefill_attention_kernel(
     values_stride_h,
     values_stride_n,
     HEAD_DIM: tl.constexpr,
+    NEGATE: tl.constexpr,  # whether the scale is negative
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,8 +118,8 @@ def prefill_attention_kernel(
     unit = tl.where(is_rest, unit - whole_units, unit)
     here = tl.where(is_rest, rest, whole)
     pair = tl.sum((tl.cumsum(here) * columns <= unit).to(tl.int32))
-    works = pair < pairs
-    pair = tl.minimum(pair, pairs - 1)
+    if pair >= pairs:
+        return
     unit -= tl.sum(tl.where(every < pair, here, 0)) * columns
     chunk = tl.where(is_rest, tl.sum(tl.where(every == pair, whole, 0)), unit // columns)
     column = unit % columns
@@ -135,15 +136,17 @@ def prefill_attention_kernel(
     query = lanes // group
     query_head = head * group + lanes % group
     own = end - queries + query  # buffer position
-    exists = query < tl.where(works, queries, 0)
+    exists = query < queries
     valid = exists & (own >= start)
     dims = tl.arange(0, BLOCK_D)
     query_at = query_ptr + row * query_stride_b + query_head * query_stride_h + query * query_stride_n
     mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(query_at[:, None] + dims[None, :], mask=mask, other=0.0)
-    # Make the scale non-negative below, so that it keeps the maximum where it is.
-    q = tl.where(scale_log2 < 0, -q, q).to(DOT_DTYPE)
-    scale_log2 = tl.abs(scale_log2)
+    q = q.to(DOT_DTYPE)
+    # A non-negative scale keeps the maximum where it is. Without `tl.where`, queries stay in shared memory as they were
+    # loaded, and take no registers.
+    if NEGATE:
+        q = -q
 
     # The column's tiles: whole ones of the context, those of the tail that all queries see, then those with a mask: the
     # rest of the context, and the tail's up to the last query.
@@ -156,7 +159,7 @@ def prefill_attention_kernel(
     masked_from = context_tiles + seen_tiles
     stop = tl.where(last_seen > 0, context_tiles + context_rest + tail_tiles, 0)  # padding sees nothing
     first = chunk * chunk_tiles
-    stop = tl.where(works, tl.minimum(stop, first + chunk_tiles), 0)
+    stop = tl.minimum(stop, first + chunk_tiles)
 
     tokens = tl.arange(0, BLOCK_N)
     positions_ptr += pair.to(tl.int64) * most_listed
