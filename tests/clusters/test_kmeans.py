@@ -205,3 +205,8 @@ def test_normalised():
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         kmeans(**{"points": random_points(), "num_clusters": 5, **options})
+
+
+def test_points_that_are_no_floats():
+    with pytest.raises(TypeError, match="points has dtype torch.int32"):
+        kmeans(torch.zeros(1, 4, 2, dtype=torch.int32), 2)
