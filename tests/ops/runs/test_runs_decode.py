@@ -1,8 +1,9 @@
 import pytest
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import runs_decode
 
-from tests.ops.helpers import IMPLS, check_schema, device
+from tests.ops.helpers import IMPLS, check_schema, device, grid
 from tests.ops.runs.inputs import attend, make_runs
 
 
@@ -29,6 +30,34 @@ def test_error_is_bounded_by_the_eager_error(sizes, tails, options):
         assert (out.double() - exact).abs().max().item() <= allowed, impl
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
         assert (out[exact_lse == float("-inf")] == 0).all()
+
+
+CANDIDATES = tuning.CANDIDATES["runs_decode"]
+CHOICES = [
+    *(candidate if candidate in (CANDIDATES[0], CANDIDATES[-1]) else grid(candidate) for candidate in CANDIDATES),
+    {"block_n": 16, "per_multiprocessor": 1, "warps": 4, "stages": 1},  # several tiles and pairs for each program
+    {"block_n": 32, "per_multiprocessor": 16, "warps": 4, "stages": 1},  # fewer tiles than programs
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_choice_changes_a_result(choice, in_place, monkeypatch):
+    runs = make_runs([350, 77, 20], [40, 0, 3], kv_heads=3, group=3, head_dim=32, in_place=in_place)
+    expected = attend(runs, torch.float64)
+    counter = torch.zeros(4, dtype=torch.int64, device=device)
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self, *size, **options):  # partial results that no program has written must not be read
+        tensor = new_empty(self, *size, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    with tuning.forced(runs_decode=choice):
+        out, lse = runs_decode(**runs.arguments, counter=counter, impl="triton")
+    torch.testing.assert_close(out.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
+    assert counter.tolist() == [runs.read, runs.dense, 0, 1]
 
 
 def test_reference_is_exact_in_float64():

@@ -62,8 +62,9 @@ def prefill_weights(
     counted = {"COUNTED": num_queries is not None}
     counts_of_rows = clusters.sizes if num_queries is None else num_queries
 
-    listed = torch.empty((pairs, num_clusters), dtype=torch.int32, device=device)
-    log_sizes = torch.empty((pairs, num_clusters), dtype=torch.float32, device=device)
+    list_width = cdiv(num_clusters, TILES["passing"]) * TILES["passing"]
+    listed = torch.empty((pairs, list_width), dtype=torch.int32, device=device)
+    log_sizes = torch.empty((pairs, list_width), dtype=torch.float32, device=device)
     counts = torch.empty((pairs,), dtype=torch.int32, device=device)
     list_clusters_kernel[(pairs,)](
         *clusters.arguments(),
@@ -73,8 +74,10 @@ def prefill_weights(
         counts,
         kv_heads,
         num_clusters,
+        list_width,
         PARENTS=clusters.parents is not None,
         BLOCK_C=max(32, min(LISTED_AT_ONCE, next_power_of_2(num_clusters))),
+        BLOCK_FILL=TILES["passing"],
         num_warps=8,
         **counted,
         **options,
@@ -102,7 +105,7 @@ def prefill_weights(
         kv_heads,
         queries,
         num_rows,
-        num_clusters,
+        list_width,
         width,
         tiles,
         splits,
@@ -142,6 +145,7 @@ def prefill_weights(
         weights,
         kv_heads,
         num_clusters,
+        list_width,
         width,
         tiles,
         splits,

@@ -28,22 +28,31 @@ def list_clusters_kernel(
     parent_weights_stride_b,
     parent_weights_stride_h,
     num_queries_ptr,  # [batch], for COUNTED only
-    listed_ptr,  # [pairs, num_clusters]
-    log_sizes_ptr,  # [pairs, num_clusters]
+    listed_ptr,  # [pairs, list_width]
+    log_sizes_ptr,  # [pairs, list_width]
     counts_ptr,  # [pairs]
     kv_heads,
     num_clusters,
+    list_width,
     COUNTED: tl.constexpr,
     PARENTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the clusters of a pair that take part, with log2 of their sizes; none without queries; grid (pairs,)."""
+    """List the clusters of a pair that take part, with log2 of their sizes; none without queries; grid (pairs,).
+
+    A last tile of up to BLOCK_FILL clusters is filled up with one of them, of which -inf as log2 of the size makes a
+    cluster without keys.
+    """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
+    listed_ptr += pair * list_width
+    log_sizes_ptr += pair * list_width
     listed = 0
+    last = 0
     for first in range(0, num_clusters, BLOCK_C):
         cluster = first + tl.arange(0, BLOCK_C)
         sizes = sizes_taking_part(
@@ -64,10 +73,14 @@ def list_clusters_kernel(
             PARENTS,
         )
         takes_part = sizes > 0
-        at = pair * num_clusters + listed + _ranks(takes_part, BLOCK_C)
+        at = listed + _ranks(takes_part, BLOCK_C)
         tl.store(listed_ptr + at, cluster, mask=takes_part)
         tl.store(log_sizes_ptr + at, tl.log2(tl.maximum(sizes, 1).to(tl.float32)), mask=takes_part)
         listed += tl.sum(takes_part.to(tl.int32))
+        last = tl.maximum(last, tl.max(tl.where(takes_part, cluster, 0)))
+    fill = listed + tl.arange(0, BLOCK_FILL)
+    tl.store(listed_ptr + fill, last + tl.zeros_like(fill), mask=fill < list_width)
+    tl.store(log_sizes_ptr + fill, tl.full((BLOCK_FILL,), float("-inf"), tl.float32), mask=fill < list_width)
     if COUNTED:
         listed = tl.where(tl.load(num_queries_ptr + row) > 0, listed, 0)
     tl.store(counts_ptr + pair, listed)
@@ -86,15 +99,15 @@ def _first_counted(num_queries_ptr, row, queries, COUNTED: tl.constexpr):
 def query_sums_kernel(
     rows_ptr,
     centroids_ptr,
-    listed_ptr,  # [pairs, num_clusters]
-    log_sizes_ptr,  # [pairs, num_clusters]
+    listed_ptr,  # [pairs, list_width]
+    log_sizes_ptr,  # [pairs, list_width]
     counts_ptr,  # [pairs]
     num_queries_ptr,  # [batch], for COUNTED only
     partial_lse_ptr,  # [splits, pairs, width]
     kv_heads,
     queries,
     num_rows,
-    num_clusters,
+    list_width,
     width,
     tiles,  # of rows
     splits,
@@ -129,18 +142,14 @@ def query_sums_kernel(
     q = tl.load(rows_at, mask=valid[:, None] & in_head[None, :], other=0.0).to(DOT_DTYPE)
     count = tl.where(tl.max(valid.to(tl.int32)) > 0, tl.load(counts_ptr + pair), 0)  # queries that do not count
     cluster_tiles = tl.cdiv(count, BLOCK_N)
-    begin = ((split * cluster_tiles) // splits) * BLOCK_N
-    end = (((split + 1) * cluster_tiles) // splits) * BLOCK_N
-    listed_ptr += pair * num_clusters
-    log_sizes_ptr += pair * num_clusters
+    listed_ptr += pair * list_width
+    log_sizes_ptr += pair * list_width
     centroids_ptr += row * centroids_stride_b + head * centroids_stride_h
     running_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
     running_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        position = first + tl.arange(0, BLOCK_N)
-        # The last tile is filled up with its last cluster, whose second score does not count.
-        cluster = tl.load(listed_ptr + tl.minimum(position, count - 1)).to(tl.int64)
-        log_sizes = tl.load(log_sizes_ptr + position, mask=position < count, other=float("-inf"))
+    for tile in range(split * cluster_tiles // splits, (split + 1) * cluster_tiles // splits):
+        cluster = tl.load(listed_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        log_sizes = tl.load(log_sizes_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N))
         centroids_at = centroids_ptr + cluster[:, None] * centroids_stride_c + dims[None, :]
         centroid = tl.load(centroids_at, mask=in_head[None, :], other=0.0).to(DOT_DTYPE)
         scores = tl.dot(q, tl.trans(centroid), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -193,12 +202,13 @@ def merge_sums_kernel(
 def cluster_sums_kernel(
     rows_ptr,
     centroids_ptr,
-    listed_ptr,  # [pairs, num_clusters]
+    listed_ptr,  # [pairs, list_width]
     counts_ptr,  # [pairs]
     lse_ptr,  # [pairs, width]
     weights_ptr,  # [splits, pairs, num_clusters], 0 before
     kv_heads,
     num_clusters,
+    list_width,
     width,
     tiles,  # of clusters
     splits,
@@ -231,7 +241,7 @@ def cluster_sums_kernel(
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
         is_listed = position < count
-        cluster = tl.load(listed_ptr + pair * num_clusters + position, mask=is_listed, other=0)
+        cluster = tl.load(listed_ptr + pair * list_width + position, mask=is_listed, other=0)
         centroids_ptr += row * centroids_stride_b + head * centroids_stride_h
         centroids_at = centroids_ptr + cluster.to(tl.int64)[:, None] * centroids_stride_c + dims[None, :]
         centroid = tl.load(centroids_at, mask=is_listed[:, None] & in_head[None, :], other=0.0).to(DOT_DTYPE)
@@ -241,7 +251,7 @@ def cluster_sums_kernel(
         sums = tl.zeros((BLOCK_M,), tl.float32)
         for tile in range(split * row_tiles // splits, (split + 1) * row_tiles // splits):
             lanes = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            lse = tl.load(lse_ptr + lanes)
+            lse = tl.load(lse_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N))
             rows_at = rows_ptr + lanes.to(tl.int64)[:, None] * rows_stride_n + dims[None, :]
             mask = (lse < float("inf"))[:, None] & in_head[None, :]
             q = tl.load(rows_at, mask=mask, other=0.0).to(DOT_DTYPE)  # [BLOCK_N, BLOCK_D]
