@@ -145,7 +145,7 @@ def _patched_side(
     model: PreTrainedModel, context: FixedContext, question: torch.Tensor, config: ContextSpeedConfig, compiled: bool
 ) -> dict[str, Any]:
     room = config.question + config.new_tokens
-    forget_compiled()
+    forget_compiled(model)
     with sparse_attention(model, context.method):
         cache = context.cache(1, max_cache_len=room if compiled else None)
 

@@ -160,8 +160,7 @@ def test_the_realised_budget_stands_beside_the_target(contexts):
             assert budget.prefill.shape == budget.decode.shape == (4, 2)
             always = SETTINGS["window"] / CONTEXT_TOKENS
             expected = always + (1 - always) * (1 - target)
-            # The quantile falls on a cluster, which is left out as a whole: at most a cluster of keys is missing.
-            assert expected - 0.12 < budget.prefill.mean() <= expected + 1e-6
+            assert abs(budget.prefill.mean() - expected) < 0.03  # the threshold falls between clusters
 
 
 def test_another_target_keeps_the_clusters(contexts):

@@ -28,6 +28,7 @@ def runs_decode(
     seq_end: torch.Tensor,
     *,
     token_order: torch.Tensor | None,
+    context_lengths: torch.Tensor | None,
     scale: float | None,
     counter: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +42,8 @@ def runs_decode(
     seq_start, seq_end, context_start = seq_start.contiguous(), seq_end.contiguous(), context_start.contiguous()
     run_indices, run_counts = run_indices.contiguous(), run_counts.contiguous()
     order = run_starts if token_order is None else token_order
+    # Tokens of each pair's context: the end of its last run.
+    lengths = run_starts[:, :, -1] if context_lengths is None else context_lengths[:, None].expand(-1, kv_heads)
 
     block_d = max(16, next_power_of_2(head_dim))
     tokens = context_keys.shape[2]
@@ -71,6 +74,7 @@ def runs_decode(
         seq_start,
         seq_end,
         order,
+        lengths,
         partial_max,
         partial_sum,
         partial_out,
@@ -87,6 +91,7 @@ def runs_decode(
         *values.stride()[:3],
         *run_starts.stride()[:2],
         *order.stride()[:2],
+        *lengths.stride(),
         HEAD_DIM=head_dim,
         MAX_RUN=MAX_RUN,
         ORDERED=token_order is not None,
