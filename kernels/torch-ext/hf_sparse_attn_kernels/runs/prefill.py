@@ -35,7 +35,7 @@ FLOAT32 = Tiles(16, 32, 8, 3, 2)  # no tensor cores: products of small tiles
 
 WAVES = 4
 """Units of work for each program that runs at the same time. More balance better, fewer have less to merge."""
-LEAST_TILES = 16
+LEAST_TILES = 8
 """Tiles of keys in a unit, at least: writing and merging a partial result takes as long as several tiles."""
 MERGED_AT_ONCE = 16  # lanes of a column in a program of the merge
 
