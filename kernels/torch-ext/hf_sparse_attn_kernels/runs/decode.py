@@ -11,6 +11,7 @@ from . import MAX_RUN
 from .decode_kernel import merge_partials_kernel, runs_decode_kernel
 
 MERGED_AT_ONCE = 8192  # elements of partial results that a merging program holds
+REGISTERS = 65536  # of a multiprocessor
 
 
 def runs_decode(
@@ -49,6 +50,8 @@ def runs_decode(
     most_tiles = pairs * (cdiv(runs, block_n // MAX_RUN) + cdiv(capacity, block_n))
     programs = min(config["per_multiprocessor"] * multiprocessors(query.device), most_tiles)
     block_pairs = next_power_of_2(pairs)
+    # Shares are equal, so all programs must run at once: none may take more registers than leave room for the others.
+    threads = 32 * config["warps"] * config["per_multiprocessor"]
     options = launch_options(query.device)
 
     out = query.new_empty((batch, q_heads, head_dim))
@@ -95,6 +98,7 @@ def runs_decode(
         STAGES=min(2, config["stages"]) if keys.element_size() == 4 else config["stages"],
         DOT_DTYPE=dot_dtype(keys.dtype),
         num_warps=config["warps"],
+        maxnreg=max(64, min(255, REGISTERS // threads)),
         **options,
     )
     merge_partials_kernel[(pairs, group)](
