@@ -121,7 +121,9 @@ class Squeezed(SparseMethod):
         self._require("clusters", 0 < self.clusters <= 1, "above 0 and at most 1: no more clusters than keys")
         self._require("levels", self.levels in LEVELS, "1 or 2")
         self._require(
-            "coarse_clusters", 0 < self.coarse_clusters <= self.clusters, f"above 0 and at most clusters={self.clusters}"
+            "coarse_clusters",
+            0 < self.coarse_clusters <= self.clusters,
+            f"above 0 and at most clusters={self.clusters}",
         )
         self._require("window", self.window >= 1, "at least 1")
         self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "at least 1, or None")
@@ -343,11 +345,12 @@ class Squeezed(SparseMethod):
         )
         return run_indices, run_counts, self._bytes_read(query, index, weights)
 
-    def _most_chosen(self, context: Context) -> int | None:
+    def _most_chosen(self, context: Context) -> torch.Tensor | None:
         """Cap on the tokens of chosen runs: those of a prefix include its last ``window`` tokens."""
-        if self.token_budget is None or context.token_order is None:
-            return self.token_budget
-        return max(1, self.token_budget - self.window)
+        if self.token_budget is None:
+            return None
+        most = self.token_budget if context.token_order is None else self.token_budget - self.window
+        return torch.full_like(context.start, most)
 
     def _bytes_read(self, query: torch.Tensor, index: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
         """Bytes of the index that a step reads, over rows and KV heads."""
@@ -390,7 +393,9 @@ def _tokens_read(
     prefix = layer.prefix
     order = context.token_order if prefix is None else prefix.metadata["token_order"].expand(batch, -1, -1)
     starts = context.index["run_starts"].expand(batch, -1, -1)
-    clustered = (context.tail_start - layer.seq_start if prefix is None else context.tail_start * 0 + prefix.tokens).tolist()
+    clustered = (
+        context.tail_start - layer.seq_start if prefix is None else context.tail_start * 0 + prefix.tokens
+    ).tolist()
     rows = []
     for row, length in enumerate(layer.row_lengths().tolist()):
         before = clustered[row]
