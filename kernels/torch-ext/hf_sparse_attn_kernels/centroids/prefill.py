@@ -64,13 +64,13 @@ def prefill_weights(
 
     list_width = cdiv(num_clusters, TILES["passing"]) * TILES["passing"]
     listed = torch.empty((pairs, list_width), dtype=torch.int32, device=device)
-    log_sizes = torch.empty((pairs, list_width), dtype=torch.float32, device=device)
+    keys = torch.empty((pairs, list_width), dtype=torch.float32, device=device)
     counts = torch.empty((pairs,), dtype=torch.int32, device=device)
     list_clusters_kernel[(pairs,)](
         *clusters.arguments(),
         counts_of_rows,
         listed,
-        log_sizes,
+        keys,
         counts,
         kv_heads,
         num_clusters,
@@ -98,7 +98,7 @@ def prefill_weights(
         rows,
         centroids,
         listed,
-        log_sizes,
+        keys,
         counts,
         counts_of_rows,
         partial_lse,
@@ -109,8 +109,9 @@ def prefill_weights(
         width,
         tiles,
         splits,
-        scale_log2,
+        abs(scale_log2),
         *strides,
+        NEGATE=scale_log2 < 0,
         **counted,
         **row_tiles,
         **products,
@@ -144,6 +145,7 @@ def prefill_weights(
         lse,
         weights,
         kv_heads,
+        num_rows,
         num_clusters,
         list_width,
         width,
