@@ -10,10 +10,10 @@ from .prefill_kernels import cluster_sums_kernel, list_clusters_kernel, merge_su
 
 # Rows or clusters that a program keeps, and those that pass by it; two programs share a multiprocessor, so that one
 # multiplies while the other exponentiates.
-TILES = {"kept": 128, "passing": 128, "warps": 8, "stages": 3}
-PROGRAMS_PER_MULTIPROCESSOR = 2
+TILES = {"kept": 128, "passing": 128, "warps": 8, "stages": 2}
+PROGRAMS_PER_MULTIPROCESSOR = 1
 WAVES = 4
-"""Work is split until the device is filled this many times, which evens out the last one."""
+"""Work is split until there are this many rounds of programs, which evens out the last one."""
 MOST_SPLITS = 128
 LISTED_AT_ONCE = 2048
 MERGED_AT_ONCE = 32
