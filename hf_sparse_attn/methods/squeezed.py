@@ -349,11 +349,12 @@ class Squeezed(SparseMethod):
         )
         return run_indices, run_counts, self._bytes_read(query, index, weights)
 
-    def _most_chosen(self, context: Context) -> int | None:
-        """Cap on the tokens of chosen runs: those of a prefix include its last ``window`` tokens."""
-        if self.token_budget is None or context.token_order is None:
-            return self.token_budget
-        return max(1, self.token_budget - self.window)
+    def _most_chosen(self, context: Context) -> torch.Tensor | None:
+        """Cap on the tokens of chosen runs, int32 [batch]: those of a prefix include its last ``window`` tokens."""
+        if self.token_budget is None:
+            return None
+        most = self.token_budget if context.token_order is None else self.token_budget - self.window
+        return torch.full_like(context.start, most)
 
     def _bytes_read(self, query: torch.Tensor, index: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
         """Bytes of the index that a step reads, over rows and KV heads."""

@@ -133,9 +133,15 @@ def make_runs(clusters, *, batch=2, kv_heads=2, max_run=4, always=2, absent=3, s
 
 
 def chosen_runs(weights, runs, threshold, max_tokens=None):
-    """The choice by its definition, one head, bound and run at a time: lists of runs [batch][kv_heads]."""
+    """The choice by its definition, one head, bound and run at a time: lists of runs [batch][kv_heads].
+
+    `max_tokens` are those of the rows, or None.
+    """
     return [
-        [_of_head(weights, runs, row, head, threshold[row].item(), max_tokens) for head in range(weights.shape[1])]
+        [
+            _of_head(weights, runs, row, head, threshold[row].item(), None if max_tokens is None else max_tokens[row])
+            for head in range(weights.shape[1])
+        ]
         for row in range(weights.shape[0])
     ]
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.centroids.context import NAN, Lookup, chosen_runs, make_lookup, make_runs
-from tests.ops.helpers import IMPLS, check_schema, device
+from tests.ops.helpers import IMPLS, check_schema, device, int32
 
 
 def make_weights(runs, *, levels, seed=0):
@@ -16,10 +16,11 @@ def make_weights(runs, *, levels, seed=0):
 
 
 def check_choice(weights, runs, threshold, max_tokens=None):
-    """Both implementations against the definition."""
+    """Both implementations against the definition; `max_tokens` are those of the rows, or None."""
     threshold = torch.tensor(threshold, dtype=torch.float32, device=device)
     expected = chosen_runs(weights, runs, threshold, max_tokens)
     num_runs = runs.run_clusters.shape[2]
+    max_tokens = None if max_tokens is None else int32(max_tokens)
     for impl in IMPLS:
         indices, counts = select_runs(weights, **vars(runs), threshold=threshold, max_tokens=max_tokens, impl=impl)
         assert indices.dtype == counts.dtype == torch.int32
@@ -36,7 +37,7 @@ def test_runs_of_heavy_clusters_and_those_always_read(clusters, shared, always, 
     check_choice(make_weights(runs, levels=5), runs, threshold)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 6, 7, 50, 150, 299, 10000])
+@pytest.mark.parametrize("max_tokens", [(1, 50), (6, 7), (150, 6), (299, 10000), (0, 150), (-5, -(2**31))])
 @pytest.mark.parametrize("threshold", [(-1.0, 0.3), (0.0, 0.75)])
 def test_a_cap_raises_the_threshold_as_little_as_possible(threshold, max_tokens):
     """6 tokens are read always. Clusters of equal weight are dropped together."""
@@ -51,14 +52,16 @@ def test_a_cap_is_only_exceeded_by_what_is_always_read():
     lengths = runs.run_starts.diff(dim=2)
     threshold = torch.zeros(2, device=device)
     for impl in IMPLS:
-        for max_tokens in (1, 8, 9, 40, 200):
-            indices, _ = select_runs(weights, **vars(runs), threshold=threshold, max_tokens=max_tokens, impl=impl)
+        for max_tokens in (-1, 0, 1, 8, 9, 40, 200):
+            caps = int32([max_tokens, max_tokens])
+            indices, _ = select_runs(weights, **vars(runs), threshold=threshold, max_tokens=caps, impl=impl)
             tokens = lengths.gather(2, indices.clamp(min=0).long()).masked_fill(indices < 0, 0).sum(dim=2)
             assert (tokens <= max(max_tokens, 9)).all()
             assert (tokens >= 9).all()
+            assert max_tokens > 9 or (tokens == 9).all()
 
 
-@pytest.mark.parametrize("max_tokens", [None, 30])
+@pytest.mark.parametrize("max_tokens", [None, (30, 9)])
 def test_nan_is_never_chosen(max_tokens):
     runs = make_runs(40)
     weights = make_weights(runs, levels=50)
@@ -67,7 +70,7 @@ def test_nan_is_never_chosen(max_tokens):
     check_choice(weights, runs, (-1.0, -float("inf")), max_tokens)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 20])
+@pytest.mark.parametrize("max_tokens", [None, (20, 35)])
 def test_weights_from_the_least_to_infinity(max_tokens):
     runs = make_runs(40, always=1)
     weights = make_weights(runs, levels=200)
@@ -90,14 +93,14 @@ def test_runs_of_several_tiles(monkeypatch, counted_from):
     runs = make_runs(300)
     assert runs.run_clusters.shape[2] > 6 * 64
     weights = make_weights(runs, levels=100)
-    for max_tokens in (None, 200, 1000):
+    for max_tokens in (None, (200, 400), (1000, -1)):
         check_choice(weights, runs, (0.1, 0.7), max_tokens)
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 40), st.integers(0, 3), st.integers(0, 3), st.integers(2, 30), st.integers(0, 9),
-    st.sampled_from([-1.0, 0.0, 0.3, 0.8, 1.0]), st.none() | st.integers(1, 400),
+    st.sampled_from([-1.0, 0.0, 0.3, 0.8, 1.0]), st.none() | st.tuples(st.integers(-3, 400), st.integers(0, 50)),
 )  # fmt: skip
 def test_matches_the_definition(clusters, always, absent, levels, seed, threshold, max_tokens):
     runs = make_runs(clusters, always=always, absent=absent, seed=seed)
@@ -105,7 +108,7 @@ def test_matches_the_definition(clusters, always, absent, levels, seed, threshol
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("max_tokens", [None, 70])
+@pytest.mark.parametrize("max_tokens", [None, int32([70, 40])])
 def test_both_implementations_choose_the_same_runs_for_a_query(queries, max_tokens):
     """Thresholds lie between weights: only a rounding could make a difference."""
     runs = make_runs(64)
@@ -134,14 +137,16 @@ def test_float64_only_in_the_reference():
     runs = make_runs(20)
     weights = make_weights(runs, levels=30).double()
     threshold = torch.full((2,), 0.5, device=device)
-    first = select_runs(weights, **vars(runs), threshold=threshold, max_tokens=50, impl="reference")
-    second = select_runs(weights.float(), **vars(runs), threshold=threshold, max_tokens=50, impl="reference")
+    first, second = (
+        select_runs(each, **vars(runs), threshold=threshold, max_tokens=int32([50, 20]), impl="reference")
+        for each in (weights, weights.float())
+    )
     assert torch.equal(first[0], second[0])
     with pytest.raises(TypeError, match=r"weights has dtype torch.float64; allowed for impl='triton': torch.float32"):
         select_runs(weights, **vars(runs), threshold=threshold, impl="triton")
 
 
-@pytest.mark.parametrize("max_tokens", [None, 30])
+@pytest.mark.parametrize("max_tokens", [None, int32([30, 8])])
 @torch.no_grad()
 def test_one_opaque_node(max_tokens):
     runs = make_runs(20, shared=True)
@@ -149,12 +154,11 @@ def test_one_opaque_node(max_tokens):
         "weights": make_weights(runs, levels=30), **vars(runs), "threshold": torch.full((2,), 0.5, device=device)
     }  # fmt: skip
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda **tensors: select_runs(**tensors, max_tokens=max_tokens), fullgraph=True, backend="aot_eager"
-    )
-    for first, second in zip(compiled(**arguments), select_runs(**arguments, max_tokens=max_tokens), strict=True):
+    compiled = torch.compile(lambda **tensors: select_runs(**tensors), fullgraph=True, backend="aot_eager")
+    arguments["max_tokens"] = max_tokens
+    for first, second in zip(compiled(**arguments), select_runs(**arguments), strict=True):
         assert torch.equal(first, second)
-    check_schema("select_runs", arguments | {"max_tokens": max_tokens})
+    check_schema("select_runs", arguments)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,8 @@ def test_one_opaque_node(max_tokens):
         ({"run_clusters": torch.zeros(1, 2, 7)}, TypeError, r"run_clusters has dtype torch.float32; allowed"),
         ({"threshold": torch.zeros(2)}, ValueError, r"threshold has shape \[2\]; allowed: \[batch\] = \[1\]"),
         ({"threshold": torch.zeros(1).double()}, TypeError, r"threshold has dtype torch.float64; allowed"),
-        ({"max_tokens": 0}, ValueError, r"max_tokens=0; allowed: an int of at least 1"),
+        ({"max_tokens": torch.ones(2).int()}, ValueError, r"max_tokens has shape \[2\]; allowed: \[batch\] = \[1\]"),
+        ({"max_tokens": torch.ones(1)}, TypeError, r"max_tokens has dtype torch.float32; allowed: torch.int32"),
     ],
 )
 def test_errors_name_the_argument(change, error, message):

@@ -18,11 +18,11 @@ def raise_bounds_kernel(
     starts_ptr,
     clusters_ptr,
     bounds_ptr,
+    max_tokens_ptr,  # [batch]
     raised_ptr,  # [pairs]
     kv_heads,
     num_clusters,
     num_runs,
-    max_tokens,
     bounds_stride_b,
     bounds_stride_h,
     weights_stride_b,
@@ -55,7 +55,7 @@ def raise_bounds_kernel(
         is_always_read = tl.load(clusters_ptr + runs, mask=runs < num_runs, other=0) < 0
         start = tl.load(starts_ptr + runs, mask=is_always_read, other=0)
         always_read += tl.load(starts_ptr + runs + 1, mask=is_always_read, other=0) - start
-    room = max_tokens - tl.sum(always_read)
+    room = tl.maximum(tl.load(max_tokens_ptr + row), 0) - tl.sum(always_read)
 
     weights, sizes = _load_clusters(lanes, weights_ptr, sizes_ptr, num_clusters)
     tokens = tl.where(weights > bound, sizes, 0)
@@ -114,9 +114,9 @@ def raise_bounds(
     run_starts: torch.Tensor,
     run_clusters: torch.Tensor,
     bounds: torch.Tensor,
-    max_tokens: int,
+    max_tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the bounds [batch, kv_heads], raised for the heads that would read more than `max_tokens`."""
+    """Return the bounds [batch, kv_heads], raised for the heads that would read more than `max_tokens` [batch]."""
     batch, kv_heads, num_clusters = weights.shape
     block = max(128, min(TILE["block"], next_power_of_2(num_clusters)))
     raised = torch.empty((batch, kv_heads), dtype=torch.float32, device=weights.device)
@@ -127,11 +127,11 @@ def raise_bounds(
         run_starts,
         run_clusters,
         bounds,
+        max_tokens.contiguous(),
         raised,
         kv_heads,
         num_clusters,
         run_clusters.shape[2],
-        max_tokens,
         *[stride for tensor in tensors for stride in tensor.stride()[:2]],
         BLOCK=block,
         ONE_TILE=num_clusters <= block,

@@ -76,16 +76,36 @@ def check_parents(
         check_device(name, tensor, "query", query)
 
 
-def check_runs(
-    weights: torch.Tensor, cluster_sizes: torch.Tensor, run_starts: torch.Tensor, run_clusters: torch.Tensor
-) -> None:
-    """Check the clusters' weights and sizes, and the runs of a context."""
+def check_weights(weights: torch.Tensor, cluster_sizes: torch.Tensor) -> None:
+    """Check the clusters' weights and sizes."""
     check_dims("weights", weights, CLUSTER_AXES)
     if weights.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"weights has dtype {weights.dtype}; allowed: torch.float32, torch.float64")
     check_last_stride("weights", weights)
     _check_ints("cluster_sizes", cluster_sizes, CLUSTER_AXES, tuple(weights.shape), "weights", weights)
+
+
+def check_runs(
+    cluster_sizes: torch.Tensor,
+    run_starts: torch.Tensor,
+    run_clusters: torch.Tensor,
+    other_name: str,
+    other: torch.Tensor,
+) -> None:
+    """Check the runs of a context against its clusters, and their device against another argument's."""
     check_dims("run_clusters", run_clusters, "batch, kv_heads, runs")
-    shape = (*weights.shape[:2], run_clusters.shape[2])
-    _check_ints("run_clusters", run_clusters, "batch, kv_heads, runs", shape, "weights", weights)
-    _check_ints("run_starts", run_starts, "batch, kv_heads, runs + 1", (*shape[:2], shape[2] + 1), "weights", weights)
+    shape = (*cluster_sizes.shape[:2], run_clusters.shape[2])
+    _check_ints("run_clusters", run_clusters, "batch, kv_heads, runs", shape, other_name, other)
+    axes = "batch, kv_heads, runs + 1"
+    _check_ints("run_starts", run_starts, axes, (*shape[:2], shape[2] + 1), other_name, other)
+
+
+def check_bounds(
+    threshold: torch.Tensor, max_tokens: torch.Tensor | None, batch: int, other_name: str, other: torch.Tensor
+) -> None:
+    """Check what limits the choice of each row."""
+    for name, tensor, dtype in (("threshold", threshold, torch.float32), ("max_tokens", max_tokens, torch.int32)):
+        if tensor is not None:
+            check_dtype(name, tensor, dtype)
+            check_shape(name, tensor, "batch", (batch,))
+            check_device(name, tensor, other_name, other)

@@ -2,10 +2,10 @@
 
 import torch
 
-from .._check import check_at_least, check_device, check_dtype, check_shape
+from .._check import check_dims
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
-from .checks import check_centroids, check_num_queries, check_parents, check_runs
+from .checks import check_bounds, check_centroids, check_num_queries, check_parents, check_runs, check_weights
 
 
 @op(launcher="weights")
@@ -85,7 +85,7 @@ def select_runs(
     run_clusters: torch.Tensor,
     threshold: torch.Tensor,
     *,
-    max_tokens: int | None = None,
+    max_tokens: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the runs of the clusters that weigh more than a threshold, and the runs that are always read.
@@ -96,7 +96,7 @@ def select_runs(
 
     With `max_tokens`, the threshold of a head whose chosen runs have more tokens is raised to the smallest of its
     weights at which they fit. Clusters of equal weight are kept or dropped together. Runs that are always read count,
-    but stay even if they alone exceed `max_tokens`.
+    but stay even if they alone exceed `max_tokens`; with 0 or less, nothing else is chosen.
 
     Parameters
     ----------
@@ -111,8 +111,8 @@ def select_runs(
         int32 [batch, kv_heads, runs]: cluster of the run, or -1 to read it always; arbitrary for runs without tokens.
     threshold : torch.Tensor
         float32 [batch]. A negative one chooses every run with tokens whose weight is not NaN.
-    max_tokens : int, optional
-        Greatest number of tokens that a head reads, at least 1. Default: no limit.
+    max_tokens : torch.Tensor, optional
+        int32 [batch]: greatest number of tokens that a head of the row reads. Default: no limit.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -134,10 +134,86 @@ def select_runs(
     RuntimeError
         impl="triton" cannot run here.
     """
-    check_runs(weights, cluster_sizes, run_starts, run_clusters)
-    check_dtype("threshold", threshold, torch.float32)
-    check_shape("threshold", threshold, "batch", (weights.shape[0],))
-    check_device("threshold", threshold, "weights", weights)
-    if max_tokens is not None:
-        check_at_least("max_tokens", max_tokens, 1)
+    check_weights(weights, cluster_sizes)
+    check_runs(cluster_sizes, run_starts, run_clusters, "weights", weights)
+    check_bounds(threshold, max_tokens, weights.shape[0], "weights", weights)
     return selection_output(weights, *run_clusters.shape)
+
+
+@op(launcher="lookup")
+def lookup_runs(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    cluster_sizes: torch.Tensor,
+    run_starts: torch.Tensor,
+    run_clusters: torch.Tensor,
+    threshold: torch.Tensor,
+    *,
+    parents: torch.Tensor | None = None,
+    parent_weights: torch.Tensor | None = None,
+    parent_threshold: torch.Tensor | None = None,
+    max_tokens: torch.Tensor | None = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose the runs to read for one query per row: `centroid_weights`, then `select_runs`.
+
+    Squeezed Attention (arXiv 2411.09688, sections 3 and 4), a decode step. The choice is exactly that of the two ops.
+    Without `max_tokens` it takes fewer launches, because weights are normalized where they are compared.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        [batch, q_heads, head_dim]; float32, bfloat16 or float16 (float64 in the reference); the last stride is 1.
+    centroids : torch.Tensor
+        [batch, kv_heads, clusters, head_dim], of the dtype of `query`: the mean key of each cluster.
+    cluster_sizes : torch.Tensor
+        int32 [batch, kv_heads, clusters]: the number of keys of each cluster; one of size 0 never takes part.
+    run_starts : torch.Tensor
+        int32 [batch, kv_heads, runs + 1], ascending: run r has the slots run_starts[r] to run_starts[r + 1] - 1.
+    run_clusters : torch.Tensor
+        int32 [batch, kv_heads, runs]: cluster of the run, or -1 to read it always; arbitrary for runs without tokens.
+    threshold : torch.Tensor
+        float32 [batch]: clusters that weigh more are chosen.
+    parents : torch.Tensor, optional
+        int32 [batch, kv_heads, clusters]: index of the coarse cluster of each cluster, as in `centroid_weights`. This
+        argument and the next two are given together.
+    parent_weights : torch.Tensor, optional
+        float32 [batch, kv_heads, coarse clusters] (float64 for float64): weights of the coarse clusters.
+    parent_threshold : torch.Tensor, optional
+        float32 [batch].
+    max_tokens : torch.Tensor, optional
+        int32 [batch]: greatest number of tokens that a head of the row reads, as in `select_runs`. Default: no limit.
+    scale : float, optional
+        Factor on q.C. Default: head_dim ** -0.5.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Of the tensors with three or four dimensions the last stride is 1, the others are free.
+
+    Returns
+    -------
+    run_indices : torch.Tensor
+        int32 [batch, kv_heads, runs]: the chosen runs, ascending, then -1.
+    run_counts : torch.Tensor
+        int32 [batch, kv_heads]: number of chosen runs.
+    clusters_read : torch.Tensor
+        int32 [batch, kv_heads]: number of clusters that take part: those with keys and, with `parents`, a coarse
+        cluster that weighs enough.
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device or number, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_dims("query", query, "batch, q_heads, head_dim")
+    check_centroids(query[:, :, None], centroids, cluster_sizes)
+    check_parents(query, cluster_sizes, parents, parent_weights, parent_threshold)
+    check_runs(cluster_sizes, run_starts, run_clusters, "query", query)
+    check_bounds(threshold, max_tokens, query.shape[0], "query", query)
+    pair = run_clusters.shape[:2]
+    return *selection_output(query, *run_clusters.shape), output(query, pair, torch.int32)

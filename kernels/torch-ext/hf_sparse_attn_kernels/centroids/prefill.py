@@ -10,10 +10,10 @@ from .prefill_kernels import cluster_sums_kernel, list_clusters_kernel, merge_su
 
 # Rows or clusters that a program keeps, and those that pass by it; two programs share a multiprocessor, so that one
 # multiplies while the other exponentiates.
-TILES = {"kept": 128, "passing": 128, "warps": 8, "stages": 3}
-PROGRAMS_PER_MULTIPROCESSOR = 2
+TILES = {"kept": 128, "passing": 128, "warps": 8, "stages": 2}
+PROGRAMS_PER_MULTIPROCESSOR = 1
 WAVES = 4
-"""Work is split until the device is filled this many times, which evens out the last one."""
+"""Work is split until there are this many rounds of programs, which evens out the last one."""
 MOST_SPLITS = 128
 LISTED_AT_ONCE = 2048
 MERGED_AT_ONCE = 32
@@ -64,13 +64,13 @@ def prefill_weights(
 
     list_width = cdiv(num_clusters, TILES["passing"]) * TILES["passing"]
     listed = torch.empty((pairs, list_width), dtype=torch.int32, device=device)
-    log_sizes = torch.empty((pairs, list_width), dtype=torch.float32, device=device)
+    keys = torch.empty((pairs, list_width), dtype=torch.float32, device=device)
     counts = torch.empty((pairs,), dtype=torch.int32, device=device)
     list_clusters_kernel[(pairs,)](
         *clusters.arguments(),
         counts_of_rows,
         listed,
-        log_sizes,
+        keys,
         counts,
         kv_heads,
         num_clusters,
@@ -98,7 +98,7 @@ def prefill_weights(
         rows,
         centroids,
         listed,
-        log_sizes,
+        keys,
         counts,
         counts_of_rows,
         partial_lse,
@@ -109,8 +109,9 @@ def prefill_weights(
         width,
         tiles,
         splits,
-        scale_log2,
+        abs(scale_log2),
         *strides,
+        NEGATE=scale_log2 < 0,
         **counted,
         **row_tiles,
         **products,
@@ -144,6 +145,7 @@ def prefill_weights(
         lse,
         weights,
         kv_heads,
+        num_rows,
         num_clusters,
         list_width,
         width,

@@ -29,7 +29,7 @@ def list_clusters_kernel(
     parent_weights_stride_h,
     num_queries_ptr,  # [batch], for COUNTED only
     listed_ptr,  # [pairs, list_width]
-    log_sizes_ptr,  # [pairs, list_width]
+    keys_ptr,  # [pairs, list_width]
     counts_ptr,  # [pairs]
     kv_heads,
     num_clusters,
@@ -40,17 +40,16 @@ def list_clusters_kernel(
     BLOCK_FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the clusters of a pair that take part, with log2 of their sizes; none without queries; grid (pairs,).
+    """List the clusters of a pair that take part, with their numbers of keys; none without queries; grid (pairs,).
 
-    A last tile of up to BLOCK_FILL clusters is filled up with one of them, of which -inf as log2 of the size makes a
-    cluster without keys.
+    A last tile of up to BLOCK_FILL clusters is filled up with one of them, without keys.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
     listed_ptr += pair * list_width
-    log_sizes_ptr += pair * list_width
+    keys_ptr += pair * list_width
     listed = 0
     last = 0
     for first in range(0, num_clusters, BLOCK_C):
@@ -75,12 +74,12 @@ def list_clusters_kernel(
         takes_part = sizes > 0
         at = listed + _ranks(takes_part, BLOCK_C)
         tl.store(listed_ptr + at, cluster, mask=takes_part)
-        tl.store(log_sizes_ptr + at, tl.log2(tl.maximum(sizes, 1).to(tl.float32)), mask=takes_part)
+        tl.store(keys_ptr + at, sizes.to(tl.float32), mask=takes_part)
         listed += tl.sum(takes_part.to(tl.int32))
         last = tl.maximum(last, tl.max(tl.where(takes_part, cluster, 0)))
     fill = listed + tl.arange(0, BLOCK_FILL)
     tl.store(listed_ptr + fill, last + tl.zeros_like(fill), mask=fill < list_width)
-    tl.store(log_sizes_ptr + fill, tl.full((BLOCK_FILL,), float("-inf"), tl.float32), mask=fill < list_width)
+    tl.store(keys_ptr + fill, tl.zeros((BLOCK_FILL,), tl.float32), mask=fill < list_width)
     if COUNTED:
         listed = tl.where(tl.load(num_queries_ptr + row) > 0, listed, 0)
     tl.store(counts_ptr + pair, listed)
@@ -100,7 +99,7 @@ def query_sums_kernel(
     rows_ptr,
     centroids_ptr,
     listed_ptr,  # [pairs, list_width]
-    log_sizes_ptr,  # [pairs, list_width]
+    keys_ptr,  # [pairs, list_width]
     counts_ptr,  # [pairs]
     num_queries_ptr,  # [batch], for COUNTED only
     partial_lse_ptr,  # [splits, pairs, width]
@@ -111,7 +110,7 @@ def query_sums_kernel(
     width,
     tiles,  # of rows
     splits,
-    scale_log2,
+    scale_log2,  # not negative: NEGATE queries instead
     rows_stride_b,
     rows_stride_h,
     rows_stride_n,
@@ -120,6 +119,7 @@ def query_sums_kernel(
     centroids_stride_c,
     HEAD_DIM: tl.constexpr,
     COUNTED: tl.constexpr,
+    NEGATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,23 +140,25 @@ def query_sums_kernel(
     rows_ptr += row * rows_stride_b + head * rows_stride_h
     rows_at = rows_ptr + lanes.to(tl.int64)[:, None] * rows_stride_n + dims[None, :]
     q = tl.load(rows_at, mask=valid[:, None] & in_head[None, :], other=0.0).to(DOT_DTYPE)
+    if NEGATE:
+        q = -q
     count = tl.where(tl.max(valid.to(tl.int32)) > 0, tl.load(counts_ptr + pair), 0)  # queries that do not count
     cluster_tiles = tl.cdiv(count, BLOCK_N)
     listed_ptr += pair * list_width
-    log_sizes_ptr += pair * list_width
+    keys_ptr += pair * list_width
     centroids_ptr += row * centroids_stride_b + head * centroids_stride_h
     running_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
     running_sum = tl.zeros((BLOCK_M,), tl.float32)
     for tile in range(split * cluster_tiles // splits, (split + 1) * cluster_tiles // splits):
         cluster = tl.load(listed_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        log_sizes = tl.load(log_sizes_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N))
+        keys = tl.load(keys_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N))
         centroids_at = centroids_ptr + cluster[:, None] * centroids_stride_c + dims[None, :]
         centroid = tl.load(centroids_at, mask=in_head[None, :], other=0.0).to(DOT_DTYPE)
         scores = tl.dot(q, tl.trans(centroid), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        scores = scores * scale_log2 + log_sizes[None, :]
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_max[:, None])
-        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+        # One instruction each for the maximum, the exponent, the power and the sum.
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        running_sum = running_sum * tl.exp2(running_max - new_max) + tl.sum(weights * keys[None, :], axis=1)
         running_max = new_max
     # Without clusters the sum is 0 and the log-sum-exp so low that it adds nothing to those of other splits.
     lse = running_max + tl.log2(tl.where(running_sum == 0.0, 1.0, running_sum))
@@ -207,6 +209,7 @@ def cluster_sums_kernel(
     lse_ptr,  # [pairs, width]
     weights_ptr,  # [splits, pairs, num_clusters], 0 before
     kv_heads,
+    num_rows,
     num_clusters,
     list_width,
     width,
@@ -251,10 +254,11 @@ def cluster_sums_kernel(
         sums = tl.zeros((BLOCK_M,), tl.float32)
         for tile in range(split * row_tiles // splits, (split + 1) * row_tiles // splits):
             lanes = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            lse = tl.load(lse_ptr + tile * BLOCK_N + tl.arange(0, BLOCK_N))
+            lse = tl.load(lse_ptr + lanes)
+            # The last row stands in for those that do not count, which may hold anything and get weights of 0.
+            lanes = tl.where(lse < float("inf"), lanes, num_rows - 1)
             rows_at = rows_ptr + lanes.to(tl.int64)[:, None] * rows_stride_n + dims[None, :]
-            mask = (lse < float("inf"))[:, None] & in_head[None, :]
-            q = tl.load(rows_at, mask=mask, other=0.0).to(DOT_DTYPE)  # [BLOCK_N, BLOCK_D]
+            q = tl.load(rows_at, mask=in_head[None, :], other=0.0).to(DOT_DTYPE)  # [BLOCK_N, BLOCK_D]
             scores = tl.dot(centroid, tl.trans(q), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
             sums += tl.sum(tl.exp2(scores * scale_log2 - lse[None, :]), axis=1)
         at = (split * tl.num_programs(1) + pair) * num_clusters + cluster

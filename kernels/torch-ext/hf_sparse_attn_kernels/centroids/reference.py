@@ -24,10 +24,7 @@ def centroid_weights(
     kv_heads, clusters = centroids.shape[1:3]
     dtype = compute_dtype(query.dtype)
     scale = head_dim**-0.5 if scale is None else scale
-    takes_part = cluster_sizes > 0
-    if parents is not None and parent_weights is not None and parent_threshold is not None:
-        of_parents = parent_weights.gather(2, parents.masked_fill(~takes_part, 0).long())
-        takes_part &= of_parents > parent_threshold[:, None, None]
+    takes_part = _taking_part(cluster_sizes, parents, parent_weights, parent_threshold)
     log_sizes = cluster_sizes.to(dtype).log().masked_fill_(~takes_part, float("-inf"))[:, :, None]
     keys = centroids.to(dtype).masked_fill(~takes_part[..., None], 0.0).transpose(2, 3)
     first = query.new_zeros(batch, dtype=torch.long) if num_queries is None else queries - num_queries.long()
@@ -53,15 +50,15 @@ def select_runs(
     run_clusters: torch.Tensor,
     threshold: torch.Tensor,
     *,
-    max_tokens: int | None,
+    max_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.select_runs`."""
     lengths = run_starts.diff(dim=2)
     is_always_read = run_clusters < 0
     bounds = threshold[:, None].expand(weights.shape[:2])
     if max_tokens is not None:
-        always_read = (lengths * is_always_read).sum(dim=2)
-        bounds = _raise_bounds(weights, cluster_sizes, bounds.to(weights.dtype), max_tokens - always_read)
+        room = max_tokens.clamp(min=0)[:, None] - (lengths * is_always_read).sum(dim=2)
+        bounds = _raise_bounds(weights, cluster_sizes, bounds.to(weights.dtype), room)
     chosen_clusters = weights > bounds[:, :, None]
     clusters = run_clusters.masked_fill(is_always_read | (lengths <= 0), 0).long()
     chosen = (lengths > 0) & (is_always_read | chosen_clusters.gather(2, clusters))
@@ -69,6 +66,41 @@ def select_runs(
     counts = chosen.sum(dim=2, dtype=torch.int32)
     indices = runs.masked_fill(~chosen, len(runs)).sort(dim=2)[0]
     return indices.masked_fill_(runs >= counts[:, :, None], -1), counts
+
+
+def lookup_runs(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    cluster_sizes: torch.Tensor,
+    run_starts: torch.Tensor,
+    run_clusters: torch.Tensor,
+    threshold: torch.Tensor,
+    *,
+    parents: torch.Tensor | None,
+    parent_weights: torch.Tensor | None,
+    parent_threshold: torch.Tensor | None,
+    max_tokens: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.lookup_runs`."""
+    level = {"parents": parents, "parent_weights": parent_weights, "parent_threshold": parent_threshold}
+    weights = centroid_weights(query[:, :, None], centroids, cluster_sizes, num_queries=None, scale=scale, **level)
+    chosen = select_runs(weights, cluster_sizes, run_starts, run_clusters, threshold, max_tokens=max_tokens)
+    return *chosen, _taking_part(cluster_sizes, **level).sum(dim=2, dtype=torch.int32)
+
+
+def _taking_part(
+    cluster_sizes: torch.Tensor,
+    parents: torch.Tensor | None,
+    parent_weights: torch.Tensor | None,
+    parent_threshold: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return which clusters have keys and, with parents, one that is heavy enough: bool [batch, kv_heads, clusters]."""
+    takes_part = cluster_sizes > 0
+    if parents is not None and parent_weights is not None and parent_threshold is not None:
+        of_parents = parent_weights.gather(2, parents.masked_fill(~takes_part, 0).long())
+        takes_part &= of_parents > parent_threshold[:, None, None]
+    return takes_part
 
 
 def _raise_bounds(

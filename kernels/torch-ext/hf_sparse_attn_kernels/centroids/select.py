@@ -130,7 +130,7 @@ def select_runs(
     run_clusters: torch.Tensor,
     threshold: torch.Tensor,
     *,
-    max_tokens: int | None,
+    max_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernels."""
     check_triton_dtype("weights", weights, (torch.float32,))

@@ -1,0 +1,152 @@
+"""Triton launcher of `lookup_runs`, and its kernel that normalizes scores and chooses runs in one pass."""
+# Triton's decorator is untyped, and so are a kernel's arguments.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .._check import check_triton
+from .._topk import _ranks
+from .._triton import launch_options, next_power_of_2
+from .clusters import Clusters
+from .decode import Scores, normalize, normalizers, score_clusters, weights_of
+from .select import select_runs
+
+CHOSEN = {"block_r": 8192, "warps": 32}
+ABSENT = tl.constexpr(-2)
+
+
+@triton.jit
+def _owners(runs, num_runs, starts_ptr, clusters_ptr):
+    """Return the clusters of a tile of runs, negative if they are always read, ABSENT for runs without tokens."""
+    exists = runs < num_runs
+    start = tl.load(starts_ptr + runs, mask=exists, other=0)
+    end = tl.load(starts_ptr + runs + 1, mask=exists, other=0)
+    cluster = tl.load(clusters_ptr + runs, mask=exists, other=0)
+    return tl.where(end > start, tl.maximum(cluster, -1), ABSENT)
+
+
+@triton.jit
+def choose_runs_kernel(
+    scores_ptr,  # [pairs * group, width], as in `Scores`
+    maxima_ptr,  # [pairs * group, splits]
+    sums_ptr,  # [pairs * group, splits]
+    counts_ptr,  # [pairs, splits]
+    starts_ptr,
+    clusters_ptr,
+    threshold_ptr,  # [batch]
+    indices_ptr,  # [pairs, num_runs]
+    run_counts_ptr,  # [pairs]
+    clusters_read_ptr,  # [pairs]
+    kv_heads,
+    group,
+    num_runs,
+    width,
+    splits,
+    starts_stride_b,
+    starts_stride_h,
+    clusters_stride_b,
+    clusters_stride_h,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the chosen runs of a pair, a -1 for each other run behind them, and two counts; grid (pairs,)."""
+    pair = tl.program_id(0).to(tl.int64)
+    row = pair // kv_heads
+    head = pair % kv_heads
+    starts_ptr += row * starts_stride_b + head * starts_stride_h
+    clusters_ptr += row * clusters_stride_b + head * clusters_stride_h
+    indices_ptr += pair * num_runs
+    lanes = tl.arange(0, BLOCK_R)
+    # The runs and the threshold are loaded while the scores are still computed. The kernel before this one, which
+    # computes the scores, does not write them. Kernels before that one have finished and are visible: each program of
+    # the score kernel waits for them before it lets this kernel start.
+    owner = _owners(lanes, num_runs, starts_ptr, clusters_ptr)
+    bound = tl.load(threshold_ptr + row)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    every = tl.arange(0, BLOCK_S)
+    taking_part = tl.load(counts_ptr + pair * splits + every, mask=every < splits, other=0)
+    tl.store(clusters_read_ptr + pair, tl.sum(taking_part))
+    tops, shares = normalizers(maxima_ptr, sums_ptr, pair, group, splits, BLOCK_G, BLOCK_S)
+    scores_ptr += pair * group * width
+    chosen_before = 0
+    for first in range(0, num_runs, BLOCK_R):
+        next_owner = _owners(first + BLOCK_R + lanes, num_runs, starts_ptr, clusters_ptr)
+        weight = weights_of(tl.maximum(owner, 0), owner >= 0, scores_ptr, width, tops, shares, group, BLOCK_G)
+        chosen = (owner == -1) | ((owner >= 0) & (weight > bound))
+        runs = first + lanes
+        rank = chosen_before + _ranks(chosen, BLOCK_R)
+        # Of the runs up to this one, `runs - rank` are not chosen: that many -1 end the indices.
+        slot = tl.where(chosen, rank, num_runs - 1 - (runs - rank))
+        tl.store(indices_ptr + slot, tl.where(chosen, runs, -1), mask=runs < num_runs)
+        chosen_before += tl.sum(chosen.to(tl.int32))
+        owner = next_owner
+    tl.store(run_counts_ptr + pair, chosen_before)
+
+
+def _choose(
+    scored: Scores, run_starts: torch.Tensor, run_clusters: torch.Tensor, threshold: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel that chooses runs by scores."""
+    batch, kv_heads, num_runs = run_clusters.shape
+    pairs, device = batch * kv_heads, run_clusters.device
+    group = len(scored.scores) // pairs
+    indices = torch.empty((batch, kv_heads, num_runs), dtype=torch.int32, device=device)
+    run_counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
+    clusters_read = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
+    block_r = max(32, min(CHOSEN["block_r"], next_power_of_2(num_runs)))
+    choose_runs_kernel[(pairs,)](
+        *scored,
+        run_starts,
+        run_clusters,
+        threshold.contiguous(),
+        indices,
+        run_counts,
+        clusters_read,
+        kv_heads,
+        group,
+        num_runs,
+        scored.width,
+        scored.splits,
+        *run_starts.stride()[:2],
+        *run_clusters.stride()[:2],
+        BLOCK_R=block_r,
+        BLOCK_G=next_power_of_2(group),
+        BLOCK_S=next_power_of_2(scored.splits),
+        num_warps=max(1, min(CHOSEN["warps"], block_r // 128)),
+        **launch_options(device),
+    )
+    return indices, run_counts, clusters_read
+
+
+def lookup_runs(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    cluster_sizes: torch.Tensor,
+    run_starts: torch.Tensor,
+    run_clusters: torch.Tensor,
+    threshold: torch.Tensor,
+    *,
+    parents: torch.Tensor | None,
+    parent_weights: torch.Tensor | None,
+    parent_threshold: torch.Tensor | None,
+    max_tokens: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the kernel that scores clusters, then the one that chooses; with a budget, those of `select_runs`."""
+    check_triton("query", query)
+    batch, _, head_dim = query.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    clusters = Clusters(cluster_sizes, parents, parent_weights, parent_threshold)
+    scored = score_clusters(query[:, :, None], centroids, clusters, scale)
+    if max_tokens is None:
+        return _choose(scored, run_starts, run_clusters, threshold)
+    weights = normalize(scored, None, batch, centroids.shape[2])
+    chosen = select_runs(weights, cluster_sizes, run_starts, run_clusters, threshold, max_tokens=max_tokens)
+    return *chosen, scored.counts.sum(dim=1, dtype=torch.int32).view(batch, -1)
