@@ -242,6 +242,45 @@ def speed(
             save(measured, out)
 
 
+@app.command("context-speed")
+def context_speed(
+    shape: Annotated[str, typer.Option(help="Architecture to time, with random weights.")],
+    context: Annotated[int, typer.Option(help="Tokens of the fixed context.")],
+    question: Annotated[int, typer.Option(help="Tokens of a question.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    target_sparsity: Annotated[float, typer.Option(help="Share of the context to leave out.")] = 0.9,
+    levels: Annotated[int, typer.Option(help="Levels of the lookup, 1 or 2.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed questions of each side.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Time questions about a context prepared by Squeezed Attention, beside a stock cache of the same tokens."""
+    import torch
+    from transformers.utils import logging
+
+    from eval.context_speed import ContextSpeedConfig, context_table, measure_context_speed
+    from eval.store import write_json
+    from hf_sparse_attn import Squeezed
+    from hf_sparse_attn.cli.models import resolve_device
+
+    logging.set_verbosity_error()
+    with _user_errors():
+        try:
+            method = Squeezed(target_sparsity=target_sparsity, levels=levels)
+        except (TypeError, ValueError) as error:
+            raise EvalError(str(error)) from error
+        config = ContextSpeedConfig(shape, context, question, new_tokens, method, repeats, seed=seed)
+        resolved = resolve_device(device)
+        precision = getattr(torch, dtype or ("bfloat16" if resolved.type == "cuda" else "float32"))
+        with progress(f"questions to {shape}", is_shown=True) as update:
+            report = measure_context_speed(config, resolved, precision, lambda what: update(0, 1, what))
+        print_table(context_table(report), WIDTH)
+        if out is not None:
+            write_json(out, report)
+
+
 def _given(overrides: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in overrides.items() if value not in (None, (), {})}
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from hf_sparse_attn_kernels import centroid_weights, runs_decode, runs_prefill, select_runs
+from hf_sparse_attn_kernels import centroid_weights, lookup_runs, runs_decode, runs_prefill, select_runs
 
 from hf_sparse_attn.clusters.index import MAX_RUN, add_coarse_level, build_index, siblings_together
 from hf_sparse_attn.clusters.kmeans import kmeans, normalised
@@ -70,8 +70,9 @@ class Squeezed(SparseMethod):
     window
         Last tokens of the context, which calibrate the threshold and are always read; the paper's value is 100.
     token_budget
-        Maximum tokens of the context that a KV head reads in a step: beyond it, the clusters with the greatest S are
-        kept. None, as in the paper, for no maximum.
+        Maximum cached tokens that a KV head reads in a decode step: beyond it, the clusters with the greatest S are
+        kept. The last ``window`` tokens of the context and those after it are read in any case. None, as in the paper,
+        for no maximum.
     seed
         Seed of the clustering.
     iterations
@@ -261,8 +262,7 @@ class Squeezed(SparseMethod):
             # The kernel masks by the row bounds: SDPA would take a mask of all queries and keys.
             run_indices, run_counts = context.clusters["run_clusters"], layer.finished * 0
         else:
-            num_queries = layer.row_lengths().clamp_max(query.shape[2]) if layer.lengths.has_padding else None
-            run_indices, run_counts, _ = self._choose(query, context, scale, num_queries)
+            run_indices, run_counts = self._choose_together(query, layer, context, scale)
         out, _ = runs_prefill(
             query,
             context.keys,
@@ -289,8 +289,7 @@ class Squeezed(SparseMethod):
         """
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         context = self._context(layer)
-        run_indices, run_counts, metadata_bytes = self._choose(query.unsqueeze(2), context, scale, None)
-        layer.counter.count_metadata(metadata_bytes)
+        run_indices, run_counts = self._choose(query, layer, context, scale)
         if layer.is_recorded:
             layer.note(_tokens_read(layer, context, run_indices, run_counts))
         out, _ = runs_decode(
@@ -323,45 +322,59 @@ class Squeezed(SparseMethod):
         return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
 
     def _choose(
-        self, query: torch.Tensor, context: Context, scale: float, num_queries: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose runs for queries [batch, q_heads, queries, head_dim]; return them and the metadata's bytes."""
+        self, query: torch.Tensor, layer: SparseLayer, context: Context, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose runs for a decode step's queries, [batch, q_heads, head_dim], and count the bytes read for it."""
         index = context.clusters
-        sizes = index["cluster_sizes"]
-        parents: dict[str, Any] = {}
-        if self.levels == 2:
-            coarse = centroid_weights(
-                query, index["coarse_centroids"], index["coarse_sizes"], num_queries=num_queries, scale=scale
-            )
-            parents = {
-                "parents": index["parents"],
-                "parent_weights": coarse,
-                "parent_threshold": index["coarse_threshold"],
-            }
-        weights = centroid_weights(query, index["centroids"], sizes, num_queries=num_queries, scale=scale, **parents)
-        run_indices, run_counts = select_runs(
-            weights,
-            sizes,
-            index["run_starts"],
-            index["run_clusters"],
-            index["threshold"],
-            max_tokens=self._most_chosen(context),
+        run_indices, run_counts, clusters_read = lookup_runs(
+            query,
+            *self._runs(index),
+            **self._parents(query.unsqueeze(2), index, scale, None),
+            max_tokens=self._most_tokens(layer, context, new=0),
+            scale=scale,
         )
-        return run_indices, run_counts, self._bytes_read(query, index, weights)
+        metadata_bytes = index["index_bytes"].sum()
+        if self.levels == 2:  # centroids of dropped coarse clusters are not read
+            metadata_bytes = metadata_bytes + clusters_read.sum() * (query.shape[2] * query.element_size())
+        layer.counter.count_metadata(metadata_bytes)
+        return run_indices, run_counts
 
-    def _most_chosen(self, context: Context) -> torch.Tensor | None:
-        """Cap on the tokens of chosen runs, int32 [batch]: those of a prefix include its last ``window`` tokens."""
+    def _choose_together(
+        self, query: torch.Tensor, layer: SparseLayer, context: Context, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose runs for a question's queries, [batch, q_heads, queries, head_dim], by the mean of their weights."""
+        centroids, cluster_sizes, *runs = self._runs(context.clusters)
+        num_queries = layer.row_lengths().clamp_max(query.shape[2]) if layer.lengths.has_padding else None
+        parents = self._parents(query, context.clusters, scale, num_queries)
+        weights = centroid_weights(query, centroids, cluster_sizes, num_queries=num_queries, scale=scale, **parents)
+        most_tokens = self._most_tokens(layer, context, new=query.shape[2])
+        run_indices, run_counts = select_runs(weights, cluster_sizes, *runs, max_tokens=most_tokens)
+        return run_indices, run_counts
+
+    def _runs(self, index: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        names = ("centroids", "cluster_sizes", "run_starts", "run_clusters", "threshold")
+        return tuple(index[name] for name in names)
+
+    def _parents(
+        self, query: torch.Tensor, index: dict[str, Any], scale: float, num_queries: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Look up the coarse clusters of a hierarchical lookup, for [batch, q_heads, queries, head_dim]."""
+        if self.levels == 1:
+            return {}
+        weights = centroid_weights(
+            query, index["coarse_centroids"], index["coarse_sizes"], num_queries=num_queries, scale=scale
+        )
+        threshold = index["coarse_threshold"]
+        return {"parents": index["parents"], "parent_weights": weights, "parent_threshold": threshold}
+
+    def _most_tokens(self, layer: SparseLayer, context: Context, new: int) -> torch.Tensor | None:
+        """Tokens of the context that fit into the budget beside those after it, int32 [batch].
+
+        The ``new`` tokens of a question do not count: the budget is that of a decode step.
+        """
         if self.token_budget is None:
             return None
-        most = self.token_budget if context.token_order is None else self.token_budget - self.window
-        return torch.full_like(context.start, most)
-
-    def _bytes_read(self, query: torch.Tensor, index: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
-        """Bytes of the index that a step reads, over rows and KV heads."""
-        total: torch.Tensor = index["index_bytes"].sum()
-        if self.levels == 2:  # centroids of dropped coarse clusters are not read
-            total = total + (weights > 0).sum() * (query.shape[3] * query.element_size())
-        return total
+        return self.token_budget - (layer.seq_end - context.tail_start - new).clamp_min(0)
 
 
 def _known_queries(layers: Sequence[SparseLayer], row: int) -> int:
