@@ -1,16 +1,18 @@
 """Sparse attention for Transformers models: patch in one line, call ``generate()`` as usual."""
 
+from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.cache import SparseCache
-from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod, TokenSelect
+from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
+from hf_sparse_attn.methods import METHODS, Full, Quest, SparseMethod, Squeezed, TokenSelect
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
-__version__ = "0.1.0"
-
 __all__ = [
     "METHODS",
+    "ContextBudget",
+    "FixedContext",
     "Full",
     "LayerStats",
     "Quest",
@@ -18,8 +20,11 @@ __all__ = [
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
+    "Squeezed",
     "TokenSelect",
+    "__version__",
     "patch_model",
+    "prepare_context",
     "record_selections",
     "sparse_attention",
     "sparse_attention_stats",

@@ -29,7 +29,7 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
         Factor on q.k.
     mask
         bool, broadcastable to [batch, q_heads, tokens, length]; None for causal attention without padding. Ignored for
-        keys before RoPE, which are masked by the row bounds.
+        a method that needs no mask: the row bounds mask.
 
     Returns
     -------
@@ -37,8 +37,10 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
         Same shape as ``query``.
     """
     keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+    if not layer.method.needs_mask:
+        mask = _mask_by_bounds(query.shape[2], layer)
     if layer.method.rotates_keys:
-        query, keys, mask = _rotated_by_place(query, keys, layer)
+        query, keys = _rotated_by_place(query, keys, layer)
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1], is_causal=True)
     output: torch.Tensor
     output, _ = sdpa_attention_forward(module, query, keys, values, mask, dropout=0.0, scaling=scale)
@@ -53,17 +55,25 @@ def padding_mask(layer: SparseLayer) -> torch.Tensor | None:
     return (positions >= layer.seq_start[:, None])[:, None, None]
 
 
+def _mask_by_bounds(queries: int, layer: SparseLayer) -> torch.Tensor | None:
+    """Return the causal mask of the rows' last tokens, bool [batch or 1, 1, queries, length]; None if SDPA needs none.
+
+    SDPA aligns a causal mask with the first key, so a part of a longer row needs one. A single query needs none.
+    """
+    has_padding, length = layer.lengths.has_padding, layer.length
+    if not has_padding and (queries == 1 or queries == length):
+        return None
+    at = torch.arange(length, device=layer.keys.device)
+    causal = at <= at[-queries:, None]
+    seq_start = layer.seq_start[:, None] if has_padding else torch.zeros_like(at[:1, None])
+    return (causal & (at >= seq_start)[:, None])[:, None]
+
+
 def _rotated_by_place(
     query: torch.Tensor, keys: torch.Tensor, layer: SparseLayer
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    queries, length = query.shape[2], layer.length
-    at = torch.arange(length, device=query.device)[None]
-    has_padding = layer.lengths.has_padding
-    seq_start = layer.seq_start[:, None] if has_padding else torch.zeros_like(at[:, :1])
+) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.arange(layer.length, device=query.device)[None]
+    seq_start = layer.seq_start[:, None] if layer.lengths.has_padding else torch.zeros_like(at[:, :1])
     positions = (at - seq_start).clamp_min(0)
-    mask = None
-    if has_padding or 1 < queries < length:
-        causal = at[0] <= at[0, -queries:, None]
-        mask = (causal & (at >= seq_start)[:, None])[:, None]
     keys = rotated_as_model(keys, layer.rope, positions)
-    return rotated_as_model(query, layer.rope, positions[:, -queries:]), keys, mask
+    return rotated_as_model(query, layer.rope, positions[:, -query.shape[2] :]), keys

@@ -31,7 +31,8 @@ class SelectionRecord:
     """The selections of decode steps, by layer.
 
     Filled by :func:`record_selections`. Only decode steps are recorded, not prefills. Tokens are numbered from each
-    row's first token; left padding is not counted. Layers with a sliding window are not recorded.
+    row's first token, or from the first token of the cache's prefix; left padding is not counted. Layers with a sliding
+    window are not recorded.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,8 @@ class SelectionRecord:
             selection = selection._replace(
                 block_indices=selection.block_indices.cpu(), block_counts=selection.block_counts.cpu()
             )
-        row_lengths = (layer.seq_end - layer.seq_start).cpu()
+        before = 0 if layer.prefix is None else layer.prefix.tokens
+        row_lengths = (layer.seq_end - layer.seq_start).cpu() + before
         self._steps.setdefault(layer.layer_idx, []).append(_LayerStep(selection, row_lengths, layer.keys.shape[1]))
 
     def cut(self, num_steps: int) -> None:

@@ -36,6 +36,14 @@ METHOD_CLASSES: dict[str, type[SparseMethod]] = {
     MassThreshold.name: MassThreshold,
 }
 
+SPARSE: dict[str, dict[str, float]] = {
+    "toy-mass-threshold": {"threshold": 0.3},
+    "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},
+}
+"""Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
+COVERING: dict[str, dict[str, float]] = {"squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8}}
+"""Hyperparameters with which a method reads everything, beside a ``token_budget`` that covers everything."""
+
 
 def make_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
     """Create a random model, with weights large enough for sharp attention and sharp token probabilities."""

@@ -14,7 +14,17 @@ from transformers import DynamicCache
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.methods import FULL
-from tests.models import DEVICE, FAMILIES, METHOD_CLASSES, POSITIONS, make_model, random_ids, shared_model
+from tests.models import (
+    COVERING,
+    DEVICE,
+    FAMILIES,
+    METHOD_CLASSES,
+    POSITIONS,
+    SPARSE,
+    make_model,
+    random_ids,
+    shared_model,
+)
 
 GREEDY = {
     "max_new_tokens": 12,
@@ -58,7 +68,12 @@ def always_sparse(method_name, monkeypatch, **hyperparameters):
     """Create a method that never takes the dense shortcut, so its kernels run even if everything is selected."""
     method_class = METHOD_CLASSES[method_name]
     monkeypatch.setattr(method_class, "covers", lambda self, length: False)
-    return method_class(**{"token_budget": COVERS_ALL, **hyperparameters})
+    return method_class(**{"token_budget": COVERS_ALL, **COVERING.get(method_name, {}), **hyperparameters})
+
+
+def sparse(method_name):
+    """Create a method that leaves most of some hundred tokens out."""
+    return METHOD_CLASSES[method_name](**{"token_budget": 48, **SPARSE.get(method_name, {})})
 
 
 def padded_batch(lengths=(70, 41, 57)):
@@ -153,7 +168,7 @@ def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
     for inputs in ({"inputs": random_ids(1, 83)}, {"inputs": ids, "attention_mask": mask}):
         inputs |= {"output_logits": True, "return_dict_in_generate": True}
         expected = model.generate(**inputs, **GREEDY)
-        with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL)):
+        with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL, **COVERING.get(method_name, {}))):
             actual = model.generate(**inputs, **GREEDY)
         if DEVICE == "cpu":  # the same additions in the same order
             assert torch.equal(actual.sequences, expected.sequences)
@@ -203,9 +218,8 @@ def test_low_precision_error_of_a_sparse_step_is_at_most_dense(dtype, family, me
 @some_families
 @torch.inference_mode()
 def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name, model):
-    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
     ids = random_ids(2, 300)
-    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+    with sparse_attention(model, sparse(method_name)):
         model.generate(ids, **GREEDY)
         stats = sparse_attention_stats(model)
     assert stats.decode_steps == GREEDY["max_new_tokens"] - 1
@@ -224,10 +238,9 @@ def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name
 @torch.inference_mode()
 def test_padding_does_not_change_what_a_row_selects(family, method_name, exact):
     model = exact_model(family)
-    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
     lengths = (200, 131, 160)
     ids, mask = padded_batch(lengths)
-    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+    with sparse_attention(model, sparse(method_name)):
         together = model.generate(ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
         tokens_together = sparse_attention_stats(model).tokens_read
         tokens_alone = 0
@@ -259,14 +272,15 @@ def test_padding_is_never_read(method_name, monkeypatch):
     assert torch.isfinite(logits).all()
 
 
-@methods
+@pytest.mark.parametrize(
+    "method_name", [name for name, method_class in METHOD_CLASSES.items() if not method_class().keeps_queries]
+)
 @torch.inference_mode()
 def test_metadata_follows_every_cache_operation(method_name, exact):
     """After crop, reorder, repeat, select and growth, metadata is what a fresh prefill of the same tokens gives."""
     model = exact_model()
-    sparse = {"threshold": 0.3} if method_name == "toy-mass-threshold" else {}
     ids = random_ids(3, 150)
-    with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=48, **sparse)):
+    with sparse_attention(model, sparse(method_name)):
         cache = SparseCache.for_model(model)
         model(ids, past_key_values=cache)
         cache.crop(-29)
@@ -292,9 +306,10 @@ def test_fork_continues_a_prefill_as_its_own_prefill_would(method_name, exact):
     """One prefill, dense or by a method that rotates keys, serves several methods; none sees what another appended."""
     model = exact_model()
     ids, steps = random_ids(1, 150), random_ids(1, 6, seed=4)
-    method = METHOD_CLASSES[method_name](token_budget=48)
-    prefix = SparseCache(model.config, method if method.rotates_keys else "full", initial_capacity=200)
-    with sparse_attention(model, method) if method.rotates_keys else nullcontext():
+    method = sparse(method_name)
+    first = method if method.rotates_keys else "full"
+    prefix = SparseCache(model.config, first, initial_capacity=200, keep_queries=method.keeps_queries)
+    with sparse_attention(model, first) if method.rotates_keys or method.keeps_queries else nullcontext():
         model(ids, past_key_values=prefix)
 
     def decode(cache):

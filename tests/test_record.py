@@ -16,7 +16,7 @@ from hf_sparse_attn import (
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.patched import get_patch
 from tests.layers import make_layer
-from tests.models import METHOD_CLASSES, make_model, random_ids, shared_model
+from tests.models import METHOD_CLASSES, SPARSE, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 STEPS = GREEDY["max_new_tokens"] - 1  # the prefill yields the first token
@@ -41,7 +41,7 @@ def recorded(model, prompt, **options):
 @pytest.mark.parametrize("name", METHOD_CLASSES)
 def test_as_many_tokens_are_recorded_as_the_statistics_count(name, max_cache_len):
     model = shared_model("llama")
-    with sparse_attention(model, METHOD_CLASSES[name](token_budget=48)):
+    with sparse_attention(model, METHOD_CLASSES[name](token_budget=48, **SPARSE.get(name, {}))):
         cache = SparseCache.for_model(model, max_cache_len)
         record = recorded(model, padded_prompt(), past_key_values=cache)
         stats = sparse_attention_stats(model)

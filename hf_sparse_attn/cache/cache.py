@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
+from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import base_model, patched_method
@@ -46,11 +47,17 @@ class SparseCache(Cache):  # type: ignore[misc]
         Maximum number of tokens, allocated at once. None for buffers that grow: twofold at first, later by an eighth.
     initial_capacity
         Tokens to allocate room for at first, if ``max_cache_len`` is None.
+    prefix
+        Tokens before every row, stored once: a :class:`Prefix` for each layer. The cache then counts only the tokens
+        after them, and so do its masks and lengths; the patched model adds their number to the positions.
+    keep_queries
+        Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them.
 
     Raises
     ------
     ValueError
-        ``max_cache_len`` is below 1, or a layer of the model is neither full nor sliding-window attention.
+        ``max_cache_len`` is below 1, a layer of the model is neither full nor sliding-window attention, or ``prefix``
+        fits neither the method nor the layers.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         method: SparseMethod | str = "quest",
         max_cache_len: int | None = None,
         initial_capacity: int = 0,
+        prefix: Sequence[Prefix] | None = None,
+        keep_queries: int = 0,
     ) -> None:
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
@@ -81,7 +90,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
                 layers[layer_idx] = SparseLayer(
-                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx
+                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx, keep_queries
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -90,6 +99,10 @@ class SparseCache(Cache):  # type: ignore[misc]
                 )
         super().__init__(layers=layers)
         self.counters = _counters(layers)
+        self.prefix_tokens = 0
+        """Tokens before every row that are not counted among its own."""
+        if prefix is not None:
+            self._take_prefix(prefix)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, max_cache_len: int | None = None) -> SparseCache:
@@ -113,14 +126,23 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            Unknown method name, or one method caches keys before RoPE and the other after it.
+            Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
+            queries than the cache keeps, or the cache has a prefix, which belongs to its method.
         """
         new_method = make_method(method)
+        if self.prefix_tokens and new_method != self.method:
+            raise ValueError(f"method={new_method} cannot read the prefix of a cache of {self.method}")
         if new_method.rotates_keys != self.method.rotates_keys:
             kinds = ("after RoPE", "before RoPE")
             raise ValueError(
                 f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
+            )
+        kept = min(layer.keep_queries for layer in self.sparse_layers)
+        if new_method.keeps_queries > kept:
+            raise ValueError(
+                f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "
+                f"cache keeps {kept}: create it with keep_queries={new_method.keeps_queries}, for a patched model"
             )
         self.recover()
         fork = copy.copy(self)
@@ -137,6 +159,19 @@ class SparseCache(Cache):  # type: ignore[misc]
         if fork.length:
             fork.reopen_prompt()
         return fork
+
+    def _take_prefix(self, prefix: Sequence[Prefix]) -> None:
+        if not self.method.reads_prefix:
+            raise ValueError(f"method {self.method.name!r} does not read a prefix")
+        counts = {layer.tokens for layer in prefix}
+        if len(self.sparse_layers) < len(self.layers) or len(prefix) != len(self.layers) or len(counts) != 1:
+            raise ValueError(
+                f"prefix must have one length and full attention in each of the {len(self.layers)} layers, got "
+                f"{len(prefix)} layers of {sorted(counts)} tokens"
+            )
+        self.prefix_tokens = counts.pop()
+        for layer, part in zip(self.sparse_layers, prefix, strict=True):
+            layer.prefix = part.map(layer.storage.pin)
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:
@@ -200,6 +235,24 @@ class SparseCache(Cache):  # type: ignore[misc]
     def needs_decode_mask(self) -> bool:
         """Whether a decode step needs a mask: sliding-window layers with padding do, others read by row bounds."""
         return self.has_padding and len(self.sparse_layers) < len(self.layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to one layer; see :meth:`SparseLayer.update`.
+
+        Raises
+        ------
+        ValueError
+            The cache has a prefix, and the model is not patched, so it would not read it.
+        """
+        if self.prefix_tokens and self._pass is None and not self.is_traced:
+            raise ValueError(
+                f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with "
+                f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""
@@ -324,6 +377,15 @@ class SparseCache(Cache):  # type: ignore[misc]
         for lengths in self.lengths:
             lengths.expects_step = False
 
+    def complete_prompt(self) -> None:
+        """Let the method finish the prompt now, so that the next pass is a question about it.
+
+        Without this call the prompt ends before the first decode step, however many passes it took.
+        """
+        self.recover()
+        if self._prompt_is_open:
+            self._finish_prompt()
+
     def reopen_prompt(self) -> None:
         """Let the method finish the prompt again: now if decode steps may be compiled, else before the next one."""
         self._prompt_is_open = True
@@ -331,8 +393,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             self._finish_prompt()
 
     def _finish_prompt(self) -> None:
+        by_method: dict[SparseMethod, list[SparseLayer]] = {}
         for layer in self.sparse_layers:
-            layer.finish_prompt()
+            if layer.is_initialized:
+                by_method.setdefault(layer.method, []).append(layer)
+        for method, layers in by_method.items():
+            method.finish_prompt(layers)
         self._prompt_is_open, self._finished_at = False, self.length
 
     def crop(self, tokens_to_remove: int) -> None:

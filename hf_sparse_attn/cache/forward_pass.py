@@ -38,6 +38,7 @@ class ForwardPass:
         self._recorder = cache.shared.recorder
         self._recorded = 0 if self._recorder is None else self._recorder.num_steps
         self._former_padding: list[tuple[Lengths, Padding]] = []
+        self._queries = [(layer, layer.recent_queries) for layer in cache.sparse_layers]
         # A sliding window's updates create new tensors, so a shallow copy of its attributes is its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
             (layer, dict(layer.__dict__)) for layer in cache.layers if layer.is_sliding
@@ -67,7 +68,7 @@ class ForwardPass:
             return False
         cache.shared.check_masks()
         rows = rows_with_holes(is_token)
-        if rows and (self.is_decode_step or (cache.method.rotates_keys and self.cached > 0)):
+        if rows and (self.is_decode_step or cache.prefix_tokens or (cache.method.rotates_keys and self.cached > 0)):
             raise ValueError(
                 f"attention_mask has padding after a token in rows {rows}; after cached tokens {LEFT_PADDING}"
             )
@@ -111,6 +112,8 @@ class ForwardPass:
             lengths.set_padding(padding)
         if self._recorder is not None:
             self._recorder.cut(self._recorded)
+        for layer, queries in self._queries:
+            layer.recent_queries = queries
         for layer, state in self._windows:
             layer.__dict__.clear()
             layer.__dict__.update(state)

@@ -11,6 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
+from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.cache.queries import RecentQueries, followed_by
 from hf_sparse_attn.cache.storage import Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -44,6 +46,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Number of the model's query heads.
     layer_idx
         Index of the layer in the model.
+    keep_queries
+        Last queries of a prompt to keep, at least the method's ``keeps_queries``.
     """
 
     is_sliding = False
@@ -63,6 +67,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         shared: Shared | None = None,
         q_heads: int = 1,
         layer_idx: int = 0,
+        keep_queries: int = 0,
     ) -> None:
         # Skips the base class's constructor, which sets keys and values: here the storage has them.
         self.method = method
@@ -73,6 +78,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.layer_idx = layer_idx
         self.counter = LayerCounter(method.counts)
         self.rope_tables: RopeTables | None = None
+        self.keep_queries = max(keep_queries, method.keeps_queries)
+        self.recent_queries: RecentQueries | None = None
+        """The prompt's last ``keep_queries`` queries; None if they are not known."""
+        self.prefix: Prefix | None = None
+        """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
         self._leads = False
         self._token: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -134,9 +144,10 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Static storage uses the method at every length: one compiled step must serve them all. So do keys before RoPE on
         CUDA: kernels rotate only the keys that they read, while dense attention would rotate all of them at each step.
+        A prefix is read by the method alone.
         """
         kernels_rotate = self.method.rotates_keys and self.keys.is_cuda
-        if not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
+        if self.prefix is None and not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
             return FULL
         return self.method
 
@@ -228,6 +239,13 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         token, self._token = self._token, None
         return token
 
+    def observe(self, query: torch.Tensor, scale: float) -> None:
+        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim]."""
+        if self.keep_queries:
+            self.recent_queries = followed_by(
+                self.recent_queries, query, self.row_lengths(), scale, self.keep_queries, self.length
+            )
+
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write tokens, [batch, kv_heads, tokens, head_dim], at the end of the rows, whose lengths include them."""
         self.storage.write(key_states, value_states, self.lengths)
@@ -237,6 +255,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def mark_written(self) -> None:
         """Record that all tokens in the lengths are written."""
         self._held = self.lengths.known_length
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether ``record_selections`` is active."""
+        return self._shared.recorder is not None
 
     def note(self, selection: Selection | None) -> None:
         """Record the selection of the current decode step, None for everything, if ``record_selections`` is active."""
@@ -248,11 +271,6 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.clear_metadata(self._make_metadata)
         if self.length:
             self.method.update_metadata(self, self.length)
-
-    def finish_prompt(self) -> None:
-        """Tell the method that the prompt is complete."""
-        if self.is_initialized:
-            self.method.finish_prompt(self)
 
     def settle(self) -> None:
         """Read the length from the device if compiled steps have advanced it there."""
@@ -339,6 +357,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(0)
         self._held = 0
+        self.recent_queries = None
         self.storage.keep_prefix(0)
         self.storage.clear_metadata(self._make_metadata)
 
@@ -360,6 +379,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(length)
         self._held = length
+        self.recent_queries = None if self.recent_queries is None else self.recent_queries.cut(length)
         self.storage.keep_prefix(length)
         self.method.crop_metadata(self)
 
@@ -400,6 +420,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.map(change, self.storage.replace)
         self.storage.replace_all(change)
+        if self.recent_queries is not None:
+            self.recent_queries = self.recent_queries.map(change)
         if self.finished.shape[0] != self.keys.shape[0]:
             self._allocate_counters()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -63,6 +64,8 @@ class SparseMethod:
     """Give :meth:`prefill` a mask. If False no mask is made, and prefill uses the row bounds."""
     extends_positions: ClassVar[bool] = False
     """Allow prompts longer than the positions that the model was trained on."""
+    reads_prefix: ClassVar[bool] = False
+    """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 
@@ -111,6 +114,11 @@ class SparseMethod:
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise ``ValueError`` if the method does not support a model that the package supports."""
 
+    @property
+    def keeps_queries(self) -> int:
+        """Number of a prompt's last queries that ``layer.recent_queries`` keeps for :meth:`finish_prompt`."""
+        return 0
+
     def covers(self, length: int) -> bool:
         """Whether the budget covers ``length`` tokens, so that dense attention costs no more."""
         return length <= self.token_budget
@@ -141,13 +149,14 @@ class SparseMethod:
     def crop_metadata(self, layer: SparseLayer) -> None:
         """Update ``layer.metadata`` in place after tokens were removed from the end of every row."""
 
-    def finish_prompt(self, layer: SparseLayer) -> None:
+    def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
         """Process a complete prompt: cluster it, evict from it, calibrate.
 
-        Called once before the first decode step after a prompt, however many forward passes the prompt took. Over
-        static storage, whose decode steps may be compiled, called after each of these passes. Called again when
-        metadata was rebuilt: in a fork, and after a failed pass of a prompt. Every pass over several tokens counts as a
-        prompt, also in assisted decoding.
+        Called with all layers that run the method, once before the first decode step after a prompt, however many
+        forward passes the prompt took; earlier if ``SparseCache.complete_prompt`` says so. Over static storage, whose
+        decode steps may be compiled, called after each of these passes. Called again when metadata was rebuilt: in a
+        fork, and after a failed pass of a prompt. Every pass over several tokens counts as a prompt, also in assisted
+        decoding.
         """
 
     def decode(

@@ -46,7 +46,7 @@ class DecoderHooks:
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
             # The prompt was checked; further checks would become part of the compiled step.
             cache.expect_step()
-            return (), {**kwargs, "sparse_cache": cache}
+            return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
@@ -99,8 +99,9 @@ class DecoderHooks:
         """Begin a pass with a cache; return the decoder's arguments."""
         cache.recover()
         kwargs, gap = _close_gap(cache, kwargs)
+        kwargs = _behind_prefix(kwargs, cache)
         mask = _mask(kwargs)
-        cached, query_length = cache.length, _tokens(kwargs).shape[1]
+        cached, query_length = cache.prefix_tokens + cache.length, _tokens(kwargs).shape[1]
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
         cache.shared.recorder = patch.recorder
@@ -176,6 +177,14 @@ def _with_positions(kwargs: dict[str, Any], first: int = 0) -> dict[str, Any]:
         return kwargs
     tokens = _tokens(kwargs)
     return {**kwargs, "position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None] + first}
+
+
+def _behind_prefix(kwargs: dict[str, Any], cache: SparseCache) -> dict[str, Any]:
+    """Return a decoder's arguments with positions that count the tokens of the cache's prefix too."""
+    if not cache.prefix_tokens:
+        return kwargs
+    kwargs = _with_positions(kwargs, 0 if cache.is_traced else cache.fed)
+    return {**kwargs, "position_ids": kwargs["position_ids"] + cache.prefix_tokens}
 
 
 def _densely(decoder: torch.nn.Module, kwargs: dict[str, Any], patch: Patch) -> dict[str, Any]:

@@ -23,7 +23,10 @@ from eval import speed, speed_runs, speed_shapes
 
 SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
 CHUNK = replace(SHAPE, queries=8)
-SETTINGS = {"token_budget": 48, "sink_tokens": 4, "voted_tokens": 16, "recent_tokens": 8}
+SETTINGS = {
+    "token_budget": 48, "sink_tokens": 4, "voted_tokens": 16, "recent_tokens": 8,
+    "sparsity": 0.7, "clusters": 0.1, "window": 4, "tail_tokens": 8,
+}  # fmt: skip
 TIMES = {"min": 1.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "samples": 4}
 
 
@@ -171,8 +174,8 @@ def script(monkeypatch):
     spec = importlib.util.spec_from_file_location("benchmarks_run", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shapes = {"quest": SHAPE, "TokenSelect, decode steps": SHAPE, "TokenSelect, chunks of the prefill": CHUNK}
-    families = tuple(replace(family, shapes=(shapes[family.name],)) for family in registry.FAMILIES)
+    shape_of = lambda family: CHUNK if "chunks" in family.name else SHAPE  # noqa: E731
+    families = tuple(replace(family, shapes=(shape_of(family),)) for family in registry.FAMILIES)
     for each in (module, registry):
         monkeypatch.setattr(each, "FAMILIES", families)
     monkeypatch.setattr(module, "Settings", partial(Settings, **SETTINGS))

@@ -29,9 +29,9 @@ class Logged(SmallNorm):
     name: ClassVar[str] = "toy-logged"
     log: ClassVar[list[tuple[str, int]]] = []
 
-    def finish_prompt(self, layer):
-        self.log.append(("finish", layer.length))
-        super().finish_prompt(layer)
+    def finish_prompt(self, layers):
+        self.log.extend(("finish", layer.length) for layer in layers)
+        super().finish_prompt(layers)
 
     def select(self, query, layer, scale):
         self.log.append(("step", layer.length))

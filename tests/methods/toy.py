@@ -126,8 +126,9 @@ class SmallNorm(SparseMethod):
     def crop_metadata(self, layer):
         layer.metadata["norm"][:, :, layer.length :] = 0
 
-    def finish_prompt(self, layer):
-        layer.metadata["norm"][:, :, : layer.length] = unrounded(layer.keys[:, :, : layer.length]).norm(dim=-1)
+    def finish_prompt(self, layers):
+        for layer in layers:
+            layer.metadata["norm"][:, :, : layer.length] = unrounded(layer.keys[:, :, : layer.length]).norm(dim=-1)
 
     def select(self, query, layer, scale):
         positions = layer.seq_start[:, None] + torch.arange(layer.max_blocks(1), device=query.device)

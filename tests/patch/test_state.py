@@ -16,7 +16,12 @@ from hf_sparse_attn.patched import is_patched, patched_method
 from tests.models import DEVICE, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
-SMALL = {"quest": {"token_budget": 48}, "tokenselect": {"token_budget": 48, "chunk_size": 32}, "full": {}}
+SMALL = {
+    "full": {},
+    "quest": {"token_budget": 48},
+    "squeezed": {"token_budget": 48, "window": 8, "clusters": 0.1},
+    "tokenselect": {"token_budget": 48, "chunk_size": 32},
+}
 every_method = pytest.mark.parametrize("method_name", METHODS)
 
 

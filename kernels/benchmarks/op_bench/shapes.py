@@ -26,6 +26,8 @@ class Shape:
     """Tokens of every row, including the newest."""
     queries: int = 1
     """Newest tokens of a row, whose queries attend: one in a decode step, a chunk in the prefill."""
+    shared: bool = False
+    """Whether all rows have the same tokens in the same memory: keys and values of batch stride 0."""
 
     @property
     def group(self) -> int:
@@ -41,7 +43,8 @@ class Shape:
     def configuration(self) -> str:
         """Everything but the length."""
         chunk = f"-c{self.queries}" if self.queries > 1 else ""
-        return f"q{self.q_heads}-kv{self.kv_heads}-d{self.head_dim}-b{self.batch}{chunk}"
+        shared = "-shared" if self.shared else ""
+        return f"q{self.q_heads}-kv{self.kv_heads}-d{self.head_dim}-b{self.batch}{chunk}{shared}"
 
     @property
     def name(self) -> str:
@@ -53,7 +56,8 @@ class Shape:
 class Settings:
     """Settings of the measured targets.
 
-    Quest reads 2,048 tokens in pages of 16, the first and the newest page always. TokenSelect's are its paper's.
+    Quest reads 2,048 tokens in pages of 16, the first and the newest page always. TokenSelect's and Squeezed
+    Attention's are those of their papers.
     """
 
     token_budget: int = 2048
@@ -66,6 +70,14 @@ class Settings:
     """TokenSelect's k: tokens chosen by vote."""
     recent_tokens: int = 512
     """TokenSelect's n_local: the last tokens, always read."""
+    sparsity: float = 0.9
+    """Squeezed Attention's share of the clustered tokens that is not read, over all heads."""
+    clusters: float = 0.05
+    """Squeezed Attention's clusters, as a share of the clustered tokens."""
+    window: int = 100
+    """Last tokens of the fixed context, which are not clustered and always read."""
+    tail_tokens: int = 256
+    """Tokens after the fixed context in a decode step, always read. In a prefill they are the queries' tokens."""
 
     @property
     def max_blocks(self) -> int:
@@ -94,6 +106,14 @@ class Settings:
             "sink_tokens": self.sink_tokens,
             "recent_tokens": self.recent_tokens,
         }
+
+    def context_length(self, shape: Shape) -> int:
+        """Tokens of a row's fixed context."""
+        return shape.length - (shape.queries if shape.queries > 1 else self.tail_tokens)
+
+    def num_clusters(self, shape: Shape) -> int:
+        """Clusters of a KV head."""
+        return max(1, round(self.clusters * (self.context_length(shape) - self.window)))
 
     def pages(self, shape: Shape) -> int:
         """Pages of a row."""
@@ -130,6 +150,14 @@ QUICK_TOKEN_DECODE_SHAPES = (Shape(32, 8, 128, 1, 32768),)
 
 CHUNK_SHAPES = _shapes(28, 4, 128, 1, (32, 128, 512, 1024), queries=512)
 QUICK_CHUNK_SHAPES = (Shape(28, 4, 128, 1, 131072, 512),)
+
+SQUEEZED_SHAPES = (
+    *_shapes(32, 32, 128, 1, (32, 128, 512)),
+    *_shapes(32, 8, 128, 1, (32, 128, 512)),
+    Shape(32, 8, 128, 8, 131072, shared=True),
+    *_shapes(28, 4, 128, 1, (128,)),
+)
+QUICK_SQUEEZED_SHAPES = (Shape(32, 8, 128, 1, 131072),)
 
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:

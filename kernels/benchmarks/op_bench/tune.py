@@ -12,6 +12,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from op_bench.entry import Entry, Family
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import Settings, Shape
+from op_bench.squeezed_entries import SQUEEZED_DECODE
 from op_bench.timing import capture, time_layers
 from op_bench.token_entries import TOKEN_DECODE
 
@@ -23,8 +24,10 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "sparse_decode": (QUEST, "sparse_decode"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
+    "runs_decode": (SQUEEZED_DECODE, "runs_decode"),
 }
 """The op whose time decides, in its 8-bit variant if it has one."""
+FAMILIES = tuple(dict.fromkeys(family for family, _ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
 LAYERS = 8
 BUDGET_MS = 15.0
@@ -35,7 +38,7 @@ def tuned_shapes(family: Family) -> list[Shape]:
     return [shape for shape in family.shapes if shape.batch * shape.kv_heads * shape.length <= MOST_TOKENS]
 
 
-ALL_TUNED_SHAPES = tuple(dict.fromkeys([*tuned_shapes(QUEST), *tuned_shapes(TOKEN_DECODE)]))
+ALL_TUNED_SHAPES = tuple(dict.fromkeys(shape for family in FAMILIES for shape in tuned_shapes(family)))
 
 
 def chosen_launches(names: Sequence[str]) -> list[str]:
@@ -57,7 +60,7 @@ def tune(
 ) -> dict[str, Any]:
     """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph."""
     found: dict[str, list[dict[str, Any]]] = {launch: [] for launch in launches}
-    for family in (QUEST, TOKEN_DECODE):
+    for family in FAMILIES:
         of_family = [launch for launch in launches if TIMED_WITH[launch][0] is family]
         for shape in tuned_shapes(family):
             if shape in shapes and of_family:

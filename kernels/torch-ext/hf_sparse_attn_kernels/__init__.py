@@ -2,16 +2,25 @@
 
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .centroids.ops import centroid_weights, select_runs
+from .kmeans.ops import cluster_sums, nearest_centres
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
+from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_select",
+    "centroid_weights",
+    "cluster_sums",
     "dense_decode",
     "mean_query",
+    "nearest_centres",
     "page_bounds",
     "page_scores",
+    "runs_decode",
+    "runs_prefill",
     "select_blocks",
+    "select_runs",
     "select_tokens",
     "sparse_decode",
     "sparse_prefill",

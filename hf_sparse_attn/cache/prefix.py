@@ -1,0 +1,34 @@
+"""Tokens that precede every row of a cache and are stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One layer's share of a prefix: keys and values before those of every row, without a copy for each.
+
+    The cache counts, crops and masks the tokens after the prefix only. Methods with ``reads_prefix`` attend to both.
+    """
+
+    keys: torch.Tensor
+    """[1, kv_heads, tokens, head_dim], after RoPE, in any order."""
+    values: torch.Tensor
+    """[1, kv_heads, tokens, head_dim], in the order of ``keys``."""
+    metadata: dict[str, Any]
+    """The method's own tensors, with a first dimension of 1. Typed ``Any`` so that ops take them as arguments."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.keys.shape[2]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prefix:
+        """Apply a function to every tensor."""
+        metadata = {name: change(tensor) for name, tensor in self.metadata.items()}
+        return replace(self, keys=change(self.keys), values=change(self.values), metadata=metadata)

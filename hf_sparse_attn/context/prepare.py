@@ -1,0 +1,131 @@
+"""Preparation of a fixed context: prefill, clustering and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache.layer import SparseLayer
+from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.clusters.thresholds import thresholds
+from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
+from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.methods import Squeezed, make_method
+from hf_sparse_attn.methods.squeezed import index_bytes
+from hf_sparse_attn.patch.patch import sparse_attention
+from hf_sparse_attn.patched import base_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+def prepare_context(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | Sequence[int],
+    method: Squeezed | None = None,
+    *,
+    chunk_size: int = 8192,
+    progress: bool = True,
+    **hyperparameters: Any,
+) -> FixedContext:
+    """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688, section 3).
+
+    The model is afterwards as it was before, patched or not.
+
+    Parameters
+    ----------
+    model
+        A model that :func:`patch_model` supports, without sliding-window layers.
+    input_ids
+        The context's token ids, [tokens] or [1, tokens]; more than ``window`` tokens.
+    method
+        The method; default: ``Squeezed(**hyperparameters)``.
+    chunk_size
+        Tokens of the context in a forward pass: more take more memory.
+    progress
+        Whether to show progress bars on stderr.
+    hyperparameters
+        Fields of :class:`Squeezed`: ``target_sparsity``, ``clusters``, ``levels`` and others.
+
+    Returns
+    -------
+    FixedContext
+
+    Raises
+    ------
+    TypeError
+        ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
+    ValueError
+        A hyperparameter is out of range, the context is not longer than ``window`` or longer than the model's
+        positions, or the model is not supported.
+
+    Examples
+    --------
+    >>> context = prepare_context(model, tokenizer(novel, return_tensors="pt").input_ids, target_sparsity=0.9)
+    >>> patch_model(model, context.method)
+    >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=context.cache())
+    """
+    chosen = make_method("squeezed" if method is None else method, **hyperparameters)
+    if not isinstance(chosen, Squeezed):
+        raise TypeError(f"method must be a Squeezed, got {chosen!r}")
+    token_ids = _checked(input_ids, chosen).to(base_model(model).device)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    tokens = token_ids.shape[1]
+    with torch.no_grad(), sparse_attention(model, chosen):
+        config = base_model(model).config
+        cache = SparseCache(config, chosen, initial_capacity=tokens)
+        decoder = base_model(model).get_decoder()
+        for part in _shown(token_ids.split(chunk_size, dim=1), "Prefill", progress):
+            decoder(input_ids=part, past_key_values=cache, use_cache=True)
+    queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
+    layers = [_packed(layer, chosen) for layer in _shown(cache.sparse_layers, "Clustering", progress)]
+    indices = [{name: tensor[0] for name, tensor in layer.metadata.items()} for layer in layers]
+    found = thresholds(queries, indices, chosen.target_sparsity)
+    layers = [with_thresholds(layer, found) for layer in layers]
+    config = base_model(model).config
+    return FixedContext(chosen, config, ModelIdentity.of(model), hash_token_ids(token_ids), layers, queries)
+
+
+def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch.Tensor:
+    token_ids = torch.as_tensor(input_ids)
+    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        raise TypeError(f"input_ids must be whole numbers, got {token_ids.dtype}")
+    if token_ids.dim() == 1:
+        token_ids = token_ids[None]
+    if token_ids.dim() != 2 or len(token_ids) != 1:
+        raise ValueError(f"input_ids must be [tokens] or [1, tokens], got shape {tuple(token_ids.shape)}")
+    if token_ids.shape[1] <= method.window:
+        raise ValueError(
+            f"input_ids must have more than window={method.window} tokens, which calibrate the threshold, got "
+            f"{token_ids.shape[1]}"
+        )
+    return token_ids
+
+
+def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
+    """Cluster a layer's tokens, copy them in cluster order, and free its buffers."""
+    keys, values = layer.keys[0, :, : layer.length], layer.values[0, :, : layer.length]
+    clustered = layer.length - method.window
+    index = method.cluster(keys[:, :clustered], always_read=method.window)
+    recent = torch.arange(clustered, layer.length, dtype=torch.int32, device=keys.device)
+    order = torch.cat((index["token_order"], recent.expand(len(keys), -1)), dim=1)
+    places = order.long()[..., None].expand(-1, -1, keys.shape[2])
+    sorted_keys, sorted_values = keys.gather(1, places), values.gather(1, places)
+    layer.storage.keys, layer.storage.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
+    index = {**index, "token_order": order}
+    metadata = {name: tensor[None] for name, tensor in index.items()}
+    metadata["context_lengths"] = order.new_tensor([order.shape[1]])
+    metadata["index_bytes"] = torch.tensor([index_bytes(index)], device=keys.device)
+    return Prefix(sorted_keys[None], sorted_values[None], metadata)
+
+
+def _shown(parts: Sequence[T], description: str, progress: bool) -> Iterable[T]:
+    shown: Iterable[T] = tqdm(parts, desc=description, disable=not progress)
+    return shown

@@ -1,0 +1,406 @@
+"""Squeezed Attention: the keys of a fixed context, clustered once and looked up by centroid."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from hf_sparse_attn_kernels import centroid_weights, runs_decode, runs_prefill, select_runs
+
+from hf_sparse_attn.clusters.index import MAX_RUN, add_coarse_level, build_index, siblings_together
+from hf_sparse_attn.clusters.kmeans import kmeans, normalised
+from hf_sparse_attn.clusters.thresholds import thresholds
+from hf_sparse_attn.dense import dense_attention
+from hf_sparse_attn.methods.base import Selection, SparseMethod
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.layer import SparseLayer
+
+LEVELS = (1, 2)
+GROWTH = 2
+"""A growing conversation is clustered anew once it holds this many times the clustered tokens."""
+
+
+class Context(NamedTuple):
+    """The clustered tokens of a layer, and where the exact tokens after them begin."""
+
+    keys: torch.Tensor
+    """[batch or 1, kv_heads, capacity, head_dim]."""
+    values: torch.Tensor
+    start: torch.Tensor
+    """int32 [batch]: position of each row's first clustered token in ``keys``."""
+    tail_start: torch.Tensor
+    """int32 [batch]: position of the first token after them in ``layer.keys``."""
+    index: dict[str, Any]
+    """``centroids``, ``cluster_sizes``, ``run_starts``, ``run_clusters``, ``threshold``; see ``clusters.index``."""
+    token_order: torch.Tensor | None
+    """int32 [batch, kv_heads, capacity], if the keys are not stored in cluster order."""
+
+
+@dataclass(frozen=True)
+class Squeezed(SparseMethod):
+    """Read the clusters of the context's keys whose centroids score above a threshold (Squeezed Attention, 2411.09688).
+
+    Offline, the keys of a fixed context after RoPE are clustered per layer and KV head: k-means on normalised keys. A
+    cluster's centroid C is the mean of its keys, N their number. Online, a query q estimates the attention weight of
+    cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))`` (equation 2), and reads all keys
+    of the clusters whose S exceeds a threshold. One threshold serves all layers and heads: the ``target_sparsity``
+    quantile of S over all tokens of the context, as its last ``window`` queries see them. Heads that attend widely then
+    read more than heads that attend to few keys. The last ``window`` tokens of the context, and everything after it,
+    are always read.
+
+    :func:`~hf_sparse_attn.prepare_context` prepares a context once for many questions. Without it the prompt is the
+    context: it is prefilled densely and clustered when it is complete. The tokens of a question after the context, in
+    one pass, share one choice of clusters per KV head, by the mean of their S.
+
+    Parameters
+    ----------
+    target_sparsity
+        Share of the context's keys below the threshold, in [0, 1). 0 reads everything.
+    clusters
+        Number of clusters, as a share of the clustered tokens; the paper's value is 0.05.
+    levels
+        1, or 2 for the hierarchical lookup (section 3.4): coarse clusters first, then those within the better half.
+    coarse_clusters
+        Number of coarse clusters, as a share of the clustered tokens; the paper's value is 0.01.
+    window
+        Last tokens of the context, which calibrate the threshold and are always read; the paper's value is 100.
+    token_budget
+        Maximum tokens of the context that a KV head reads in a step: beyond it, the clusters with the greatest S are
+        kept. None, as in the paper, for no maximum.
+    seed
+        Seed of the clustering.
+    iterations
+        Maximum number of k-means iterations.
+    batch_tokens
+        Tokens of a mini-batch of k-means, for contexts that would take too long; None uses all tokens each time.
+
+    Notes
+    -----
+    The query heads of a GQA group share keys: S is averaged over them. All layers are sparse. The paper prepares
+    contexts for models without GQA, and one row.
+    """
+
+    name: ClassVar[str] = "squeezed"
+    summary: ClassVar[str] = "clusters of a fixed context's keys, above one global threshold"
+    paper: ClassVar[str] = "arXiv 2411.09688"
+    sparse_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    needs_mask: ClassVar[bool] = False
+    reads_prefix: ClassVar[bool] = True
+
+    token_budget: int = None  # type: ignore[assignment]  # None: no maximum
+    target_sparsity: float = 0.9
+    clusters: float = 0.05
+    levels: int = 1
+    coarse_clusters: float = 0.01
+    window: int = 100
+    seed: int = 0
+    iterations: int = 20
+    batch_tokens: int = None  # type: ignore[assignment]  # None: all tokens
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters.
+
+        Raises
+        ------
+        TypeError
+            A value must be a number, or a whole number, and is not.
+        ValueError
+            A value is out of range.
+        """
+        optional = tuple(name for name in ("token_budget", "batch_tokens") if getattr(self, name) is None)
+        self._check_whole_numbers(but=optional)
+        for name in ("target_sparsity", "clusters", "coarse_clusters"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        self._require("target_sparsity", 0 <= self.target_sparsity < 1, "at least 0 and below 1")
+        self._require("clusters", 0 < self.clusters <= 1, "above 0 and at most 1: no more clusters than keys")
+        self._require("levels", self.levels in LEVELS, "1 or 2")
+        self._require(
+            "coarse_clusters", 0 < self.coarse_clusters <= self.clusters, f"above 0 and at most clusters={self.clusters}"
+        )
+        self._require("window", self.window >= 1, "at least 1")
+        self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "at least 1, or None")
+        self._require("dense_layers", self.dense_layers == 0, "0: a layer reads everything if target_sparsity is 0")
+        self._require("seed", self.seed >= 0, "0 or more")
+        self._require("iterations", self.iterations >= 1, "at least 1")
+        self._require("batch_tokens", self.batch_tokens is None or self.batch_tokens >= 1, "at least 1, or None")
+
+    @property
+    def keeps_queries(self) -> int:
+        """The queries that calibrate the threshold."""
+        return self.window
+
+    def covers(self, length: int) -> bool:
+        """Whether a row of ``length`` tokens has nothing to leave out."""
+        return self.target_sparsity == 0 or length <= self.window
+
+    def num_clusters(self, tokens: int) -> int:
+        """Number of clusters for ``tokens`` clustered tokens."""
+        return max(1, round(self.clusters * tokens))
+
+    def num_coarse(self, tokens: int) -> int:
+        """Number of coarse clusters for ``tokens`` clustered tokens; 0 with one level."""
+        return max(1, round(self.coarse_clusters * tokens)) if self.levels == 2 else 0
+
+    def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
+        """Allocate the index of a prompt that is clustered in place, and the queries that calibrate it.
+
+        A layer with a prefix has its index there. ``clustered`` int32 [batch] counts the tokens from a row's first that
+        are clustered; the other tensors are described in :mod:`hf_sparse_attn.clusters.index`.
+        """
+        if layer.prefix is not None:
+            return {}
+        batch, kv_heads, capacity, head_dim = layer.keys.shape
+        clusters, coarse = self.num_clusters(capacity), self.num_coarse(capacity)
+        runs = clusters + capacity // MAX_RUN + 1
+        whole = {
+            "clustered": (batch,),
+            "token_order": (batch, kv_heads, capacity),
+            "cluster_sizes": (batch, kv_heads, clusters),
+            "run_starts": (batch, kv_heads, runs + 1),
+            "run_clusters": (batch, kv_heads, runs),
+        }
+        states = {"centroids": (batch, kv_heads, clusters, head_dim)}
+        numbers: dict[str, tuple[int, ...]] = {"threshold": (batch,)}
+        if self.levels == 2:
+            whole |= {"parents": (batch, kv_heads, clusters), "coarse_sizes": (batch, kv_heads, coarse)}
+            states |= {"coarse_centroids": (batch, kv_heads, coarse, head_dim)}
+            numbers |= {"coarse_threshold": (batch,)}
+        device = layer.keys.device
+        return {
+            **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in whole.items()},
+            **{name: layer.keys.new_zeros(shape) for name, shape in states.items()},
+            **{name: torch.zeros(shape, device=device) for name, shape in numbers.items()},
+            "index_bytes": torch.zeros(batch, dtype=torch.int64, device=device),
+        }
+
+    def crop_metadata(self, layer: SparseLayer) -> None:
+        """Drop the clusters of rows that have lost clustered tokens; what is left is then read exactly."""
+        if layer.prefix is not None:
+            return
+        kept = (layer.metadata["clustered"] <= layer.row_lengths()).int()
+        for name in ("clustered", "cluster_sizes", "run_starts"):
+            layer.metadata[name].mul_(kept.view(-1, *(1,) * (layer.metadata[name].dim() - 1)))
+
+    def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
+        """Cluster the rows of a prompt, less the last ``window`` tokens, and calibrate the threshold.
+
+        A row that was clustered before is clustered anew once it has grown ``GROWTH``-fold: until then the tokens after
+        its clusters are read exactly.
+        """
+        first = layers[0]
+        lengths = first.row_lengths().tolist()
+        if first.prefix is not None or self.covers(max(lengths)):
+            return
+        clustered = first.metadata["clustered"].tolist()
+        due = [row for row, length in enumerate(lengths) if length - self.window > GROWTH * clustered[row]]
+        ready = [row for row in due if _known_queries(layers, row) >= -(-self.window // 2)]
+        if len(ready) < len(due):
+            warnings.warn(
+                f"squeezed: half of the prompt's last {self.window} queries are not known, since tokens were removed "
+                "from it or another model cached them; it is read exactly until another prompt follows",
+                stacklevel=2,
+            )
+        for row in ready:
+            tokens = lengths[row] - self.window
+            indices = [self.cluster(self._row_keys(layer, row, tokens)) for layer in layers]
+            found = thresholds([self.observed(layer, row) for layer in layers], indices, self.target_sparsity)
+            for layer, index in zip(layers, indices, strict=True):
+                _store(layer, row, tokens, {**index, **found})
+
+    def observed(self, layer: SparseLayer, row: int) -> torch.Tensor:
+        """Return a row's last queries, [q_heads, at most window, head_dim], scaled as for a factor of 1/sqrt(d)."""
+        recent = layer.recent_queries
+        if recent is None:
+            raise ValueError(f"layer {layer.layer_idx} keeps no queries")
+        states = recent.states[row, :, -min(self.window, int(recent.counts[row])) :]
+        return states * (recent.scale * states.shape[2] ** 0.5)
+
+    def _row_keys(self, layer: SparseLayer, row: int, tokens: int) -> torch.Tensor:
+        """Return the first keys of a row, [kv_heads, tokens, head_dim]."""
+        start = int(layer.seq_start[row])
+        return layer.keys[row, :, start : start + tokens]
+
+    def cluster(self, keys: torch.Tensor, always_read: int = 0) -> dict[str, torch.Tensor]:
+        """Cluster the keys of a layer, [kv_heads, tokens, head_dim], and build their index.
+
+        ``always_read`` tokens follow them; see :func:`~hf_sparse_attn.clusters.index.build_index`.
+        """
+        tokens = keys.shape[1]
+        num_clusters, num_coarse = self.num_clusters(tokens), self.num_coarse(tokens)
+        options = {"seed": self.seed, "iterations": self.iterations}
+        labels = kmeans(normalised(keys), num_clusters, batch_tokens=self.batch_tokens, **options).labels
+        if self.levels == 1:
+            return build_index(keys, labels, num_clusters, always_read)
+        centroids = build_index(keys, labels, num_clusters)["centroids"]
+        parents = kmeans(normalised(centroids), num_coarse, **options).labels
+        labels, parents = siblings_together(labels, parents)
+        return add_coarse_level(build_index(keys, labels, num_clusters, always_read), parents, num_coarse)
+
+    def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attend from a question to the clusters that its tokens choose together, and to what follows the context.
+
+        See :meth:`SparseMethod.prefill` for the arguments. A prompt without a context before it is prefilled densely.
+        """
+        if layer.prefix is None and (layer.length == query.shape[2] or self.covers(layer.length)):
+            return dense_attention(query, layer, scale, mask)
+        context = self._context(layer)
+        if layer.prefix is None and not bool(layer.metadata["clustered"].any()):
+            if not query.is_cuda:
+                return dense_attention(query, layer, scale, mask)
+            # The kernel masks by the row bounds: SDPA would take a mask of all queries and keys.
+            run_indices, run_counts = context.index["run_clusters"], layer.finished * 0
+        else:
+            num_queries = layer.row_lengths().clamp_max(query.shape[2]) if layer.lengths.has_padding else None
+            run_indices, run_counts, _ = self._choose(query, context, scale, num_queries)
+        out, _ = runs_prefill(
+            query,
+            context.keys,
+            context.values,
+            context.start,
+            context.index["run_starts"],
+            run_indices,
+            run_counts,
+            layer.keys,
+            layer.values,
+            context.tail_start,
+            layer.seq_end,
+            token_order=context.token_order,
+            scale=scale,
+        )
+        return out
+
+    def decode(
+        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Append the token, look the clusters up, and attend to the chosen ones and to what follows the context.
+
+        See :meth:`SparseMethod.decode` for the arguments.
+        """
+        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
+        context = self._context(layer)
+        run_indices, run_counts, metadata_bytes = self._choose(query.unsqueeze(2), context, scale, None)
+        layer.counter.count_metadata(metadata_bytes)
+        if layer.is_recorded:
+            layer.note(_tokens_read(layer, context, run_indices, run_counts))
+        out, _ = runs_decode(
+            query,
+            context.keys,
+            context.values,
+            context.start,
+            context.index["run_starts"],
+            run_indices,
+            run_counts,
+            layer.keys,
+            layer.values,
+            context.tail_start,
+            layer.seq_end,
+            token_order=context.token_order,
+            scale=scale,
+            counter=layer.counter.totals,
+        )
+        return out
+
+    def _context(self, layer: SparseLayer) -> Context:
+        prefix = layer.prefix
+        if prefix is not None:
+            shared = prefix.map(lambda tensor: tensor.expand(len(layer.seq_start), *tensor.shape[1:]))
+            start = torch.zeros_like(layer.seq_start)
+            return Context(shared.keys, shared.values, start, layer.seq_start, shared.metadata, None)
+        index = layer.metadata
+        tail_start = layer.seq_start + index["clustered"]
+        return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
+
+    def _choose(
+        self, query: torch.Tensor, context: Context, scale: float, num_queries: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose runs for queries [batch, q_heads, queries, head_dim]; return them and the metadata's bytes."""
+        index = context.index
+        sizes = index["cluster_sizes"]
+        parents: dict[str, Any] = {}
+        if self.levels == 2:
+            coarse = centroid_weights(
+                query, index["coarse_centroids"], index["coarse_sizes"], num_queries=num_queries, scale=scale
+            )
+            parents = {
+                "parents": index["parents"],
+                "parent_weights": coarse,
+                "parent_threshold": index["coarse_threshold"],
+            }
+        weights = centroid_weights(query, index["centroids"], sizes, num_queries=num_queries, scale=scale, **parents)
+        run_indices, run_counts = select_runs(
+            weights,
+            sizes,
+            index["run_starts"],
+            index["run_clusters"],
+            index["threshold"],
+            max_tokens=self._most_chosen(context),
+        )
+        return run_indices, run_counts, self._bytes_read(query, index, weights)
+
+    def _most_chosen(self, context: Context) -> int | None:
+        """Cap on the tokens of chosen runs: those of a prefix include its last ``window`` tokens."""
+        if self.token_budget is None or context.token_order is None:
+            return self.token_budget
+        return max(1, self.token_budget - self.window)
+
+    def _bytes_read(self, query: torch.Tensor, index: dict[str, Any], weights: torch.Tensor) -> torch.Tensor:
+        """Bytes of the index that a step reads, over rows and KV heads."""
+        total: torch.Tensor = index["index_bytes"].sum()
+        if self.levels == 2:  # centroids of dropped coarse clusters are not read
+            total = total + (weights > 0).sum() * (query.shape[3] * query.element_size())
+        return total
+
+
+def _known_queries(layers: Sequence[SparseLayer], row: int) -> int:
+    """Return how many of a row's last queries every layer keeps."""
+    kept = [layer.recent_queries for layer in layers]
+    return min(0 if queries is None else int(queries.counts[row]) for queries in kept)
+
+
+def index_bytes(index: dict[str, torch.Tensor]) -> int:
+    """Bytes of a row's index that every decode step reads: centroids of the highest level, sizes, parents and runs."""
+    centroids = index.get("coarse_centroids", index["centroids"])
+    whole = (*(index[name] for name in ("cluster_sizes", "run_starts", "run_clusters")), index.get("coarse_sizes"))
+    whole += (index.get("parents"),)
+    return sum(part.numel() * part.element_size() for part in (centroids, *whole) if part is not None)
+
+
+def _store(layer: SparseLayer, row: int, tokens: int, index: dict[str, torch.Tensor]) -> None:
+    """Write a row's index into the layer's metadata, whose tensors have room for more."""
+    metadata = layer.metadata
+    metadata["clustered"][row] = tokens
+    metadata["index_bytes"][row] = index_bytes(index)
+    metadata["cluster_sizes"][row].zero_()
+    metadata["run_starts"][row].fill_(tokens)  # absent runs have no tokens
+    for name, tensor in index.items():
+        metadata[name][(row, *(slice(size) for size in tensor.shape))] = tensor
+
+
+def _tokens_read(
+    layer: SparseLayer, context: Context, run_indices: torch.Tensor, run_counts: torch.Tensor
+) -> Selection:
+    """Return the tokens of the chosen runs, and those after the context, as a selection of single tokens."""
+    batch, kv_heads = run_counts.shape
+    prefix = layer.prefix
+    order = context.token_order if prefix is None else prefix.metadata["token_order"].expand(batch, -1, -1)
+    starts = context.index["run_starts"].expand(batch, -1, -1)
+    clustered = (context.tail_start - layer.seq_start if prefix is None else context.tail_start * 0 + prefix.tokens).tolist()
+    rows = []
+    for row, length in enumerate(layer.row_lengths().tolist()):
+        before = clustered[row]
+        tail = torch.arange(before, length if prefix is None else before + length, device=starts.device)
+        for head in range(kv_heads):
+            runs = run_indices[row, head, : int(run_counts[row, head])].long()
+            begins, ends = starts[row, head][runs].tolist(), starts[row, head][runs + 1].tolist()
+            slots = [slot for begin, end in zip(begins, ends, strict=True) for slot in range(begin, end)]
+            chosen = order[row, head][torch.tensor(slots, dtype=torch.long, device=starts.device)]
+            rows.append(torch.cat((chosen.sort().values.int(), tail.int())))
+    counts = torch.tensor([len(tokens) for tokens in rows], dtype=torch.int32, device=starts.device)
+    indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+    return Selection(indices.view(batch, kv_heads, -1), counts.view(batch, kv_heads), 1)

@@ -1,0 +1,1 @@
+"""Selection of clusters of keys by their centroids."""
