@@ -46,8 +46,11 @@ class Variant:
 
     @property
     def prefills_densely(self) -> bool:
-        """Whether the prefill is dense, so that one prefill serves all such variants."""
-        return "prefill" not in self.method.sparse_phases
+        """Whether the material's prefill is dense, so that one prefill serves all such variants.
+
+        A method with a fixed context is sparse in the prefill of the question alone.
+        """
+        return "prefill" not in self.method.sparse_phases or self.method.reads_prefix
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
@@ -149,8 +152,9 @@ class Engine:
 
     def _run_material(self, jobs: Sequence[tuple[int, Job]]) -> Iterator[tuple[int, Variant, dict[str, Any]]]:
         samples = [sample for _, (sample, _) in jobs]
+        used = list(dict.fromkeys(variant for _, (_, variants) in jobs for variant in variants))
         prefix: _Context | None = None
-        for variant in dict.fromkeys(variant for _, (_, variants) in jobs for variant in variants):
+        for variant in used:
             context: _Context | None = None
             for number, (sample, variants) in jobs:
                 if variant not in variants:
@@ -158,7 +162,7 @@ class Engine:
                 try:
                     with _same_dense_kernels():
                         if prefix is None and variant.prefills_densely:
-                            prefix = self._prefill(samples, DENSE)
+                            prefix = self._prefill_densely(samples, used)
                         if context is None:
                             context = self._prepare(samples, variant, prefix)
                         measured = self._ask(sample, variant, context)
@@ -166,11 +170,19 @@ class Engine:
                     measured = {"error": f"{type(error).__name__}: {error}"}
                 yield number, variant, measured
 
-    def _prefill(self, samples: Sequence[Sample], method: SparseMethod | str) -> _Context:
+    def _prefill_densely(self, samples: Sequence[Sample], variants: Sequence[Variant]) -> _Context:
+        """Prefill the material once for all variants with a dense prefill, and keep the queries that they need."""
+        keep_queries = max(each.method.keeps_queries for each in variants if each.prefills_densely)
+        # Only a patched model hands its queries to the cache.
+        with sparse_attention(self.model, DENSE) if keep_queries else nullcontext():
+            return self._prefill(samples, DENSE, keep_queries)
+
+    def _prefill(self, samples: Sequence[Sample], method: SparseMethod | str, keep_queries: int = 0) -> _Context:
         """Prefill the samples' material, in a cache with room for every question and its answer."""
         material_ids = samples[0].material_ids
         room = max(len(each.question_ids) + len(each.forced_ids) + each.max_new_tokens for each in samples)
-        cache = SparseCache(self.model.config, method, initial_capacity=len(material_ids) + room)
+        capacity = len(material_ids) + room
+        cache = SparseCache(self.model.config, method, initial_capacity=capacity, keep_queries=keep_queries)
         with PeakMemory(self.model.device) as memory:
             seconds = prefill(self.model, cache, material_ids)
         self.model_seconds += seconds
@@ -184,6 +196,7 @@ class Engine:
             with PeakMemory(self.model.device) as memory:
                 started = time.perf_counter()
                 cache = prefilled.cache.fork(variant.method)
+                cache.complete_prompt()
                 self._wait()
                 seconds = time.perf_counter() - started
         self.model_seconds += seconds

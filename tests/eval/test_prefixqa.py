@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,20 @@ from eval.errors import EvalError
 from eval.prefixqa_data import longbench_rows, make_prefixqa, squad_rows
 from eval.runner import Processes, by_material, run
 from eval.store import read_records, record_key
-from hf_sparse_attn import SparseCache
+from hf_sparse_attn import SparseCache, Squeezed, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, prefill
 from hf_sparse_attn.cli.models import load_model
 from tests.eval.tokenizers import tiny_tokenizer
 
 FACTS = [("Where is the harbour?", ["Vigo"]), ("Who keeps the lamp?", ["Ines", "Ines Rey"]), ("When?", ["at noon"])]
 CONTEXTS = [" ".join(f"On day {day} boat {day * 7 % 31} left {port}." for day in range(20)) for port in ("Vigo", "Rio")]
 TOKENSELECT = {"tokenselect.k": 24, "tokenselect.n_init": 4, "tokenselect.n_local": 12, "tokenselect.chunk_size": 64}
+SQUEEZED = {"squeezed.target_sparsity": [0.5, 0.9], "squeezed.levels": 2, "squeezed.window": 32}
 METHODS_ALL = {"method": ["quest", "tokenselect"], "parameters": {"quest.token_budget": 64, **TOKENSELECT}}
+SQUEEZED_TOO = {
+    "method": ["quest", "tokenselect", "squeezed"],
+    "parameters": {**METHODS_ALL["parameters"], **SQUEEZED},  # type: ignore[dict-item]
+}
 
 
 def row(context: str, facts: list[tuple[str, list[str]]]) -> dict[str, Any]:
@@ -274,10 +281,34 @@ def test_a_context_is_prefilled_once_for_all_questions(tmp_path: Path, loaded: L
         assert entry["first_token_seconds"] > 0
 
 
+def test_a_fixed_context_is_clustered_once_for_all_questions(
+    tmp_path: Path, loaded: Loaded, qa_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, clustered = Squeezed.cluster, []
+
+    def counting(self: Squeezed, keys: torch.Tensor, *arguments: Any) -> Any:
+        clustered.append((self.target_sparsity, keys.shape[1]))
+        return stock(self, keys, *arguments)
+
+    monkeypatch.setattr(Squeezed, "cluster", counting)
+    first, second = materials(loaded, qa_dir)
+    with Lengths(loaded.model) as seen:
+        summary = go(tmp_path, loaded, qa_dir, method=["squeezed"], parameters=SQUEEZED)
+    assert seen == [first, second]
+    layers = loaded.model.config.num_hidden_layers
+    assert clustered == [
+        (target, length - 32) for length in (first, second) for target in (0.5, 0.9) for _ in range(layers)
+    ]
+    assert (summary["rows"], summary["errors"]) == (15, 0)
+    dense, half, tenth = summary["table"]
+    assert [entry["variant"] for entry in (half, tenth)] == ["target_sparsity=0.5", "target_sparsity=0.9"]
+    assert dense["realised_budget"] > half["realised_budget"] > tenth["realised_budget"]
+    assert half["context_seconds"] > dense["context_seconds"]
+
+
 @pytest.mark.parametrize("question", ["decode", "prefill"])
 def test_answers_are_those_of_separate_runs(loaded: Loaded, qa_dir: Path, question: str) -> None:
-    settings = {"benchmark": "prefixqa", "model": "tiny", "question": question, **METHODS_ALL}
-    config = make_config(settings)
+    config = make_config({"benchmark": "prefixqa", "model": "tiny", "question": question, **SQUEEZED_TOO})
     setup = setup_of(qa_dir, tokenizer=loaded.tokenizer, max_positions=1024)
     samples = [item.build() for item in PrefixQA().items(setup)][:3]
     variants = make_variants(config)
@@ -294,6 +325,36 @@ def test_answers_are_those_of_separate_runs(loaded: Loaded, qa_dir: Path, questi
             assert {name: shared[name] for name in names} == {name: alone[name] for name in names}
             answers.add(shared["prediction"])
     assert len(answers) > 3  # answers that were all the same would show nothing
+
+
+@pytest.mark.parametrize("question", ["decode", "prefill"])
+def test_a_fork_of_the_dense_prefill_answers_as_a_patched_model_does(
+    loaded: Loaded, qa_dir: Path, question: str
+) -> None:
+    parameters = SQUEEZED | {"squeezed.target_sparsity": 0.8}
+    given = {"benchmark": "prefixqa", "model": "tiny", "method": "squeezed", "parameters": parameters}
+    config = make_config({**given, "question": question})
+    _, variant = make_variants(config)
+    engine = Engine(loaded.model, loaded.tokenizer, config)
+    sample = PrefixQA().items(setup_of(qa_dir, tokenizer=loaded.tokenizer, max_positions=1024))[1].build()
+    ((_, _, measured),) = engine.run([(replace(sample, stop_at_newline=False), [variant])])
+    with sparse_attention(loaded.model, variant.method):
+        cache = SparseCache.for_model(loaded.model)
+        prefill(loaded.model, cache, sample.material_ids)
+        cache.complete_prompt()
+        plain = answer(
+            loaded.model,
+            cache,
+            sample.question_ids,
+            MAX_NEW_TOKENS,
+            token_by_token=question == "decode",
+            stop_ids=end_of_sequence_ids(loaded.model, loaded.tokenizer),
+            min_new_tokens=1,
+        )
+        reads = sparse_attention_stats(loaded.model)
+    assert measured["prediction"] == loaded.tokenizer.decode(plain.token_ids, skip_special_tokens=True)
+    assert 0 < measured["kv_bytes"] == reads.kv_bytes < reads.dense_bytes
+    assert measured["metadata_bytes"] == reads.metadata_bytes > 0
 
 
 def test_dense_answers_are_those_of_generate(loaded: Loaded, qa_dir: Path) -> None:
