@@ -84,7 +84,8 @@ class Work:
         shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
         with seeded(model.device, config.seed):
             for layer_idx, layer in enumerate(filled.sparse_layers):
-                filled.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv"), layer_idx)
+                keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv")
+                filled.update(keys, values, layer_idx)
                 for buffer in (layer.keys, layer.values):
                     buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
         return cls(model, context, capacity, _random_ids(model, context + 1, special_ids, config.seed), filled)

@@ -69,9 +69,7 @@ def _mask_by_bounds(queries: int, layer: SparseLayer) -> torch.Tensor | None:
     return (causal & (at >= seq_start)[:, None])[:, None]
 
 
-def _rotated_by_place(
-    query: torch.Tensor, keys: torch.Tensor, layer: SparseLayer
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated_by_place(query: torch.Tensor, keys: torch.Tensor, layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor]:
     at = torch.arange(layer.length, device=query.device)[None]
     seq_start = layer.seq_start[:, None] if layer.lengths.has_padding else torch.zeros_like(at[:, :1])
     positions = (at - seq_start).clamp_min(0)

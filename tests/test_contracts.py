@@ -168,7 +168,9 @@ def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
     for inputs in ({"inputs": random_ids(1, 83)}, {"inputs": ids, "attention_mask": mask}):
         inputs |= {"output_logits": True, "return_dict_in_generate": True}
         expected = model.generate(**inputs, **GREEDY)
-        with sparse_attention(model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL, **COVERING.get(method_name, {}))):
+        with sparse_attention(
+            model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL, **COVERING.get(method_name, {}))
+        ):
             actual = model.generate(**inputs, **GREEDY)
         if DEVICE == "cpu":  # the same additions in the same order
             assert torch.equal(actual.sequences, expected.sequences)

@@ -241,7 +241,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to one layer; see :meth:`SparseLayer.update`.
+        """Append tokens to one layer and return its keys and values; see :meth:`SparseLayer.update`.
 
         Raises
         ------
@@ -253,8 +253,9 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with "
                 f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
             )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+        visible: tuple[torch.Tensor, torch.Tensor]
+        visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return visible
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import centroid_weights
 
-from hf_sparse_attn.clusters.calibration import weighted_quantile
+from hf_sparse_attn.clusters.calibration import global_threshold
 
 COARSE_SPARSITY = 0.5
 """Share of the tokens that the coarse level of a hierarchical lookup drops (section 3.4)."""
-READS_ALL = -1.0
-"""A threshold below every weight."""
 QUERIES_AT_ONCE = 16
 
 Index = dict[str, torch.Tensor]
@@ -38,21 +37,21 @@ def thresholds(queries: Sequence[torch.Tensor], indices: Sequence[Index], target
     dict
         ``threshold``, a float32 scalar; for two levels also ``coarse_threshold``, of the coarse clusters.
     """
-    two_levels = "parents" in indices[0]
-    device = queries[0].device
-    if target_sparsity == 0:
-        names = ("threshold", "coarse_threshold") if two_levels else ("threshold",)
-        return {name: torch.tensor(READS_ALL, device=device) for name in names}
+
+    def global_of(weights: list[torch.Tensor], sizes: str, share: float) -> torch.Tensor:
+        threshold = global_threshold(weights, [index[sizes][None] for index in indices], share)
+        return torch.tensor(threshold, device=queries[0].device)
+
     found: Index = {}
-    if two_levels:
-        weights = [_weights(query[None], index, coarse=True) for query, index in zip(queries, indices, strict=True)]
-        sizes = [index["coarse_sizes"] for index in indices]
-        found["coarse_threshold"] = _quantile(weights, sizes, min(COARSE_SPARSITY, target_sparsity), device)
+    batches = [query[None] for query in queries]
+    if "parents" in indices[0]:
+        weights = [_weights(query, index, coarse=True) for query, index in zip(batches, indices, strict=True)]
+        found["coarse_threshold"] = global_of(weights, "coarse_sizes", min(COARSE_SPARSITY, target_sparsity))
     weights = [
-        _weights(query[None], {**index, **{name: value.to(query.device) for name, value in found.items()}})
-        for query, index in zip(queries, indices, strict=True)
+        _weights(query, {**index, **{name: value.to(query.device) for name, value in found.items()}})
+        for query, index in zip(batches, indices, strict=True)
     ]
-    found["threshold"] = _quantile(weights, [index["cluster_sizes"] for index in indices], target_sparsity, device)
+    found["threshold"] = global_of(weights, "cluster_sizes", target_sparsity)
     return found
 
 
@@ -83,7 +82,8 @@ def shares_read(queries: torch.Tensor, index: Index, tokens: int) -> tuple[torch
 
     together = share(_weights(queries[None], index)[0])
     one_by_one = [
-        share(_weights(part.transpose(0, 1)[:, :, None], index)) for part in queries.split(QUERIES_AT_ONCE, dim=1)
+        share(_weights(part.transpose(0, 1)[:, :, None], index))
+        for part in torch.split(queries, QUERIES_AT_ONCE, dim=1)
     ]
     return together, torch.cat(one_by_one).mean(dim=0)
 
@@ -97,7 +97,7 @@ def _weights(queries: torch.Tensor, index: Index, coarse: bool = False) -> torch
 
     if coarse:
         return centroid_weights(queries, rows("coarse_centroids"), rows("coarse_sizes"))
-    parents = {}
+    parents: dict[str, Any] = {}
     if "parents" in index:
         parents = {
             "parents": rows("parents"),
@@ -105,12 +105,3 @@ def _weights(queries: torch.Tensor, index: Index, coarse: bool = False) -> torch
             "parent_threshold": index["coarse_threshold"].expand(batch),
         }
     return centroid_weights(queries, rows("centroids"), rows("cluster_sizes"), **parents)
-
-
-def _quantile(
-    weights: Sequence[torch.Tensor], sizes: Sequence[torch.Tensor], share: float, device: torch.device
-) -> torch.Tensor:
-    """Return the quantile of the weights of all tokens, of layers that may lie on several devices."""
-    values = torch.cat([part.flatten().to(device) for part in weights])
-    counts = torch.cat([part.flatten().to(device) for part in sizes])
-    return weighted_quantile(values, counts, share).float()

@@ -179,7 +179,7 @@ def _opened(path: Path) -> Any:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    content = memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1)) if tensor.numel() else b""
+    content: bytes | Any = b"" if not tensor.numel() else tensor.contiguous().flatten().view(torch.uint8).numpy()
     checksum = 0
     for begin in range(0, len(content), CHECKSUM_BYTES):
         checksum = zlib.crc32(content[begin : begin + CHECKSUM_BYTES], checksum)

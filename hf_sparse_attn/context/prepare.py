@@ -82,7 +82,7 @@ def prepare_context(
         config = base_model(model).config
         cache = SparseCache(config, chosen, initial_capacity=tokens)
         decoder = base_model(model).get_decoder()
-        for part in _shown(token_ids.split(chunk_size, dim=1), "Prefill", progress):
+        for part in _shown(torch.split(token_ids, chunk_size, dim=1), "Prefill", progress):
             decoder(input_ids=part, past_key_values=cache, use_cache=True)
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
     layers = [_packed(layer, chosen) for layer in _shown(cache.sparse_layers, "Clustering", progress)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Context(NamedTuple):
     """int32 [batch]: position of each row's first clustered token in ``keys``."""
     tail_start: torch.Tensor
     """int32 [batch]: position of the first token after them in ``layer.keys``."""
-    index: dict[str, Any]
+    clusters: dict[str, Any]
     """``centroids``, ``cluster_sizes``, ``run_starts``, ``run_clusters``, ``threshold``; see ``clusters.index``."""
     token_order: torch.Tensor | None
     """int32 [batch, kv_heads, capacity], if the keys are not stored in cluster order."""
@@ -121,7 +122,9 @@ class Squeezed(SparseMethod):
         self._require("clusters", 0 < self.clusters <= 1, "above 0 and at most 1: no more clusters than keys")
         self._require("levels", self.levels in LEVELS, "1 or 2")
         self._require(
-            "coarse_clusters", 0 < self.coarse_clusters <= self.clusters, f"above 0 and at most clusters={self.clusters}"
+            "coarse_clusters",
+            0 < self.coarse_clusters <= self.clusters,
+            f"above 0 and at most clusters={self.clusters}",
         )
         self._require("window", self.window >= 1, "at least 1")
         self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "at least 1, or None")
@@ -219,12 +222,14 @@ class Squeezed(SparseMethod):
         if recent is None:
             raise ValueError(f"layer {layer.layer_idx} keeps no queries")
         states = recent.states[row, :, -min(self.window, int(recent.counts[row])) :]
-        return states * (recent.scale * states.shape[2] ** 0.5)
+        scaled: torch.Tensor = states * (recent.scale * states.shape[2] ** 0.5)
+        return scaled
 
     def _row_keys(self, layer: SparseLayer, row: int, tokens: int) -> torch.Tensor:
         """Return the first keys of a row, [kv_heads, tokens, head_dim]."""
         start = int(layer.seq_start[row])
-        return layer.keys[row, :, start : start + tokens]
+        keys: torch.Tensor = layer.keys[row, :, start : start + tokens]
+        return keys
 
     def cluster(self, keys: torch.Tensor, always_read: int = 0) -> dict[str, torch.Tensor]:
         """Cluster the keys of a layer, [kv_heads, tokens, head_dim], and build their index.
@@ -233,12 +238,12 @@ class Squeezed(SparseMethod):
         """
         tokens = keys.shape[1]
         num_clusters, num_coarse = self.num_clusters(tokens), self.num_coarse(tokens)
-        options = {"seed": self.seed, "iterations": self.iterations}
-        labels = kmeans(normalised(keys), num_clusters, batch_tokens=self.batch_tokens, **options).labels
+        fit = partial(kmeans, seed=self.seed, iterations=self.iterations)
+        labels = fit(normalised(keys), num_clusters, batch_tokens=self.batch_tokens).labels
         if self.levels == 1:
             return build_index(keys, labels, num_clusters, always_read)
         centroids = build_index(keys, labels, num_clusters)["centroids"]
-        parents = kmeans(normalised(centroids), num_coarse, **options).labels
+        parents = fit(normalised(centroids), num_coarse).labels
         labels, parents = siblings_together(labels, parents)
         return add_coarse_level(build_index(keys, labels, num_clusters, always_read), parents, num_coarse)
 
@@ -254,7 +259,7 @@ class Squeezed(SparseMethod):
             if not query.is_cuda:
                 return dense_attention(query, layer, scale, mask)
             # The kernel masks by the row bounds: SDPA would take a mask of all queries and keys.
-            run_indices, run_counts = context.index["run_clusters"], layer.finished * 0
+            run_indices, run_counts = context.clusters["run_clusters"], layer.finished * 0
         else:
             num_queries = layer.row_lengths().clamp_max(query.shape[2]) if layer.lengths.has_padding else None
             run_indices, run_counts, _ = self._choose(query, context, scale, num_queries)
@@ -263,7 +268,7 @@ class Squeezed(SparseMethod):
             context.keys,
             context.values,
             context.start,
-            context.index["run_starts"],
+            context.clusters["run_starts"],
             run_indices,
             run_counts,
             layer.keys,
@@ -293,7 +298,7 @@ class Squeezed(SparseMethod):
             context.keys,
             context.values,
             context.start,
-            context.index["run_starts"],
+            context.clusters["run_starts"],
             run_indices,
             run_counts,
             layer.keys,
@@ -320,7 +325,7 @@ class Squeezed(SparseMethod):
         self, query: torch.Tensor, context: Context, scale: float, num_queries: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Choose runs for queries [batch, q_heads, queries, head_dim]; return them and the metadata's bytes."""
-        index = context.index
+        index = context.clusters
         sizes = index["cluster_sizes"]
         parents: dict[str, Any] = {}
         if self.levels == 2:
@@ -387,20 +392,21 @@ def _tokens_read(
 ) -> Selection:
     """Return the tokens of the chosen runs, and those after the context, as a selection of single tokens."""
     batch, kv_heads = run_counts.shape
-    prefix = layer.prefix
-    order = context.token_order if prefix is None else prefix.metadata["token_order"].expand(batch, -1, -1)
-    starts = context.index["run_starts"].expand(batch, -1, -1)
-    clustered = (context.tail_start - layer.seq_start if prefix is None else context.tail_start * 0 + prefix.tokens).tolist()
+    starts, lengths = context.clusters["run_starts"], layer.row_lengths().tolist()
+    if layer.prefix is None:
+        order, clustered = layer.metadata["token_order"], layer.metadata["clustered"].tolist()
+    else:
+        order, clustered = context.clusters["token_order"], [layer.prefix.tokens] * batch
+        lengths = [layer.prefix.tokens + length for length in lengths]
     rows = []
-    for row, length in enumerate(layer.row_lengths().tolist()):
-        before = clustered[row]
-        tail = torch.arange(before, length if prefix is None else before + length, device=starts.device)
+    for row in range(batch):
+        tail = torch.arange(clustered[row], lengths[row], dtype=torch.int32, device=starts.device)
         for head in range(kv_heads):
             runs = run_indices[row, head, : int(run_counts[row, head])].long()
             begins, ends = starts[row, head][runs].tolist(), starts[row, head][runs + 1].tolist()
             slots = [slot for begin, end in zip(begins, ends, strict=True) for slot in range(begin, end)]
             chosen = order[row, head][torch.tensor(slots, dtype=torch.long, device=starts.device)]
-            rows.append(torch.cat((chosen.sort().values.int(), tail.int())))
+            rows.append(torch.cat((chosen.sort().values, tail)))
     counts = torch.tensor([len(tokens) for tokens in rows], dtype=torch.int32, device=starts.device)
     indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     return Selection(indices.view(batch, kv_heads, -1), counts.view(batch, kv_heads), 1)

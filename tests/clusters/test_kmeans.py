@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from sklearn.cluster import KMeans
 
-from hf_sparse_attn.clustering import Clusters, kmeans, normalised
+from hf_sparse_attn.clusters.kmeans import Clusters, kmeans, normalised
 
 KEYS = Path(__file__).parent / "golden/smollm2_keys.safetensors"
 CLUSTERS = (40, 102)  # the larger is 5 % of the keys
@@ -172,7 +172,7 @@ def test_clusters_without_points_move_to_the_farthest(monkeypatch):
     """All seeds equal: every cluster but one is empty, until it moves."""
     points = random_points(n=60)
     monkeypatch.setattr(
-        "hf_sparse_attn.clustering._seeds_one_by_one", lambda points, count, _: points[:, :1].repeat(1, count, 1)
+        "hf_sparse_attn.clusters.kmeans._seeds_one_by_one", lambda points, count, _: points[:, :1].repeat(1, count, 1)
     )
     clusters = kmeans(points, 8, seeding="exact")
     assert (clusters.offsets.diff(dim=1) > 0).all()
@@ -205,3 +205,8 @@ def test_normalised():
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         kmeans(**{"points": random_points(), "num_clusters": 5, **options})
+
+
+def test_points_that_are_no_floats():
+    with pytest.raises(TypeError, match="points has dtype torch.int32"):
+        kmeans(torch.zeros(1, 4, 2, dtype=torch.int32), 2)

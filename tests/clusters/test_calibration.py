@@ -3,7 +3,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import centroid_weights
 
-from hf_sparse_attn.calibration import global_threshold, weighted_quantile
+from hf_sparse_attn.clusters.calibration import global_threshold, weighted_quantile
 from tests.ops.helpers import IMPLS, device, golden
 
 
