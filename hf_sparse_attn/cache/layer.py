@@ -222,7 +222,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             if self._shared.padding is not None and self.lengths.known_length == 0:
                 self.lengths.set_padding(self._shared.padding)
             self.lengths.advance(num_new)
-        self.storage.reserve(self.lengths.known_length, self._make_metadata)
+        if self.storage.reserve(self.lengths.known_length, self._make_metadata):
+            self.method.grow_metadata(self)
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
