@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed
 from hf_sparse_attn.patched import base_model
 
@@ -38,6 +39,8 @@ class Header(NamedTuple):
     method: Squeezed
     identity: ModelIdentity
     token_ids_hash: str
+    seconds: tuple[float, ...]
+    """How long the preparation took; see ``PreparationSeconds``."""
     num_layers: int
     num_tokens: int
     checksums: dict[str, int]
@@ -51,6 +54,7 @@ class Header(NamedTuple):
             "method": json.dumps(asdict(self.method)),
             "identity": json.dumps(self.identity._asdict()),
             "token_ids_hash": self.token_ids_hash,
+            "seconds": json.dumps(self.seconds),
             "num_layers": str(self.num_layers),
             "num_tokens": str(self.num_tokens),
             "checksums": json.dumps(self.checksums),
@@ -68,6 +72,7 @@ class Header(NamedTuple):
                 Squeezed(**json.loads(metadata["method"])),
                 ModelIdentity(**json.loads(metadata["identity"])),
                 metadata["token_ids_hash"],
+                tuple(json.loads(metadata["seconds"])),
                 int(metadata["num_layers"]),
                 int(metadata["num_tokens"]),
                 json.loads(metadata["checksums"]),
@@ -99,6 +104,7 @@ def write(context: FixedContext, path: Path) -> None:
         context.method,
         context.identity,
         context.token_ids_hash,
+        tuple(context.seconds),
         len(context.layers),
         context.num_tokens,
         checksums,
@@ -132,7 +138,15 @@ def read(cls: type[FixedContext], path: Path, model: PreTrainedModel, input_ids:
             on_device = {name: tensor.to(devices[number]) for name, tensor in tensors.items()}
             queries.append(on_device.pop("queries"))
             layers.append(Prefix(on_device.pop("keys"), on_device.pop("values"), on_device))
-    return cls(header.method, base_model(model).config, header.identity, header.token_ids_hash, layers, queries)
+    return cls(
+        method=header.method,
+        config=base_model(model).config,
+        identity=header.identity,
+        token_ids_hash=header.token_ids_hash,
+        layers=layers,
+        queries=queries,
+        seconds=PreparationSeconds(*header.seconds),
+    )
 
 
 def _named_tensors(context: FixedContext) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.clusters.thresholds import shares_read, thresholds
 from hf_sparse_attn.context import files
 from hf_sparse_attn.context.identity import ModelIdentity
+from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class FixedContext:
     """Keys, values and index of each layer, [1, kv_heads, tokens, head_dim]."""
     queries: Sequence[torch.Tensor]
     """The last ``method.window`` queries of each layer, [q_heads, window, head_dim], scaled as for 1/sqrt(d)."""
+    seconds: PreparationSeconds
+    """How long the preparation took."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
 from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.squeezed import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
@@ -78,19 +80,38 @@ def prepare_context(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     tokens = token_ids.shape[1]
+    device = token_ids.device
+    started = _now(device)
     with torch.no_grad(), sparse_attention(model, chosen):
         config = base_model(model).config
         cache = SparseCache(config, chosen, initial_capacity=tokens)
         decoder = base_model(model).get_decoder()
         for part in _shown(torch.split(token_ids, chunk_size, dim=1), "Prefill", progress):
             decoder(input_ids=part, past_key_values=cache, use_cache=True)
+    prefilled = _now(device)
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
     layers = [_packed(layer, chosen) for layer in _shown(cache.sparse_layers, "Clustering", progress)]
+    clustered = _now(device)
     indices = [{name: tensor[0] for name, tensor in layer.metadata.items()} for layer in layers]
     found = thresholds(queries, indices, chosen.target_sparsity)
     layers = [with_thresholds(layer, found) for layer in layers]
-    config = base_model(model).config
-    return FixedContext(chosen, config, ModelIdentity.of(model), hash_token_ids(token_ids), layers, queries)
+    seconds = PreparationSeconds(prefilled - started, clustered - prefilled, _now(device) - clustered)
+    return FixedContext(
+        method=chosen,
+        config=base_model(model).config,
+        identity=ModelIdentity.of(model),
+        token_ids_hash=hash_token_ids(token_ids),
+        layers=layers,
+        queries=queries,
+        seconds=seconds,
+    )
+
+
+def _now(device: torch.device) -> float:
+    """Return the time at which the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch.Tensor:

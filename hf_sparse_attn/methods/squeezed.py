@@ -153,7 +153,7 @@ class Squeezed(SparseMethod):
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the index of a prompt that is clustered in place, and the queries that calibrate it.
 
-        A layer with a prefix has its index there. ``clustered`` int32 [batch] counts the tokens from a row's first that
+        A layer with a prefix has its index there. ``context_lengths`` int32 [batch] counts the tokens from a row's first that
         are clustered; the other tensors are described in :mod:`hf_sparse_attn.clusters.index`.
         """
         if layer.prefix is not None:
@@ -162,7 +162,7 @@ class Squeezed(SparseMethod):
         clusters, coarse = self.num_clusters(capacity), self.num_coarse(capacity)
         runs = clusters + capacity // MAX_RUN + 1
         whole = {
-            "clustered": (batch,),
+            "context_lengths": (batch,),
             "token_order": (batch, kv_heads, capacity),
             "cluster_sizes": (batch, kv_heads, clusters),
             "run_starts": (batch, kv_heads, runs + 1),
@@ -192,8 +192,8 @@ class Squeezed(SparseMethod):
         """Drop the clusters of rows that have lost clustered tokens; what is left is then read exactly."""
         if layer.prefix is not None:
             return
-        kept = (layer.metadata["clustered"] <= layer.row_lengths()).int()
-        for name in ("clustered", "cluster_sizes", "run_starts"):
+        kept = (layer.metadata["context_lengths"] <= layer.row_lengths()).int()
+        for name in ("context_lengths", "cluster_sizes", "run_starts"):
             layer.metadata[name].mul_(kept.view(-1, *(1,) * (layer.metadata[name].dim() - 1)))
 
     def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
@@ -206,7 +206,7 @@ class Squeezed(SparseMethod):
         lengths = first.row_lengths().tolist()
         if first.prefix is not None or self.covers(max(lengths)):
             return
-        clustered = first.metadata["clustered"].tolist()
+        clustered = first.metadata["context_lengths"].tolist()
         due = [row for row, length in enumerate(lengths) if length - self.window > GROWTH * clustered[row]]
         ready = [row for row in due if _known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):
@@ -261,7 +261,7 @@ class Squeezed(SparseMethod):
         if layer.prefix is None and (layer.length == query.shape[2] or self.covers(layer.length)):
             return dense_attention(query, layer, scale, mask)
         context = self._context(layer)
-        if layer.prefix is None and not bool(layer.metadata["clustered"].any()):
+        if layer.prefix is None and not bool(layer.metadata["context_lengths"].any()):
             if not query.is_cuda:
                 return dense_attention(query, layer, scale, mask)
             # The kernel masks by the row bounds: SDPA would take a mask of all queries and keys.
@@ -312,6 +312,7 @@ class Squeezed(SparseMethod):
             context.tail_start,
             layer.seq_end,
             token_order=context.token_order,
+            context_lengths=context.clusters["context_lengths"],
             scale=scale,
             counter=layer.counter.totals,
         )
@@ -324,7 +325,7 @@ class Squeezed(SparseMethod):
             start = torch.zeros_like(layer.seq_start)
             return Context(shared.keys, shared.values, start, layer.seq_start, shared.metadata, None)
         index = layer.metadata
-        tail_start = layer.seq_start + index["clustered"]
+        tail_start = layer.seq_start + index["context_lengths"]
         return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
 
     def _choose(
@@ -385,7 +386,7 @@ def index_bytes(index: dict[str, torch.Tensor]) -> int:
 def _store(layer: SparseLayer, row: int, tokens: int, index: dict[str, torch.Tensor]) -> None:
     """Write a row's index into the layer's metadata, whose tensors have room for more."""
     metadata = layer.metadata
-    metadata["clustered"][row] = tokens
+    metadata["context_lengths"][row] = tokens
     metadata["index_bytes"][row] = index_bytes(index)
     metadata["cluster_sizes"][row].zero_()
     metadata["run_starts"][row].fill_(tokens)  # absent runs have no tokens
@@ -400,7 +401,7 @@ def _tokens_read(
     batch, kv_heads = run_counts.shape
     starts, lengths = context.clusters["run_starts"], layer.row_lengths().tolist()
     if layer.prefix is None:
-        order, clustered = layer.metadata["token_order"], layer.metadata["clustered"].tolist()
+        order, clustered = layer.metadata["token_order"], layer.metadata["context_lengths"].tolist()
     else:
         order, clustered = context.clusters["token_order"], [layer.prefix.tokens] * batch
         lengths = [layer.prefix.tokens + length for length in lengths]

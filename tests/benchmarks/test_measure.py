@@ -93,7 +93,7 @@ def test_the_steps_of_other_methods_are_too(family):
             return oracle.attention(layer.query, layer.keys, layer.values, torch.float32)
         return chunk_attention(layer.query, layer.keys, layer.values, torch.float32)
 
-    shape = CHUNK if "chunks" in family.name else SHAPE
+    shape = CHUNK if family.shapes[0].queries > 1 else SHAPE
     check = family.backends(shape)[0].check
     extended = replace(family, backends=lambda shape: [*family.backends(shape), Backend("plain", attend, check)])
     report = new_report()
@@ -174,7 +174,7 @@ def script(monkeypatch):
     spec = importlib.util.spec_from_file_location("benchmarks_run", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shape_of = lambda family: CHUNK if "chunks" in family.name else SHAPE  # noqa: E731
+    shape_of = lambda family: CHUNK if family.shapes[0].queries > 1 else SHAPE  # noqa: E731
     families = tuple(replace(family, shapes=(shape_of(family),)) for family in registry.FAMILIES)
     for each in (module, registry):
         monkeypatch.setattr(each, "FAMILIES", families)

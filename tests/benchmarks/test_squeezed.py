@@ -4,20 +4,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_bench import oracle, squeezed_floors, squeezed_oracle
+from op_bench import dense_chunk, oracle, squeezed_floors, squeezed_oracle, token_oracle
 from op_bench.measure import check_entry
-from op_bench.shapes import SQUEEZED_SHAPES, Settings, Shape
-from op_bench.squeezed_entries import SQUEEZED_DECODE
+from op_bench.shapes import SQUEEZED_PREFILL_SHAPES, SQUEEZED_SHAPES, Settings, Shape
+from op_bench.squeezed_entries import SQUEEZED_DECODE, SQUEEZED_PREFILL
 from op_bench.squeezed_workload import expected_runs, make_squeezed_layer, squeezed_layer_bytes
 
 SHAPE = Shape(q_heads=6, kv_heads=2, head_dim=16, batch=2, length=160)
 SHARED = replace(SHAPE, batch=3, shared=True)
 SETTINGS = Settings(sparsity=0.7, clusters=0.1, window=20, tail_tokens=8)
 DECODE = {entry.op: entry for entry in SQUEEZED_DECODE.entries}
+PREFILL = replace(SHAPE, queries=12)
 
 
 def new_layer(shape=SHAPE):
     return make_squeezed_layer(shape, SETTINGS, torch.device("cpu"), impl="reference")
+
+
+def in_float32(layer):
+    for name in ("query", "keys", "values"):
+        setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
+    layer.context.centroids = layer.context.centroids.float()
+    return layer
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SHARED], ids=["own", "shared"])
@@ -28,13 +36,36 @@ def test_the_reference_passes_and_can_be_repeated(entry, shape):
         check_entry(entry, layer, "reference")
 
 
+@pytest.mark.parametrize("shape", [PREFILL, replace(SHARED, queries=12)], ids=["own", "shared"])
+@pytest.mark.parametrize("entry", SQUEEZED_PREFILL.entries, ids=lambda entry: entry.name)
+def test_the_reference_passes_in_a_prefill(entry, shape):
+    check_entry(entry, new_layer(shape), "reference")
+
+
+def test_dense_backends_take_a_prefill():
+    layer = new_layer(PREFILL)
+    unmasked, causal = (
+        token_oracle.chunk_attention(layer.query, layer.keys, layer.values, torch.bfloat16, is_causal=is_causal)
+        for is_causal in (False, True)
+    )
+    cudnn_in_parts, cudnn_unmasked, flash = dense_chunk.backends(replace(PREFILL, batch=2))
+    cudnn_unmasked.check(unmasked, layer)
+    for backend in (cudnn_in_parts, flash):
+        backend.check(causal, layer)
+        with pytest.raises(oracle.Mismatch, match="output off by"):
+            backend.check(unmasked, layer)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, SHARED], ids=["own", "shared"])
 def test_the_kernels_pass_too(shape):
-    layer = new_layer(shape)
-    for name in ("query", "keys", "values"):
-        setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
-    layer.context.centroids = layer.context.centroids.float()
+    layer = in_float32(new_layer(shape))
     check_entry(DECODE["squeezed_step"], layer, "triton")
+
+
+def test_the_kernels_pass_in_a_prefill_too():
+    layer = in_float32(new_layer(PREFILL))
+    [whole] = [entry for entry in SQUEEZED_PREFILL.entries if entry.op == "squeezed_prefill"]
+    check_entry(whole, layer, "triton")
 
 
 def test_clusters_lie_side_by_side_and_are_cut_into_runs():
@@ -118,7 +149,7 @@ def test_buffers_are_counted_right(shape):
 
 def test_shapes_have_a_context():
     assert {shape.name for shape in SQUEEZED_SHAPES} >= {"q32-kv32-d128-b1-512K", "q32-kv8-d128-b8-shared-128K"}
-    for shape in SQUEEZED_SHAPES:
+    for shape in (*SQUEEZED_SHAPES, *SQUEEZED_PREFILL_SHAPES):
         assert Settings().context_length(shape) > Settings().window
     with pytest.raises(ValueError, match="length=28; allowed: more tokens before the tail than window=20"):
         new_layer(replace(SHAPE, length=28))

@@ -208,5 +208,5 @@ def test_bad_input(options, message):
 
 
 def test_points_that_are_no_floats():
-    with pytest.raises(TypeError, match="points has dtype torch.int32"):
+    with pytest.raises(TypeError, match=r"points has dtype torch\.int32"):
         kmeans(torch.zeros(1, 4, 2, dtype=torch.int32), 2)

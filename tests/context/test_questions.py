@@ -6,7 +6,6 @@ import torch
 from hf_sparse_attn import (
     Quest,
     SparseCache,
-
     prepare_context,
     record_selections,
     sparse_attention,
@@ -126,7 +125,7 @@ def test_rows_of_a_batch_are_answered_as_alone(levels, max_cache_len, model, con
             alone += sparse_attention_stats(model).tokens_read
     assert read.tokens_read == alone
     assert 0 < read.kv_bytes < 0.8 * read.dense_bytes
-    assert 0 < read.metadata_bytes
+    assert read.metadata_bytes > 0
 
 
 @two_levels
@@ -161,8 +160,7 @@ def test_the_realised_budget_stands_beside_the_target(contexts):
             assert budget.prefill.shape == budget.decode.shape == (4, 2)
             always = SETTINGS["window"] / CONTEXT_TOKENS
             expected = always + (1 - always) * (1 - target)
-            # The quantile falls on a cluster, which is left out as a whole: at most a cluster of keys is missing.
-            assert expected - 0.12 < budget.prefill.mean() <= expected + 1e-6
+            assert abs(budget.prefill.mean() - expected) < 0.03  # the threshold falls between clusters
 
 
 def test_another_target_keeps_the_clusters(contexts):

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.patched import is_patched, patched_method
-from tests.models import DEVICE, make_model, random_ids
+from tests.models import COVERING, DEVICE, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 SMALL = {
@@ -261,7 +261,7 @@ def test_a_pad_id_in_the_text_of_a_prompt_without_a_mask(method_name, options):
     ids[0, [0, 20, 21, 50]] = 0
     stock = {key: value for key, value in options.items() if key != "cache_implementation"}
     expected = model.generate(ids, **GREEDY, **stock)
-    parameters = {**SMALL[method_name], "token_budget": 256}
+    parameters = {**SMALL[method_name], "token_budget": 256, **COVERING.get(method_name, {})}
     with sparse_attention(model, method_name, **parameters), use_impl("reference"):
         output = model.generate(ids, **GREEDY, **options, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected)
@@ -286,7 +286,12 @@ def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     inputs = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
     expected = model.model(ids, **inputs)
-    with sparse_attention(model, method_name, **{**SMALL[method_name], "token_budget": 256}), use_impl("reference"):
+    with (
+        sparse_attention(
+            model, method_name, **{**SMALL[method_name], "token_budget": 256, **COVERING.get(method_name, {})}
+        ),
+        use_impl("reference"),
+    ):
         actual = model.model(ids, **inputs)
         as_tuple = model.model(ids, return_dict=False, **inputs)
     for states, stock in zip((*actual.hidden_states, as_tuple[0]), (*expected.hidden_states, expected[0]), strict=True):

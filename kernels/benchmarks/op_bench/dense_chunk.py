@@ -12,8 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from op_bench.dense import Backend
 from op_bench.shapes import Shape
-from op_bench.token_oracle import check_dense_chunk
-from op_bench.token_workload import TokenLayer
+from op_bench.token_oracle import ChunkLayer, check_dense_chunk
 
 
 def backends(shape: Shape) -> list[Backend]:
@@ -33,12 +32,12 @@ def backends(shape: Shape) -> list[Backend]:
     return found
 
 
-def _cudnn_unmasked(layer: TokenLayer) -> torch.Tensor:
+def _cudnn_unmasked(layer: ChunkLayer) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(layer.query, layer.keys, layer.values, enable_gqa=layer.shape.group > 1)
 
 
-def _cudnn_in_parts(layer: TokenLayer) -> torch.Tensor:
+def _cudnn_in_parts(layer: ChunkLayer) -> torch.Tensor:
     cut = layer.choice_length
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     tensors = (layer.query, layer.keys[:, :, :cut], layer.values[:, :, :cut])
@@ -56,7 +55,7 @@ def merged(
     return torch.lerp(first, second, share)
 
 
-def _flash(layer: TokenLayer) -> torch.Tensor:
+def _flash(layer: ChunkLayer) -> torch.Tensor:
     mask = causal_lower_right(layer.shape.queries, layer.shape.length)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return scaled_dot_product_attention(
@@ -64,7 +63,7 @@ def _flash(layer: TokenLayer) -> torch.Tensor:
         )
 
 
-def _flashinfer(layer: TokenLayer) -> torch.Tensor:
+def _flashinfer(layer: ChunkLayer) -> torch.Tensor:
     import flashinfer
 
     output: torch.Tensor = flashinfer.single_prefill_with_kv_cache(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.quest_entries import QUEST, STEP
 from op_bench.shapes import Shape
-from op_bench.squeezed_entries import SQUEEZED_DECODE
+from op_bench.squeezed_entries import SQUEEZED_DECODE, SQUEEZED_PREFILL
 from op_bench.token_entries import TOKEN_CHUNK, TOKEN_DECODE
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "matching_entries",
 ]
 
-FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK, SQUEEZED_DECODE)
+FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK, SQUEEZED_DECODE, SQUEEZED_PREFILL)
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
 TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice kept"))

@@ -159,6 +159,14 @@ SQUEEZED_SHAPES = (
 )
 QUICK_SQUEEZED_SHAPES = (Shape(32, 8, 128, 1, 131072),)
 
+SQUEEZED_PREFILL_SHAPES = (
+    *_shapes(32, 32, 128, 1, (512,), queries=1024),
+    *_shapes(32, 32, 128, 1, (512,), queries=4096),
+    *_shapes(32, 8, 128, 1, (128,), queries=256),
+    *_shapes(32, 8, 128, 1, (128,), queries=1024),
+)
+QUICK_SQUEEZED_PREFILL_SHAPES = (Shape(32, 8, 128, 1, 131072, 1024),)
+
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:
     """Return the shapes whose name contains one of ``filters``, or all shapes without filters.

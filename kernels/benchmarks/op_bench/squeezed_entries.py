@@ -5,10 +5,15 @@ from __future__ import annotations
 import hf_sparse_attn_kernels as ops
 import torch
 
-from op_bench import oracle, squeezed_floors, squeezed_oracle
+from op_bench import dense_chunk, oracle, squeezed_floors, squeezed_oracle
 from op_bench.dense import fast_backends
 from op_bench.entry import Entry, Family, Outputs
-from op_bench.shapes import QUICK_SQUEEZED_SHAPES, SQUEEZED_SHAPES
+from op_bench.shapes import (
+    QUICK_SQUEEZED_PREFILL_SHAPES,
+    QUICK_SQUEEZED_SHAPES,
+    SQUEEZED_PREFILL_SHAPES,
+    SQUEEZED_SHAPES,
+)
 from op_bench.squeezed_workload import SqueezedLayer, make_squeezed_layer, squeezed_layer_bytes
 
 
@@ -33,6 +38,13 @@ def _decode(layer: SqueezedLayer, run_indices: torch.Tensor, run_counts: torch.T
     return ops.runs_decode(layer.query, *buffers, layer.seq_start, *runs, *tail, counter=layer.counter, impl=impl)[:1]
 
 
+def _prefill(layer: SqueezedLayer, run_indices: torch.Tensor, run_counts: torch.Tensor, impl: str | None) -> Outputs:
+    buffers = (layer.keys, layer.values)
+    runs = (layer.context.run_starts, run_indices, run_counts)
+    tail = (*buffers, layer.tail_start, layer.seq_end)
+    return ops.runs_prefill(layer.query, *buffers, layer.seq_start, *runs, *tail, impl=impl)[:1]
+
+
 def _run_weights(layer: SqueezedLayer, impl: str | None) -> Outputs:
     return (_weights(layer, impl),)
 
@@ -49,6 +61,16 @@ def _run_step(layer: SqueezedLayer, impl: str | None) -> Outputs:
     weights = _weights(layer, impl)
     selection = _select(layer, weights, impl)
     return (*_decode(layer, *selection, impl), *selection, weights)
+
+
+def _run_prefill(layer: SqueezedLayer, impl: str | None) -> Outputs:
+    return _prefill(layer, layer.run_indices, layer.run_counts, impl)
+
+
+def _run_whole_prefill(layer: SqueezedLayer, impl: str | None) -> Outputs:
+    weights = _weights(layer, impl)
+    selection = _select(layer, weights, impl)
+    return (*_prefill(layer, *selection, impl), *selection, weights)
 
 
 def _run_dense(layer: SqueezedLayer, impl: str | None) -> Outputs:
@@ -83,6 +105,17 @@ def _check_step(layer: SqueezedLayer, outputs: Outputs) -> None:
     squeezed_oracle.check_weights(weights, layer)
     squeezed_oracle.check_runs(indices, counts, weights, layer)
     _check_attention(layer, output, indices, counts)
+
+
+def _check_prefill(layer: SqueezedLayer, outputs: Outputs) -> None:
+    squeezed_oracle.check_attention(outputs[0], layer.run_indices, layer.run_counts, layer)
+
+
+def _check_whole_prefill(layer: SqueezedLayer, outputs: Outputs) -> None:
+    output, indices, counts, weights = outputs
+    squeezed_oracle.check_weights(weights, layer)
+    squeezed_oracle.check_runs(indices, counts, weights, layer)
+    squeezed_oracle.check_attention(output, indices, counts, layer)
 
 
 def _check_dense(layer: SqueezedLayer, outputs: Outputs) -> None:
@@ -130,5 +163,28 @@ SQUEEZED_DECODE = Family(
     squeezed_layer_bytes,
     step_bytes=squeezed_floors.step_bytes,
     backends=fast_backends,
+    least_layers=2,
+)
+
+SQUEEZED_PREFILL = Family(
+    "Squeezed Attention, prefill of the user's input",
+    SQUEEZED_PREFILL_SHAPES,
+    QUICK_SQUEEZED_PREFILL_SHAPES,
+    (
+        Entry("centroid_weights", "many queries", _run_weights, _check_weights, squeezed_floors.weights_bytes),
+        Entry("runs_prefill", "", _run_prefill, _check_prefill, squeezed_floors.attention_bytes, against_dense=True),
+        Entry(
+            "squeezed_prefill",
+            "",
+            _run_whole_prefill,
+            _check_whole_prefill,
+            squeezed_floors.step_bytes,
+            against_dense=True,
+        ),
+    ),
+    make_squeezed_layer,
+    squeezed_layer_bytes,
+    step_bytes=squeezed_floors.step_bytes,
+    backends=dense_chunk.backends,
     least_layers=2,
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 
 from op_bench.oracle import ROUNDINGS, Mismatch, attention, check_output
+from op_bench.squeezed_workload import SqueezedLayer
 from op_bench.token_workload import TokenLayer, chunk_vote, rotated
 from op_bench.workload import DTYPE
 
 TOKENS_AT_ONCE = 1 << 17
 """Number of keys held in float64 at a time."""
+ChunkLayer: TypeAlias = TokenLayer | SqueezedLayer
+"""A layer in a chunk of the prefill, whose queries are the newest tokens'."""
 
 
 def check_voting(found: torch.Tensor, layer: TokenLayer) -> None:
@@ -101,7 +105,7 @@ def check_sparse_output(
     check_output(found, *(attend(query, keys, values, dtype) for dtype in (torch.float32, DTYPE)))
 
 
-def check_dense_chunk(found: torch.Tensor, layer: TokenLayer, *, is_causal: bool = True) -> None:
+def check_dense_chunk(found: torch.Tensor, layer: ChunkLayer, *, is_causal: bool = True) -> None:
     """Raise unless ``found`` is attention from the chunk to all tokens without rotation, causal or unmasked."""
     name = f"dense, {'causal' if is_causal else 'to the end'}"
     for dtype in (torch.float32, DTYPE):

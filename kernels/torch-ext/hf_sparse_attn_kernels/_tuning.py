@@ -29,7 +29,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, and tiles in flight.
-    "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3},
+    "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 8, "stages": 3},
 }
 
 
@@ -66,13 +66,13 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     "runs_decode": [
         {"block_n": block_n, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
         for block_n, per_multiprocessor, warps, stages in (
+            (64, 2, 8, 3),
+            (64, 2, 8, 4),
             (64, 2, 4, 3),
             (64, 2, 4, 4),
-            (64, 2, 8, 3),
-            (64, 4, 4, 1),
+            (64, 3, 4, 3),
             (32, 4, 4, 3),
             (32, 4, 4, 4),
-            (32, 8, 2, 3),
             (128, 1, 8, 4),
         )
     ],

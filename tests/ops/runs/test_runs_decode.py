@@ -137,3 +137,15 @@ def test_errors_name_the_argument(change, error, message):
     change = {name: value.to(device) for name, value in change.items()}
     with pytest.raises(error, match=message):
         runs_decode(**(runs.arguments | change))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_given_lengths_of_the_contexts_are_counted(impl):
+    runs = make_runs([40, 23], [5, 0])
+    counters = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2)]
+    runs_decode(**runs.arguments, counter=counters[0], impl=impl)
+    lengths = torch.tensor([1000, 100], dtype=torch.int32, device=device)
+    runs_decode(**runs.arguments, context_lengths=lengths, counter=counters[1], impl=impl)
+    tail = runs.arguments["seq_end"] - runs.arguments["seq_start"]
+    assert counters[1][1] == int((lengths + tail).sum()) * runs.arguments["keys"].shape[1]
+    assert counters[0][[0, 2, 3]].tolist() == counters[1][[0, 2, 3]].tolist()

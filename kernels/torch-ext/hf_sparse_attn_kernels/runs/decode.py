@@ -11,6 +11,7 @@ from . import MAX_RUN
 from .decode_kernel import merge_partials_kernel, runs_decode_kernel
 
 MERGED_AT_ONCE = 8192  # elements of partial results that a merging program holds
+REGISTERS = 65536  # of a multiprocessor
 
 
 def runs_decode(
@@ -27,6 +28,7 @@ def runs_decode(
     seq_end: torch.Tensor,
     *,
     token_order: torch.Tensor | None,
+    context_lengths: torch.Tensor | None,
     scale: float | None,
     counter: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +42,8 @@ def runs_decode(
     seq_start, seq_end, context_start = seq_start.contiguous(), seq_end.contiguous(), context_start.contiguous()
     run_indices, run_counts = run_indices.contiguous(), run_counts.contiguous()
     order = run_starts if token_order is None else token_order
+    # Tokens of each pair's context: the end of its last run.
+    lengths = run_starts[:, :, -1] if context_lengths is None else context_lengths[:, None].expand(-1, kv_heads)
 
     block_d = max(16, next_power_of_2(head_dim))
     tokens = context_keys.shape[2]
@@ -49,6 +53,8 @@ def runs_decode(
     most_tiles = pairs * (cdiv(runs, block_n // MAX_RUN) + cdiv(capacity, block_n))
     programs = min(config["per_multiprocessor"] * multiprocessors(query.device), most_tiles)
     block_pairs = next_power_of_2(pairs)
+    # Shares are equal, so all programs must run at once: none may take more registers than leave room for the others.
+    threads = 32 * config["warps"] * config["per_multiprocessor"]
     options = launch_options(query.device)
 
     out = query.new_empty((batch, q_heads, head_dim))
@@ -68,6 +74,7 @@ def runs_decode(
         seq_start,
         seq_end,
         order,
+        lengths,
         partial_max,
         partial_sum,
         partial_out,
@@ -84,6 +91,7 @@ def runs_decode(
         *values.stride()[:3],
         *run_starts.stride()[:2],
         *order.stride()[:2],
+        *lengths.stride(),
         HEAD_DIM=head_dim,
         MAX_RUN=MAX_RUN,
         ORDERED=token_order is not None,
@@ -95,6 +103,7 @@ def runs_decode(
         STAGES=min(2, config["stages"]) if keys.element_size() == 4 else config["stages"],
         DOT_DTYPE=dot_dtype(keys.dtype),
         num_warps=config["warps"],
+        maxnreg=max(64, min(255, REGISTERS // threads)),
         **options,
     )
     merge_partials_kernel[(pairs, group)](

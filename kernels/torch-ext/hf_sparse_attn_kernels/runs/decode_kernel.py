@@ -104,6 +104,7 @@ def runs_decode_kernel(
     start_ptr,  # [batch], like the next
     end_ptr,
     token_order_ptr,  # [batch, kv_heads, slots], if ORDERED
+    lengths_ptr,  # [batch, kv_heads], if COUNT
     partial_max_ptr,  # [programs + pairs, group], in units of log2
     partial_sum_ptr,  # [programs + pairs, group]
     partial_out_ptr,  # [programs + pairs, group, HEAD_DIM]
@@ -132,6 +133,8 @@ def runs_decode_kernel(
     run_starts_stride_h,
     token_order_stride_b,
     token_order_stride_h,
+    lengths_stride_b,
+    lengths_stride_h,
     HEAD_DIM: tl.constexpr,
     MAX_RUN: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -260,8 +263,8 @@ def runs_decode_kernel(
         if program == 0:
             every = tl.arange(0, PAIRS)
             row = every // kv_heads
-            last_at = row.to(tl.int64) * run_starts_stride_b + (every % kv_heads) * run_starts_stride_h + runs
-            context = tl.load(run_starts_ptr + last_at, mask=every < pairs, other=0)
+            lengths_at = lengths_ptr + row * lengths_stride_b + every % kv_heads * lengths_stride_h
+            context = tl.load(lengths_at, mask=every < pairs, other=0)
             start = tl.load(start_ptr + row, mask=every < pairs, other=0)
             end = tl.load(end_ptr + row, mask=every < pairs, other=0)
             dense = context.to(tl.int64) + tl.maximum(end - start, 0)

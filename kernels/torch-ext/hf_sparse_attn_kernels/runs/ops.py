@@ -2,7 +2,7 @@
 
 import torch
 
-from .._check import check_counters, check_last_stride
+from .._check import check_counters, check_device, check_dtype, check_last_stride, check_shape
 from .._op import op, output
 from .._reference import compute_dtype
 from .checks import check_attention
@@ -23,6 +23,7 @@ def runs_decode(
     seq_end: torch.Tensor,
     *,
     token_order: torch.Tensor | None = None,
+    context_lengths: torch.Tensor | None = None,
     scale: float | None = None,
     counter: torch.Tensor | None = None,
     impl: str | None = None,
@@ -60,6 +61,8 @@ def runs_decode(
     token_order : torch.Tensor, optional
         int32 [batch, kv_heads, slots]; the last stride is 1, the batch's may be 0. Slot s holds the token at
         position context_start + token_order[s]. Default: at context_start + s.
+    context_lengths : torch.Tensor, optional
+        int32 [batch]: tokens of the contexts, for `counter` alone. Default: the last entries of `run_starts`.
     scale : float, optional
         Factor on q.k. Default: head_dim ** -0.5.
     counter : torch.Tensor, optional
@@ -100,6 +103,10 @@ def runs_decode(
         token_order,
         "batch, q_heads, head_dim",
     )
+    if context_lengths is not None:
+        check_dtype("context_lengths", context_lengths, torch.int32)
+        check_shape("context_lengths", context_lengths, "batch", (query.shape[0],))
+        check_device("context_lengths", context_lengths, "query", query)
     check_counters(counter, None, query, keys.shape[1])
     return output(query, query.shape, query.dtype), output(query, query.shape[:2], compute_dtype(query.dtype))
 

@@ -22,6 +22,7 @@ def runs_decode(
     seq_end: torch.Tensor,
     *,
     token_order: torch.Tensor | None,
+    context_lengths: torch.Tensor | None,
     scale: float | None,
     counter: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +34,8 @@ def runs_decode(
     positions, chosen = _chosen_positions(context_start, run_starts, run_indices, run_counts, token_order)
     tail, in_tail = _tail_positions(keys.shape[2], seq_start, seq_end)
     if counter is not None:
-        _count(counter, chosen, run_starts, row_lengths(seq_start, seq_end))
+        dense = run_starts[..., -1] if context_lengths is None else context_lengths[:, None].expand(-1, kv_heads)
+        _count(counter, chosen, dense, row_lengths(seq_start, seq_end))
     parts = [
         (*take_tokens((context_keys, context_values), positions), chosen),
         (*take_tokens((keys, values), tail[:, None]), in_tail[:, None]),
@@ -148,9 +150,9 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
 
 
-def _count(counter: torch.Tensor, chosen: torch.Tensor, run_starts: torch.Tensor, tail: torch.Tensor) -> None:
-    """Add the tokens read, those that dense attention reads, and one call."""
-    tails = tail.sum() * run_starts.shape[1]
+def _count(counter: torch.Tensor, chosen: torch.Tensor, context: torch.Tensor, tail: torch.Tensor) -> None:
+    """Add the tokens read, those that dense attention reads, of which [batch, kv_heads] in the context, and a call."""
+    tails = tail.sum() * context.shape[1]
     counter[0] += chosen.sum() + tails
-    counter[1] += run_starts[..., -1].sum() + tails
+    counter[1] += context.sum() + tails
     counter[3] += 1
