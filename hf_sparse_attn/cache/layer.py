@@ -222,8 +222,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             if self._shared.padding is not None and self.lengths.known_length == 0:
                 self.lengths.set_padding(self._shared.padding)
             self.lengths.advance(num_new)
-        if self.storage.reserve(self.lengths.known_length, self._make_metadata):
-            self.method.grow_metadata(self)
+        self.storage.reserve(self.lengths.known_length, self._make_metadata)
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token

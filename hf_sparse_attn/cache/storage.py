@@ -50,11 +50,8 @@ class Storage(ABC):
         """Replace the metadata by ``make(self)``."""
 
     @abstractmethod
-    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> bool:
-        """Make room for rows of ``length`` tokens, and return whether the buffers grew.
-
-        ``make`` allocates metadata for another capacity.
-        """
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Make room for rows of ``length`` tokens; ``make`` allocates metadata for another capacity."""
 
     @abstractmethod
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
@@ -147,10 +144,10 @@ class GrowingStorage(Storage):
         with lasting_tensors():
             self.metadata = make(self)
 
-    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> bool:
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Grow the buffers if ``length`` does not fit."""
         if length is None or length <= self.capacity:
-            return False
+            return
         capacity = max(length, grown_capacity(self.capacity))
         self.shared_tokens = 0
         with lasting_tensors():
@@ -158,7 +155,6 @@ class GrowingStorage(Storage):
             self.values = enlarged(self.values, _empty(self.values, capacity))
             grown = make(self)
             self.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
-        return True
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Copy the tokens to the end of the rows."""
@@ -228,9 +224,8 @@ class StaticStorage(Storage):
             sizes = zip(tensor.shape, shapes[name], strict=True)
             mark_static(tensor, [dim for dim, (size, other) in enumerate(sizes) if size != other])
 
-    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> bool:
+    def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Do nothing: the cache has already rejected tokens that do not fit."""
-        return False
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Copy the tokens to the end of the rows, read on the device after compiled steps."""

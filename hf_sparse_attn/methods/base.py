@@ -140,9 +140,6 @@ class SparseMethod:
         """
         return {}
 
-    def grow_metadata(self, layer: SparseLayer) -> None:
-        """Update ``layer.metadata`` in place after a layer has grown, if its old contents say something of the new."""
-
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
         """Update ``layer.metadata`` in place after ``num_new`` tokens were appended to every row.
 

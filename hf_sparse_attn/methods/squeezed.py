@@ -182,12 +182,6 @@ class Squeezed(SparseMethod):
             "index_bytes": torch.zeros(batch, dtype=torch.int64, device=device),
         }
 
-    def grow_metadata(self, layer: SparseLayer) -> None:
-        """Let the new, absent runs begin where the last one ends, so that they have no tokens."""
-        if layer.prefix is None:
-            starts = layer.metadata["run_starts"]
-            starts.copy_(starts.cummax(dim=-1).values)
-
     def crop_metadata(self, layer: SparseLayer) -> None:
         """Drop the clusters of rows that have lost clustered tokens; what is left is then read exactly."""
         if layer.prefix is not None:
