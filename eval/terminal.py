@@ -77,7 +77,8 @@ def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, 
 def summary_table(summary: dict[str, Any], folder: Path) -> Table:
     """Return a run's summary as a table, one line per task, length, method, budget and variant."""
     table = Table(title=literal(str(folder), "table.title"))
-    for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
+    costs = ("KV read", "context, s", "question, s", "TTFT, s", "TPOT, ms")
+    for column in ("task", "length", "method", "budget", "samples", "score", *costs):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")
     for entry in summary["table"]:
         perplexity = entry.get("perplexity")
