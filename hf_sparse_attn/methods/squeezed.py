@@ -153,8 +153,8 @@ class Squeezed(SparseMethod):
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the index of a prompt that is clustered in place, and the queries that calibrate it.
 
-        A layer with a prefix has its index there. ``context_lengths`` int32 [batch] counts the tokens from a row's first that
-        are clustered; the other tensors are described in :mod:`hf_sparse_attn.clusters.index`.
+        A layer with a prefix has its index there. ``context_lengths`` int32 [batch] counts the tokens from a row's
+        first that are clustered; :mod:`hf_sparse_attn.clusters.index` describes the other tensors.
         """
         if layer.prefix is not None:
             return {}

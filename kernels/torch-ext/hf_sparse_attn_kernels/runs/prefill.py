@@ -28,14 +28,14 @@ class Tiles(NamedTuple):
     """Programs that fit on a multiprocessor at the same time."""
 
 
-NARROW = Tiles(128, 64, 8, 4, 1)  # 16-bit, head_dim at most 64
-MEDIUM = Tiles(128, 64, 8, 4, 1)  # 16-bit, head_dim at most 128
-WIDE = Tiles(64, 32, 8, 3, 1)  # 16-bit, head_dim at most 256
-FLOAT32 = Tiles(16, 32, 8, 2, 2)  # no tensor cores: products of small tiles
+NARROW = Tiles(128, 128, 8, 3, 1)  # 16-bit, head_dim at most 64
+MEDIUM = Tiles(128, 128, 8, 3, 1)  # 16-bit, head_dim at most 128
+WIDE = Tiles(128, 32, 8, 3, 1)  # 16-bit, head_dim at most 256
+FLOAT32 = Tiles(16, 32, 8, 3, 2)  # no tensor cores: products of small tiles
 
 WAVES = 4
 """Units of work for each program that runs at the same time. More balance better, fewer have less to merge."""
-LEAST_TILES = 16
+LEAST_TILES = 8
 """Tiles of keys in a unit, at least: writing and merging a partial result takes as long as several tiles."""
 MERGED_AT_ONCE = 16  # lanes of a column in a program of the merge
 
@@ -56,11 +56,12 @@ def _tiles(query: torch.Tensor, lanes: int, block_d: int) -> Tiles:
     else:
         tiles = NARROW if block_d <= 64 else MEDIUM if block_d <= 128 else WIDE
     block_m = max(16, min(tiles.block_m, next_power_of_2(lanes)))
+    if block_m < tiles.block_m:  # fewer lanes leave room in the registers of fewer warps
+        tiles = tiles._replace(block_m=block_m, block_n=min(64, tiles.block_n), num_warps=4)
     row_bytes = block_d * query.element_size()
     room = _shared_memory(query.device) // tiles.per_multiprocessor - block_m * row_bytes - 4096
     fitting = max(1, room // (2 * tiles.block_n * row_bytes))  # tiles of K and V in flight
-    warps = tiles.num_warps if block_m == tiles.block_m else min(4, tiles.num_warps)
-    return tiles._replace(block_m=block_m, num_warps=warps, num_stages=min(tiles.num_stages, 2 * fitting - 1))
+    return tiles._replace(num_stages=min(tiles.num_stages, 2 * fitting - 1))
 
 
 def runs_prefill(
