@@ -142,6 +142,24 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     return folders
 
 
+@app.command("make-prefixqa")
+def make_prefixqa_file(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(help="SQuAD's .json or LongBench's .jsonl files.", show_default="SQuAD 2.0, dev"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write: DIRECTORY/prefixqa.jsonl.")] = Path("prefixqa.jsonl"),
+    least_questions: Annotated[int, typer.Option(help="Leave out contexts with fewer questions.")] = 2,
+) -> None:
+    """Write prefixqa's data from SQuAD's articles or from LongBench's rows, offline if the files are at hand."""
+    from eval.prefixqa_data import make_prefixqa
+
+    with _user_errors():
+        rows = make_prefixqa(out, sources or (), least_questions)
+        questions = sum(len(row["questions"]) for row in rows)
+        typer.echo(one_line(f"{out}: {len(rows)} contexts, {questions} questions"))
+
+
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="A results folder, or a folder of them.")],

@@ -1,11 +1,12 @@
-"""Run of one sample with dense attention and every method: one prefill, a fork of its cache for each, and the costs."""
+"""Run of the samples of a material: one dense prefill, a context for each method, a fork for each sample, and costs."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from eval.errors import EvalError
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
 from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
 from hf_sparse_attn.cli.memory import PeakMemory
-from hf_sparse_attn.cli.variants import make_methods
+from hf_sparse_attn.cli.variants import make_methods, varied_parameters
 from hf_sparse_attn.methods import make_method
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ NLL_BUCKET = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with a budget; ``token_budget`` is None for dense attention."""
+    """A method with its hyperparameters; ``token_budget`` is None for dense attention."""
 
     method: SparseMethod
     token_budget: int | None
+    name: str = ""
+    """The hyperparameters besides the budget in which the run's variants of the method differ, such as ``levels=2``."""
 
     @property
     def is_dense(self) -> bool:
@@ -43,12 +46,15 @@ class Variant:
 
     @property
     def prefills_densely(self) -> bool:
-        """Whether the prefill is dense, so that one prefill serves all such variants."""
-        return "prefill" not in self.method.sparse_phases
+        """Whether the material's prefill is dense, so that one prefill serves all such variants.
+
+        A method with a fixed context is sparse in the prefill of the question alone.
+        """
+        return "prefill" not in self.method.sparse_phases or self.method.reads_prefix
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
-    """Return dense attention, then each method with each budget.
+    """Return dense attention, then each method with each budget and each combination of swept parameters.
 
     Raises
     ------
@@ -59,15 +65,25 @@ def make_variants(config: RunConfig) -> list[Variant]:
         methods = make_methods(config.method, config.token_budget, config.parameters)
     except (ValueError, TypeError) as error:
         raise EvalError(str(error)) from error
-    return [Variant(make_method(DENSE), None), *(Variant(method, method.token_budget) for method in methods)]
+    variants = [Variant(make_method(DENSE), None)]
+    for method, varied in zip(methods, varied_parameters(methods), strict=True):
+        name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
+        variants.append(Variant(method, method.token_budget, name))
+    return variants
+
+
+Job = tuple["Sample", Sequence[Variant]]
+"""A sample, and the variants that it runs with."""
 
 
 @dataclass(frozen=True)
-class _Prefix:
-    """The material, prefilled densely."""
+class _Context:
+    """A material in the cache of a method, ready for questions, which run in forks of it."""
 
     cache: SparseCache
+    prefill_seconds: float
     seconds: float
+    """Prefill, and the method's work on the material."""
     peak_bytes: int
 
 
@@ -124,42 +140,75 @@ class Engine:
             "versions": versions(),
         }
 
-    def run(self, sample: Sample, variants: Sequence[Variant]) -> Iterator[tuple[Variant, dict[str, Any]]]:
-        """Yield the measured part of each variant's record as it finishes.
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Variant, dict[str, Any]]]:
+        """Run samples, and yield a job's number, a variant and the measured part of its record as they finish.
 
-        An error in a variant is yielded as ``{"error": ...}``; the next variant runs anyway.
+        Consecutive samples with the same material share its prefill, and each variant's context over it. A variant
+        answers all of their questions before the next variant begins, so that only one context is in memory beside the
+        dense prefill. An error is yielded as ``{"error": ...}``; the rest runs anyway.
         """
-        prefix: _Prefix | None = None
-        for variant in variants:
-            try:
-                with _same_dense_kernels():
-                    if prefix is None and variant.prefills_densely:
-                        prefix = self._prefill(sample)
-                    measured = self._run_variant(sample, variant, prefix if variant.prefills_densely else None)
-            except Exception as error:  # stored in the record: one bad sample must not end a long run
-                measured = {"error": f"{type(error).__name__}: {error}"}
-            yield variant, measured
+        for _, group in itertools.groupby(enumerate(jobs), key=lambda entry: tuple(entry[1][0].material_ids)):
+            yield from self._run_material(list(group))
 
-    def _prefill(self, sample: Sample) -> _Prefix:
-        """Prefill the material, in a cache with room for question and answer."""
-        following = len(sample.question_ids) + len(sample.forced_ids) + sample.max_new_tokens
-        cache = SparseCache(self.model.config, DENSE, initial_capacity=len(sample.material_ids) + following)
+    def _run_material(self, jobs: Sequence[tuple[int, Job]]) -> Iterator[tuple[int, Variant, dict[str, Any]]]:
+        samples = [sample for _, (sample, _) in jobs]
+        used = list(dict.fromkeys(variant for _, (_, variants) in jobs for variant in variants))
+        prefix: _Context | None = None
+        for variant in used:
+            context: _Context | None = None
+            for number, (sample, variants) in jobs:
+                if variant not in variants:
+                    continue
+                try:
+                    with _same_dense_kernels():
+                        if prefix is None and variant.prefills_densely:
+                            prefix = self._prefill_densely(samples, used)
+                        if context is None:
+                            context = self._prepare(samples, variant, prefix)
+                        measured = self._ask(sample, variant, context)
+                except Exception as error:  # stored in the record: one bad sample must not end a long run
+                    measured = {"error": f"{type(error).__name__}: {error}"}
+                yield number, variant, measured
+
+    def _prefill_densely(self, samples: Sequence[Sample], variants: Sequence[Variant]) -> _Context:
+        """Prefill the material once for all variants with a dense prefill, and keep the queries that they need."""
+        keep_queries = max(each.method.keeps_queries for each in variants if each.prefills_densely)
+        # Only a patched model hands its queries to the cache.
+        with sparse_attention(self.model, DENSE) if keep_queries else nullcontext():
+            return self._prefill(samples, DENSE, keep_queries)
+
+    def _prefill(self, samples: Sequence[Sample], method: SparseMethod | str, keep_queries: int = 0) -> _Context:
+        """Prefill the samples' material, in a cache with room for every question and its answer."""
+        material_ids = samples[0].material_ids
+        room = max(len(each.question_ids) + len(each.forced_ids) + each.max_new_tokens for each in samples)
+        capacity = len(material_ids) + room
+        cache = SparseCache(self.model.config, method, initial_capacity=capacity, keep_queries=keep_queries)
         with PeakMemory(self.model.device) as memory:
-            seconds = prefill(self.model, cache, sample.material_ids)
+            seconds = prefill(self.model, cache, material_ids)
         self.model_seconds += seconds
-        return _Prefix(cache, seconds, memory.peak_bytes)
+        return _Context(cache, seconds, seconds, memory.peak_bytes)
 
-    def _run_variant(self, sample: Sample, variant: Variant, prefix: _Prefix | None) -> dict[str, Any]:
-        patched = nullcontext() if variant.is_dense else sparse_attention(self.model, variant.method)
-        with patched, PeakMemory(self.model.device) as memory:
+    def _prepare(self, samples: Sequence[Sample], variant: Variant, prefix: _Context | None) -> _Context:
+        """Make a variant's context from the dense prefill, or from one of its own if it makes the prefill sparse."""
+        with self._patched(variant):
+            prefilled = prefix if variant.prefills_densely else self._prefill(samples, variant.method)
+            assert prefilled is not None
+            with PeakMemory(self.model.device) as memory:
+                started = time.perf_counter()
+                cache = prefilled.cache.fork(variant.method)
+                cache.complete_prompt()
+                self._wait()
+                seconds = time.perf_counter() - started
+        self.model_seconds += seconds
+        peak_bytes = max(memory.peak_bytes, prefilled.peak_bytes)
+        return _Context(cache, prefilled.prefill_seconds, prefilled.seconds + seconds, peak_bytes)
+
+    def _ask(self, sample: Sample, variant: Variant, context: _Context) -> dict[str, Any]:
+        """Continue the context with one sample, in a fork, so that no sample depends on the ones before it."""
+        with self._patched(variant), PeakMemory(self.model.device) as memory:
+            cache = context.cache.fork(variant.method)
+            self._wait()
             started = time.perf_counter()
-            if prefix is None:
-                cache = SparseCache.for_model(self.model)
-                prefill_seconds = prefill(self.model, cache, sample.material_ids)
-                metadata_seconds = 0.0  # within the prefill
-            else:
-                cache = prefix.cache.fork(variant.method)
-                prefill_seconds, metadata_seconds = prefix.seconds, time.perf_counter() - started
             continued = self._force(sample, cache) if sample.forced_ids else self._answer(sample, cache)
             self.model_seconds += time.perf_counter() - started
             if variant.is_dense:
@@ -173,12 +222,21 @@ class Engine:
             "question_tokens": len(sample.question_ids),
             "new_tokens": continued.new_tokens,
             **asdict(reads),
-            "prefill_seconds": prefill_seconds,
-            "ttft_seconds": prefill_seconds + metadata_seconds + continued.first_token_seconds,
+            "prefill_seconds": context.prefill_seconds,
+            "context_seconds": context.seconds,
+            "first_token_seconds": continued.first_token_seconds,
+            "ttft_seconds": context.seconds + continued.first_token_seconds,
             "tpot_ms": 1000 * continued.decode_seconds / continued.decode_steps if continued.decode_steps else None,
-            "peak_memory_bytes": max(memory.peak_bytes, prefix.peak_bytes if prefix else 0),
+            "peak_memory_bytes": max(memory.peak_bytes, context.peak_bytes),
             "peak_memory_measures": memory.measures,
         }
+
+    def _wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _patched(self, variant: Variant) -> AbstractContextManager[Any]:
+        return nullcontext() if variant.is_dense else sparse_attention(self.model, variant.method)
 
     def _answer(self, sample: Sample, cache: SparseCache) -> _Continuation:
         token_by_token = self.config.question == "decode" or len(sample.question_ids) == 1

@@ -6,7 +6,7 @@ import json
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "input": (str,),
     "answers": (list, str),
     "answer": (list, str, int, float),
+    "questions": (list,),
     "options": (list,),
 }
 
@@ -30,7 +31,9 @@ class ExamplesNotFoundError(EvalError):
     """Examples are neither in the data folder nor available from the hub."""
 
 
-def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+def read_jsonl(
+    path: Path, required: Sequence[str], check: Callable[[dict[str, Any], str], None] = lambda example, place: None
+) -> list[dict[str, Any]]:
     """Read a JSON-lines file, one object per line; empty lines are skipped.
 
     Parameters
@@ -39,6 +42,8 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         The file, in UTF-8.
     required : sequence of str
         Fields that each example must have.
+    check : callable, optional
+        Called with each example and its place, ``file:line``, to raise an ``EvalError`` of its own.
 
     Raises
     ------
@@ -51,7 +56,10 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    examples.append(_checked(_parsed(line, f"{path}:{number}"), f"{path}:{number}", required))
+                    place = f"{path}:{number}"
+                    example = _checked(_parsed(line, place), place, required)
+                    check(example, place)
+                    examples.append(example)
     except (OSError, UnicodeDecodeError) as error:
         raise EvalError(f"{path} cannot be read: {error}") from error
     if not examples:

@@ -133,7 +133,7 @@ def _parameter_table(summaries: Sequence[dict[str, Any]], parameter: str) -> lis
         for entry in summary["table"]:
             value = _NOTHING if entry["method"] == DENSE else str(summary["config"]["parameters"][parameter])
             place = (entry["benchmark"], entry["task"], entry["length"])
-            found.setdefault(place, {}).setdefault((_column(entry["method"], entry["token_budget"]), value), entry)
+            found.setdefault(place, {}).setdefault((_column(*_variant(entry)), value), entry)
     lines = [
         [
             *(f"{benchmark} {task}", number(length, "{:,}"), *column),
@@ -156,16 +156,14 @@ def _parameter_table(summaries: Sequence[dict[str, Any]], parameter: str) -> lis
 
 def _benchmark(summary: dict[str, Any]) -> list[str]:
     config, entries = summary["config"], summary["table"]
-    columns = sorted(
-        {(entry["method"], entry["token_budget"]) for entry in entries}, key=lambda key: column_order(*key)
-    )
+    columns = sorted({_variant(entry) for entry in entries}, key=lambda key: column_order(*key))
     names = [_column(*column) for column in columns]
     is_perplexity = any(entry["perplexity"] is not None for entry in entries)
     hashed = f"; protocol {summary['protocol_sha256'][:12]}" if summary["protocol_sha256"] else ""
     heading = f"### {config['benchmark']}\n"
     settings = f"Question: {config['question']}; seed {config['seed']}{hashed}.\n"
     places = list(dict.fromkeys((entry["task"], entry["length"]) for entry in entries))
-    found = {(entry["task"], entry["length"], entry["method"], entry["token_budget"]): entry for entry in entries}
+    found = {(entry["task"], entry["length"], *_variant(entry)): entry for entry in entries}
     what = "perplexity" if is_perplexity else "score"
     scores = []
     for place in places:
@@ -173,13 +171,16 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
         scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
     keeps_selections = any(entry.get("selection_hit_rate") is not None for entry in entries)
+    has_contexts = any(entry.get("context_seconds") is not None for entry in entries)
     costs = [
         [
-            *(entry["task"], number(entry["length"], "{:,}"), _column(entry["method"], entry["token_budget"])),
+            *(entry["task"], number(entry["length"], "{:,}"), _column(*_variant(entry))),
             number(entry["prompt_tokens"], "{:,.0f}"),
             number(entry["realised_budget"], "{:,.0f}"),
             _percent(entry["kv_fraction"]),
             *([_percent(entry.get("selection_hit_rate"))] if keeps_selections else []),
+            *([number(entry.get("context_seconds"), "{:.2f}")] if has_contexts else []),
+            *([number(entry.get("first_token_seconds"), "{:.3f}")] if has_contexts else []),
             number(entry["ttft_seconds"], "{:.2f}"),
             number(entry["tpot_ms"], "{:.1f}"),
             number(entry["peak_memory_bytes"] and entry["peak_memory_bytes"] / 2**20, "{:,.0f}"),
@@ -187,17 +188,9 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         for entry in entries
     ]
     kept = ["selections kept, %"] if keeps_selections else []
-    cost_names = (
-        "task",
-        "length",
-        "method",
-        "prompt tokens",
-        "tokens read",
-        "KV read, %",
-        *kept,
-        "TTFT, s",
-        "TPOT, ms",
-    )
+    parts = ["context, s", "question, s"] if has_contexts else []
+    read = ("tokens read", "KV read, %", *kept)
+    cost_names = ("task", "length", "method", "prompt tokens", *read, *parts, "TTFT, s", "TPOT, ms")
     return [
         heading,
         settings,
@@ -248,8 +241,14 @@ def _model_name(name: str) -> str:
     return Path(name).name if name.endswith(".gguf") else name
 
 
-def _column(method: str, token_budget: int | None) -> str:
-    return "dense" if method == DENSE else method if token_budget is None else f"{method} {token_budget:,}"
+def _variant(entry: dict[str, Any]) -> tuple[str, int | None, str]:
+    return entry["method"], entry["token_budget"], entry.get("variant", "")  # summaries before sweeps lack it
+
+
+def _column(method: str, token_budget: int | None, variant: str) -> str:
+    if method == DENSE:
+        return "dense"
+    return " ".join([method, *([] if token_budget is None else [f"{token_budget:,}"]), *([variant] if variant else [])])
 
 
 def _score(entry: dict[str, Any] | None) -> str:

@@ -33,6 +33,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 """The fields of every record of a run, with their JSON types."""
 _OPTIONAL: dict[str, tuple[type, ...]] = {
+    "variant": _TEXT,
     "prediction": _TEXT + _NONE,
     "versions": (dict, type(None)),
     "protocol": _TEXT + _NONE,
@@ -42,7 +43,8 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
     **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
     **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
-    **dict.fromkeys(("prefill_seconds", "ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
+    **dict.fromkeys(("prefill_seconds", "context_seconds", "first_token_seconds"), _NUMBER + _NONE),
+    **dict.fromkeys(("ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
 }
 NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", "error")
 """The fields that identify a record and say whether it has failed."""

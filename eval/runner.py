@@ -41,6 +41,8 @@ MEASURED = (
     "realised_budget",
     "selection_hit_rate",
     "prefill_seconds",
+    "context_seconds",
+    "first_token_seconds",
     "ttft_seconds",
     "tpot_ms",
     "peak_memory_bytes",
@@ -155,7 +157,7 @@ def run(
     with _claimed(store, settings, processes):
         engine = Engine(model, tokenizer, config)
         started = time.perf_counter()
-        share = items[processes.rank :: processes.world_size]
+        share = by_material(items)[processes.rank :: processes.world_size]
         for record in _missing_records(engine, config, store, share, variants, on_record):
             store.append(record | engine.machine | provenance)
         seconds = time.perf_counter() - started
@@ -190,18 +192,21 @@ def _missing_records(
     engine: Engine,
     config: RunConfig,
     store: Store,
-    items: Sequence[Item],
+    groups: Sequence[Sequence[Item]],
     variants: Sequence[Variant],
     on_record: Callable[[int, int, dict[str, Any] | None], None],
 ) -> Iterator[dict[str, Any]]:
     """Yield the records that are missing or have an error, one after another."""
     done = {record_key(record) for record in store.records() if record["error"] is None}
-    todo = [(item, [variant for variant in variants if _key(item, variant) not in done]) for item in items]
-    total = len(items) * len(variants)
-    count = total - sum(len(missing) for _, missing in todo)
+    todo = [
+        [(item, [variant for variant in variants if _key(item, variant) not in done]) for item in group]
+        for group in groups
+    ]
+    total = sum(map(len, groups)) * len(variants)
+    count = total - sum(len(missing) for group in todo for _, missing in group)
     on_record(count, total, None)
-    for item, missing in todo:
-        for variant, measured in _measure(engine, item, missing):
+    for group in todo:
+        for item, variant, measured in _measure(engine, [(item, missing) for item, missing in group if missing]):
             record = _make_record(config, item, variant, measured)
             yield record
             count += 1
@@ -285,6 +290,22 @@ def check_unique(items: Sequence[Item]) -> None:
         seen.add(key)
 
 
+def by_material(items: Sequence[Item]) -> list[list[Item]]:
+    """Group consecutive items that share a material, which one process runs; other items stand alone."""
+    groups: list[list[Item]] = []
+    for item in items:
+        last = groups[-1][-1] if groups else None
+        if last is not None and item.material is not None and _material(item) == _material(last):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _material(item: Item) -> tuple[str, int | None, str | None]:
+    return item.task, item.length, item.material
+
+
 @contextmanager
 def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iterator[None]:
     error = None
@@ -329,20 +350,27 @@ def _setup(
 
 
 def _key(item: Item, variant: Variant) -> RecordKey:
-    return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget
+    return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget, variant.name
 
 
-def _measure(engine: Engine, item: Item, variants: Sequence[Variant]) -> Iterator[tuple[Variant, dict[str, Any]]]:
-    if not variants:
-        return
-    try:
-        sample = item.build()
-    except Exception as error:  # stored in the sample's records: one bad sample must not end a long run
-        for variant in variants:
-            yield variant, {"error": f"{type(error).__name__}: {error}"}
-        return
-    for variant, measured in engine.run(sample, variants):
-        yield variant, {"sample": sample, **measured}
+def _measure(
+    engine: Engine, todo: Sequence[tuple[Item, Sequence[Variant]]]
+) -> Iterator[tuple[Item, Variant, dict[str, Any]]]:
+    """Build the samples of items that share a material, and run them."""
+    built: list[tuple[Item, Sample]] = []
+    jobs = []
+    for item, missing in todo:
+        try:
+            sample = item.build()
+        except Exception as error:  # stored in the sample's records: one bad sample must not end a long run
+            for variant in missing:
+                yield item, variant, {"error": f"{type(error).__name__}: {error}"}
+            continue
+        built.append((item, sample))
+        jobs.append((sample, missing))
+    for number, variant, measured in engine.run(jobs):
+        item, sample = built[number]
+        yield item, variant, {"sample": sample, **measured}
 
 
 def _make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
@@ -367,6 +395,7 @@ def _make_record(config: RunConfig, item: Item, variant: Variant, measured: dict
             "depth": item.depth,
             "method": variant.method.name,
             "token_budget": variant.token_budget,
+            "variant": variant.name,
             "parameters": {name: value if _fits("", value) else repr(value) for name, value in parameters.items()},
             "question": config.question,
             "score": score,

@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 from eval.errors import EvalError
 from eval.record_check import is_whole, read_records
 
-RecordKey = tuple[str, int | None, str, str, int | None]
-"""Task, length, sample id, method, token budget."""
+RecordKey = tuple[str, int | None, str, str, int | None, str]
+"""Task, length, sample id, method, token budget, name of the variant."""
 
 _UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
 
@@ -34,7 +34,8 @@ __all__ = [
 
 def record_key(record: Mapping[str, Any]) -> RecordKey:
     """Return the key that identifies a record within its folder."""
-    return record["task"], record["length"], record["sample_id"], record["method"], record["token_budget"]
+    named = (record["task"], record["length"], record["sample_id"], record["method"], record["token_budget"])
+    return *named, record.get("variant", "")  # records from before sweeps of parameters lack it
 
 
 class Store:

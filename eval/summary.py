@@ -1,4 +1,4 @@
-"""Aggregates of records: one entry for each benchmark, task, length, method and budget."""
+"""Aggregates of records: one entry for each benchmark, task, length and variant of a method."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from eval.config import DENSE
 
-_KEY = ("benchmark", "task", "length", "method", "token_budget")
+_KEY = ("benchmark", "task", "length", "method", "token_budget", "variant")
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an entry per benchmark, task, length, method and token budget, with the ``aggregate`` of its records.
+    """Return an entry per benchmark, task, length, method, token budget and variant, with their ``aggregate``.
 
-    Entries are ordered by benchmark, task, length, method (dense first) and budget.
+    Entries are ordered by benchmark, task, length, method (dense first), budget and variant.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
-        groups[tuple(record[name] for name in _KEY)].append(record)
+        groups[tuple(record.get(name, "") if name == "variant" else record[name] for name in _KEY)].append(record)
     entries = [{**dict(zip(_KEY, key, strict=True)), **aggregate(group)} for key, group in groups.items()]
     return sorted(entries, key=_order)
 
@@ -34,7 +34,8 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
         means of ``score`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
         ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
-        ``ttft_seconds`` and ``tpot_ms``; maximum of ``peak_memory_bytes``.
+        ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum of
+        ``peak_memory_bytes``.
     """
     measured = [record for record in records if record.get("error") is None]
 
@@ -55,6 +56,8 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "kv_fraction": mean("kv_fraction"),
         "realised_budget": mean("realised_budget"),
         "selection_hit_rate": mean("selection_hit_rate"),
+        "context_seconds": middle("context_seconds"),
+        "first_token_seconds": middle("first_token_seconds"),
         "ttft_seconds": middle("ttft_seconds"),
         "tpot_ms": middle("tpot_ms"),
         "prompt_tokens": mean("prompt_tokens"),
@@ -67,11 +70,11 @@ def geometric_mean(perplexities: Sequence[float]) -> float:
     return math.exp(fmean(math.log(value) for value in perplexities))
 
 
-def column_order(method: str, token_budget: int | None) -> tuple[bool, str, int]:
-    """Return the sort key of a method and its budget: dense first, then by name, then by budget."""
-    return method != DENSE, method, token_budget or 0
+def column_order(method: str, token_budget: int | None, variant: str = "") -> tuple[bool, str, int, str]:
+    """Return the sort key of a method's variant: dense first, then by name, then by budget, then by parameters."""
+    return method != DENSE, method, token_budget or 0, variant
 
 
 def _order(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    column = column_order(entry["method"], entry["token_budget"])
+    column = column_order(entry["method"], entry["token_budget"], entry["variant"])
     return entry["benchmark"], entry["task"], entry["length"] or 0, *column

@@ -75,20 +75,23 @@ def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, 
 
 
 def summary_table(summary: dict[str, Any], folder: Path) -> Table:
-    """Return a run's summary as a table, one line per task, length, method and budget."""
+    """Return a run's summary as a table, one line per task, length, method, budget and variant."""
     table = Table(title=literal(str(folder), "table.title"))
-    for column in ("task", "length", "method", "budget", "samples", "score", "KV read", "TTFT, s", "TPOT, ms"):
+    costs = ("KV read", "context, s", "question, s", "TTFT, s", "TPOT, ms")
+    for column in ("task", "length", "method", "budget", "samples", "score", *costs):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")
     for entry in summary["table"]:
         perplexity = entry.get("perplexity")
         table.add_row(
             entry["task"],
             number(entry["length"], "{:,}"),
-            entry["method"],
+            literal(f"{entry['method']} {entry['variant']}".strip()),
             number(entry["token_budget"], "{:,}"),
             f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
             number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
             number(entry["kv_fraction"], "{:.1%}"),
+            number(entry["context_seconds"], "{:.2f}"),
+            number(entry["first_token_seconds"], "{:.3f}"),
             number(entry["ttft_seconds"], "{:.2f}"),
             number(entry["tpot_ms"], "{:.1f}"),
         )

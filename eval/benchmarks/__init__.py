@@ -8,11 +8,12 @@ from eval.benchmarks.longbench import LongBench
 from eval.benchmarks.needle import Needle
 from eval.benchmarks.passkey import PasskeyRetrieval
 from eval.benchmarks.pg19 import PG19
+from eval.benchmarks.prefixqa import PrefixQA
 from eval.benchmarks.ruler import Ruler
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for benchmark in (PasskeyRetrieval(), Needle(), Ruler(), LongBench(), InfiniteBench(), PG19())
+    for benchmark in (PasskeyRetrieval(), Needle(), Ruler(), LongBench(), InfiniteBench(), PG19(), PrefixQA())
 }
 
 __all__ = ["BENCHMARKS", "Benchmark", "Item", "Sample", "Setup"]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Sample:
     """One prompt in tokens, split into material and question.
 
-    The material is prefilled once for all methods with a dense prefill; the question and the answer run with the
-    method.
+    The material is prefilled once for all methods with a dense prefill, and once for consecutive samples with the same
+    material; the question and the answer run with the method.
     """
 
     material_ids: Sequence[int]
@@ -56,6 +56,9 @@ class Item:
     """The requested prompt length in tokens; None if the sample has its own."""
     depth: float | None = None
     """Position of the answer in the material, 0 to 1; None if it has no single position."""
+    material: str | None = None
+    """Name of the material within task and length, if several consecutive items share it. One process runs them, and
+    prepares the material once; None if the item has its own."""
 
 
 @dataclass(frozen=True)

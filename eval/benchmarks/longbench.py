@@ -65,7 +65,7 @@ class LongBench(Benchmark):
             )
             for example in examples:
                 for field in ("answers", "all_classes"):
-                    example[field] = _as_list(example[field], f"{origin}: {field} of example {example.get('_id')!r}")
+                    example[field] = as_list(example[field], f"{origin}: {field} of example {example.get('_id')!r}")
             ids = unique_ids(examples, "_id")
             lengths: Sequence[int | None] = setup.lengths or (None,)
             for requested in lengths:
@@ -105,8 +105,14 @@ def _build(
     )
 
 
-def _as_list(value: Any, place: str) -> list[str]:
-    """Return a list of strings; some copies of the data store its Python source, or nothing if it is empty."""
+def as_list(value: Any, place: str) -> list[str]:
+    """Return a list of strings; some copies of the data store its Python source, or nothing if it is empty.
+
+    Raises
+    ------
+    EvalError
+        The value is neither; the message begins with ``place``.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = ast.literal_eval(value.strip())

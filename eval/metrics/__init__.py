@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.errors import EvalError
-from eval.metrics import infinitebench, longbench, retrieval, ruler
+from eval.metrics import infinitebench, longbench, prefixqa, retrieval, ruler
 from eval.metrics.references import as_texts
 
 _SCORERS = {
@@ -15,6 +15,7 @@ _SCORERS = {
     "ruler": ruler.SCORERS,
     "passkey": retrieval.PASSKEY_SCORERS,
     "needle": retrieval.NEEDLE_SCORERS,
+    "prefixqa": prefixqa.SCORERS,
 }
 
 
@@ -24,12 +25,12 @@ def score(
     """Score a prediction with the benchmark's official scorer.
 
     LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b. See
-    ``eval/metrics/retrieval.py`` for passkey and needle.
+    ``eval/metrics/retrieval.py`` for passkey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
 
     Parameters
     ----------
     benchmark : str
-        ``longbench``, ``infinitebench``, ``ruler``, ``passkey`` or ``needle``.
+        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``needle`` or ``prefixqa``.
     task : str
         One of ``tasks(benchmark)``.
     prediction : str

@@ -17,6 +17,7 @@ _NOTHING = "–"  # noqa: RUF001
 _MOST_LOST = 5
 _LOST_BY = 0.5
 _MOST_CHARACTERS = 400
+_CONTEXT_TIMES = ("context_seconds", "first_token_seconds")
 
 
 @dataclass
@@ -75,8 +76,10 @@ def _averages(section: Section, by_length: bool) -> list[list[str]]:
 def cost_table(section: Section) -> Table:
     """Compare the cost of each method and budget with dense attention's, by length."""
     header = ["method", "length", "samples", "prompt tokens", "realised budget", "KV read (% of dense)"]
-    header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
     costs = list(section.costs())
+    has_contexts = any(entry["context_seconds"] is not None for _, _, entry in costs)
+    header += ["context (s)", "question (s)"] if has_contexts else []
+    header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
     keeps_selections = any(entry["selection_hit_rate"] is not None for _, _, entry in costs)
     header += ["selections kept (%)"] if keeps_selections else []
     dense = {length: entry["tpot_ms"] for length, column, entry in costs if column[0] == DENSE}
@@ -91,6 +94,7 @@ def cost_table(section: Section) -> Table:
                 _number(entry["prompt_tokens"], ",.0f"),
                 _number(entry["realised_budget"], ",.0f"),
                 _number(entry["kv_fraction"], ".1f", 100),
+                *([_number(entry[name], ".3f") for name in _CONTEXT_TIMES] if has_contexts else []),
                 _number(entry["ttft_seconds"], ".3f"),
                 _number(tpot, ".2f"),
                 _NOTHING if not tpot or not dense_tpot else f"{dense_tpot / tpot:.2f}×",  # noqa: RUF001

@@ -116,12 +116,14 @@ class SparseCache(Cache):  # type: ignore[misc]
         return cls(base_model(model).config, patched_method(model), max_cache_len)
 
     def fork(self, method: SparseMethod | str) -> SparseCache:
-        """Create a cache for another method that starts with the tokens cached here, without copying keys or values.
+        """Create a cache for a method that starts with the tokens cached here, without copying keys or values.
 
         The caches share buffers but not lengths and metadata: tokens appended to one overwrite those appended to the
         other after the fork. Use forks of a cache one after another, never together. One dense prefill then serves any
-        number of methods. A fork allocates the new method's metadata. It copies the buffers once it outgrows them
-        (``initial_capacity`` leaves room) or removes shared tokens or rows.
+        number of methods. A fork for another method builds its metadata, and the method finishes the prompt anew. A
+        fork for the cache's own method copies the metadata, so that one prepared context serves any number of
+        questions. A fork copies the buffers once it outgrows them (``initial_capacity`` leaves room) or removes shared
+        tokens or rows.
 
         Raises
         ------
@@ -156,7 +158,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             for layer_idx, layer in enumerate(self.layers)
         ]
         fork.counters = _counters(fork.layers)
-        if fork.length:
+        if fork.length and new_method != self.method:
             fork.reopen_prompt()
         return fork
 

@@ -396,7 +396,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self._change_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def fork(self, method: SparseMethod, shared: Shared) -> SparseLayer:
-        """Create a layer for another method over the same keys and values; see ``SparseCache.fork``.
+        """Create a layer for a method over the same keys and values; see ``SparseCache.fork``.
 
         ``shared`` holds copies of the lengths.
         """
@@ -409,7 +409,10 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             fork.lengths = shared.lengths[self.device]
             fork.storage.allocate_metadata(fork._make_metadata)
             fork._allocate_counters()
-            if self.length:
+            if method == self.method:
+                for name, tensor in self.metadata.items():
+                    fork.metadata[name].copy_(tensor)
+            elif self.length:
                 method.update_metadata(fork, self.length)
         return fork
 

@@ -62,7 +62,8 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Parameter of every method that has it, or of one method: METHOD.NAME=VALUE. Repeatable.",
+        help="Parameter of every method that has it, or of one method: METHOD.NAME=VALUE. A list of values compares "
+        "the method with each. Repeatable.",
         metavar="NAME=VALUE",
         rich_help_panel=_METHODS,
     ),

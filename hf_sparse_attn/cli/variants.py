@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -12,7 +13,7 @@ from hf_sparse_attn.methods import FULL, METHODS, SparseMethod, make_method
 def make_methods(
     names: Sequence[str], budgets: Sequence[int] = (), parameters: Mapping[str, Any] | None = None
 ) -> list[SparseMethod]:
-    """Make each named method with each budget, budgets innermost.
+    """Make each named method with each combination of swept parameters and each budget, budgets innermost.
 
     Parameters
     ----------
@@ -22,12 +23,12 @@ def make_methods(
         Token budgets; empty for the methods' defaults.
     parameters : mapping, optional
         Further hyperparameters. ``page_size`` applies to every method that has it, ``quest.page_size`` only to Quest.
-        If both are given, the prefixed one wins.
+        If both are given, the prefixed one wins. A list of values is a sweep: the method is made with each of them.
 
     Raises
     ------
     ValueError
-        A method or a parameter is unknown, one is given twice, or a value is not allowed.
+        A method or a parameter is unknown, one is given twice, a sweep is empty, or a value is not allowed.
     TypeError
         A value is of the wrong type.
     """
@@ -50,9 +51,25 @@ def make_methods(
         chosen |= {
             key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")
         }
-        for budget in budgets or (None,):
-            methods.append(make_method(name, **chosen, **({} if budget is None else {"token_budget": budget})))
+        if budgets:
+            chosen["token_budget"] = list(budgets)
+        sweeps = [_sweep(key, value) for key, value in chosen.items()]
+        methods += [
+            make_method(name, **dict(zip(chosen, values, strict=True))) for values in itertools.product(*sweeps)
+        ]
     return methods
+
+
+def _sweep(key: str, value: Any) -> list[Any]:
+    """Return a parameter's values: those of a list or tuple, else the value itself."""
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    if not value:
+        raise ValueError(f"{key}={value!r} is not allowed: at least one value to sweep over")
+    for entry in value:
+        if list(value).count(entry) > 1:
+            raise ValueError(f"{key}={list(value)}: {entry!r} is given twice")
+    return list(value)
 
 
 def _check_parameter(key: str, known: Mapping[str, Sequence[str]]) -> None:
@@ -66,12 +83,23 @@ def _check_parameter(key: str, known: Mapping[str, Sequence[str]]) -> None:
         raise ValueError(f"unknown parameter {key!r}: {accepted}")
 
 
+def varied_parameters(methods: Sequence[SparseMethod]) -> list[dict[str, Any]]:
+    """Return the parameters of each method that differ between the methods of its name, the budget first."""
+    values = [asdict(method) for method in methods]
+    varied = []
+    for method, own in zip(methods, values, strict=True):
+        alike = [other for each, other in zip(methods, values, strict=True) if each.name == method.name]
+        names = [key for key in own if any(other[key] != own[key] for other in alike)]
+        varied.append({key: own[key] for key in sorted(names, key=lambda key: key != "token_budget")})
+    return varied
+
+
 def column_names(methods: Sequence[SparseMethod]) -> list[str]:
-    """Name each method, with its budget if a method occurs more than once."""
-    names = [method.name for method in methods]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{method.name} {method.token_budget}" for method in methods]
+    """Name each method, with its budget and the parameters that distinguish it if a method occurs more than once."""
+    return [
+        " ".join([method.name, *(f"{value}" if key == "token_budget" else f"{key}={value}" for key, value in varied)])
+        for method, varied in zip(methods, (each.items() for each in varied_parameters(methods)), strict=True)
+    ]
 
 
 def describe(methods: Sequence[SparseMethod]) -> list[str]:

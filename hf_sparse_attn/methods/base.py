@@ -155,8 +155,8 @@ class SparseMethod:
         Called with all layers that run the method, once before the first decode step after a prompt, however many
         forward passes the prompt took; earlier if ``SparseCache.complete_prompt`` says so. Over static storage, whose
         decode steps may be compiled, called after each of these passes. Called again when metadata was rebuilt: in a
-        fork, and after a failed pass of a prompt. Every pass over several tokens counts as a prompt, also in assisted
-        decoding.
+        fork for another method, and after a failed pass of a prompt. Every pass over several tokens counts as a prompt,
+        also in assisted decoding.
         """
 
     def decode(

@@ -31,6 +31,20 @@ def test_a_parameter_goes_to_the_methods_that_have_it_or_to_the_one_that_it_name
     assert (quest.token_budget, tokenselect.token_budget) == (128, 64)
 
 
+def test_a_list_of_values_is_a_sweep_of_the_methods_that_have_the_parameter() -> None:
+    methods = make_methods(("quest", "tokenselect"), (64, 128), {"page_size": [8, 16], "tokenselect.vote": "head"})
+    assert methods == [
+        *(Quest(token_budget=budget, page_size=size) for size in (8, 16) for budget in (64, 128)),
+        *(TokenSelect(token_budget=budget, vote="head") for budget in (64, 128)),
+    ]
+    assert column_names(methods) == [
+        *(f"quest {budget} page_size={size}" for size in (8, 16) for budget in (64, 128)),
+        *("tokenselect 64", "tokenselect 128"),
+    ]
+    budgets = make_methods(("quest", "tokenselect"), (), {"quest.token_budget": (64, 128)})
+    assert column_names(budgets) == ["quest 64", "quest 128", "tokenselect"]
+
+
 def test_parameters_are_listed_once_with_all_budgets() -> None:
     quest, tokenselect = describe(make_methods(("quest", "tokenselect"), (64, 128), {"page_size": 8}))
     assert quest.startswith("quest: token_budget=64 or 128, ")
@@ -51,6 +65,8 @@ def test_parameters_are_listed_once_with_all_budgets() -> None:
         (("quest",), (), {"quest.page_sise": 1}, "did you mean 'page_size'"),
         (("full", "quest"), (), {"full.page_size": 16}, "full has no parameter 'page_size'"),
         (("quest",), (8,), {}, "8"),
+        (("quest",), (), {"page_size": []}, r"page_size=\[\] is not allowed: at least one value"),
+        (("quest",), (), {"page_size": [8, 16, 8]}, r"page_size=\[8, 16, 8\]: 8 is given twice"),
     ],
 )
 def test_bad_input_names_what_is_wrong(

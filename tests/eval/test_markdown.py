@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kept_summaries_are_those_of_their_records(path):
     summary = json.loads(path.read_text(encoding="utf-8"))
     records = read_records(path.parent / "rows.jsonl")
-    since = {"selection_hit_rate": None}  # summaries from before there were such figures lack them
+    # Summaries from before there were such figures lack them.
+    since = {"selection_hit_rate": None, "variant": "", "context_seconds": None, "first_token_seconds": None}
     assert [since | entry for entry in summary["table"]] == summarise(records)
     assert summary["finished"]
     assert summary["rows"] == len(records)
@@ -66,6 +67,19 @@ def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path):
     assert "| tokens read | KV read, % | selections kept, % | TTFT, s |" in text
     assert "| filler | 400 | tokenselect 64 | 412 | 401 | 50.0 | 25.0 | 1.50 | 12.3 | 2 |" in text
     assert "| filler | 400 | dense | 412 | 401 | 100.0 | - | 1.50 | 12.3 | 2 |" in text
+
+
+def test_variants_and_the_times_of_contexts_have_columns(tmp_path):
+    variants = [
+        ENTRY | {"method": "quest", "token_budget": 64, "variant": f"page_size={size}", "score": score}
+        for size, score in ((8, 0.5), (16, 0.25))
+    ]
+    text = page_of(tmp_path, {"table": [ENTRY | {"context_seconds": 1.25, "first_token_seconds": 0.25}, *variants]})
+    assert "| score: dense | score: quest 64 page_size=16 | score: quest 64 page_size=8 |" in text
+    assert "| filler | 400 | 3 | 75.0 | 25.0 | 50.0 |" in text
+    assert "| context, s | question, s | TTFT, s |" in text
+    assert "| filler | 400 | dense | 412 | 401 | 100.0 | 1.25 | 0.250 | 1.50 | 12.3 | 2 |" in text
+    assert "| filler | 400 | quest 64 page_size=8 | 412 | 401 | 100.0 | - | - | 1.50 | 12.3 | 2 |" in text
 
 
 def test_a_parameter_swept_over_runs_is_one_table(tmp_path):

@@ -124,6 +124,7 @@ def test_summary_of_only_errors_has_no_figures() -> None:
     assert {name for name, value in entry.items() if value is None} == {
         *("length", "token_budget", "score", "perplexity", "kv_fraction", "realised_budget", "ttft_seconds"),
         *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
+        *("context_seconds", "first_token_seconds"),
     }
 
 
@@ -181,6 +182,13 @@ def test_cost_table(page: Page) -> None:
     assert quest == ["quest 256", "1,024", "5", "1,024", "256", "31.2", "0.221", "21.60", "1.16×", "1.00"]  # noqa: RUF001
     assert len(page.tables["2-needle", "costs"]) == 1 + 3 * 4
     assert page.tables["1-longbench", "costs"][2][1:3] == ["own length", "7"]
+
+
+def test_the_times_of_a_context_and_a_question_have_columns_where_they_were_measured(tmp_path: Path) -> None:
+    times = {"context_seconds": 2.5, "first_token_seconds": 0.125}
+    report = report_of(tmp_path, [record("b", "t", sample, "full", None, **times) for sample in range(2)])
+    header, dense = report.tables["1-b", "costs"]
+    assert dict(zip(header, dense, strict=True)).items() >= {"context (s)": "2.500", "question (s)": "0.125"}.items()
 
 
 def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
     config = make_config({**PASSKEY, "model": model_dir})
     monkeypatch.setattr(METHODS["quest"], "decode", lambda *_: 1 / 0)
     sample = PasskeyRetrieval().items(_setup(tokenizer, lengths=(400,), tasks=("filler",)))[0].build()
-    (_, dense), (_, quest) = Engine(model, tokenizer, config).run(sample, make_variants(config))
+    (_, _, dense), (_, _, quest) = Engine(model, tokenizer, config).run([(sample, make_variants(config))])
     assert dense["error"] is None
     assert quest == {"error": "ZeroDivisionError: division by zero"}
     assert model.config._attn_implementation == "sdpa"
@@ -552,9 +552,10 @@ def test_a_full_disk_is_one_line_and_keeps_earlier_records(tmp_path, loaded, mod
 
 
 def test_records_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
-    def measured(self, sample, variants):
+    def measured(self, jobs):
+        ((_, variants),) = jobs
         for variant, tokens in zip(variants, (10**30, 5), strict=True):
-            yield variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}
+            yield 0, variant, {"prediction": "p", "prompt_tokens": tokens, "error": None}
 
     monkeypatch.setattr(Engine, "run", measured)
     go(tmp_path, loaded, model_dir, limit=1)

@@ -35,6 +35,19 @@ def test_folders_devices_and_papers_are_shown_unchanged() -> None:
     assert "a[/d] (float32, [/e])" in printed(speed_table(speed))
 
 
+def test_every_figure_of_a_summary_is_under_its_name() -> None:
+    method = {"method": "quest", "token_budget": 64, "variant": "page_size=8", "samples": 3, "errors": 1}
+    figures = {"score": 0.5, "kv_fraction": 0.25, "perplexity": None, "ttft_seconds": 2.125, "tpot_ms": 7.5}
+    times = {"context_seconds": 2.0, "first_token_seconds": 0.125}
+    entries = [{"task": "qa", "length": 4096} | method | figures | times]
+    totals = {"harness_seconds": 1, "model_seconds": 2, "device": "CPU", "dtype": "float32"}
+    table = summary_table({"table": entries, **totals}, Path("out"))
+    cells = {str(column.header): str(next(iter(column.cells))) for column in table.columns}
+    place = {"task": "qa", "length": "4,096", "method": "quest page_size=8", "budget": "64", "samples": "3 (1 errors)"}
+    shown = {"score": "50.0%", "KV read": "25.0%", "TTFT, s": "2.12", "TPOT, ms": "7.5"}
+    assert cells == place | shown | {"context, s": "2.00", "question, s": "0.125"}
+
+
 def test_a_records_error_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
     record = {"task": "filler", "sample_id": "a\x1b[2J", "method": "quest", "error": "ValueError: one\n\x1b[31mtwo"}
     on_record(lambda *_: None)(1, 2, record)

@@ -95,7 +95,7 @@ def test_perplexity_is_that_of_one_full_forward_pass(model_dir, data_dir, chunk)
     sample = item.build()
     config = make_config({"benchmark": "pg19", "model": "tiny", "method": "quest", "token_budget": 480})
     variants = make_variants(config)[: 2 if chunk == 1 else 1]
-    results = [measured for _, measured in Engine(model, tokenizer, config).run(sample, variants)]
+    results = [measured for _, _, measured in Engine(model, tokenizer, config).run([(sample, variants)])]
     ids = torch.tensor([[*sample.material_ids, *sample.question_ids, *sample.forced_ids]])
     with torch.inference_mode():
         losses = torch.nn.functional.cross_entropy(

@@ -156,7 +156,28 @@ def test_a_fork_finishes_the_prompt_for_its_own_method(model, log):
         model(random_ids(1, 40), past_key_values=static)
         model(random_ids(1, 1), past_key_values=static.fork(Logged(token_budget=16)))
     finishes = [("finish", 40), ("step", 41)]
-    assert by_pass(log, model) == [*finishes, *finishes, ("finish", 40), ("finish", 40), ("step", 41)]
+    assert by_pass(log, model) == [*finishes, *finishes, ("finish", 40), ("step", 41)]
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 60])
+@torch.inference_mode()
+def test_a_fork_for_the_same_method_keeps_what_finish_prompt_wrote(max_cache_len, model, log):
+    with sparse_attention(model, Logged(token_budget=16)):
+        cache = SparseCache.for_model(model, max_cache_len)
+        model(random_ids(1, 40), past_key_values=cache)
+        cache.complete_prompt()
+        log.clear()
+        metadata = [layer.metadata["norm"].clone() for layer in cache.layers]
+        for _ in range(2):
+            fork = cache.fork(Logged(token_budget=16))
+            assert all(torch.equal(*pair) for pair in zip(metadata, norms(fork), strict=True))
+            model(random_ids(1, 1), past_key_values=fork)
+        assert all(torch.equal(*pair) for pair in zip(metadata, norms(cache), strict=True))
+    assert by_pass(log, model) == [("step", 41), ("step", 41)]
+
+
+def norms(cache):
+    return [layer.metadata["norm"] for layer in cache.layers]
 
 
 @torch.inference_mode()
