@@ -173,7 +173,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             )
         self.prefix_tokens = counts.pop()
         for layer, part in zip(self.sparse_layers, prefix, strict=True):
-            layer.prefix = part.map(layer.storage.pin)
+            layer.prefix = part
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:

@@ -182,8 +182,13 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.rope = self.rope_tables.on(self.device)
         self.storage.allocate_metadata(self._make_metadata)
         self._allocate_counters()
+        self._expand_prefix()
         self._held = 0
         self.is_initialized = True
+
+    def _expand_prefix(self) -> None:
+        if self.prefix is not None:
+            self.prefix = self.prefix.expand(len(self.keys)).map(self.storage.pin)
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""
@@ -427,6 +432,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.recent_queries = self.recent_queries.map(change)
         if self.finished.shape[0] != self.keys.shape[0]:
             self._allocate_counters()
+            self._expand_prefix()
 
 
 def length_after_crop(length: int, tokens_to_remove: int | torch.Tensor) -> int:

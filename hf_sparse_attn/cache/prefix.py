@@ -13,20 +13,25 @@ import torch
 class Prefix:
     """One layer's share of a prefix: keys and values before those of every row, without a copy for each.
 
-    The cache counts, crops and masks the tokens after the prefix only. Methods with ``reads_prefix`` attend to both.
+    The cache counts, crops and masks the tokens after the prefix only. Methods with ``reads_prefix`` attend to both. A
+    layer holds the prefix expanded to its rows, with a batch stride of 0.
     """
 
     keys: torch.Tensor
-    """[1, kv_heads, tokens, head_dim], after RoPE, in any order."""
+    """[1 or batch, kv_heads, tokens, head_dim], after RoPE, in any order."""
     values: torch.Tensor
-    """[1, kv_heads, tokens, head_dim], in the order of ``keys``."""
+    """[1 or batch, kv_heads, tokens, head_dim], in the order of ``keys``."""
     metadata: dict[str, Any]
-    """The method's own tensors, with a first dimension of 1. Typed ``Any`` so that ops take them as arguments."""
+    """The method's own tensors, batch dimension first. Typed ``Any`` so that ops take them as arguments."""
 
     @property
     def tokens(self) -> int:
         """Number of tokens."""
         return self.keys.shape[2]
+
+    def expand(self, batch: int) -> Prefix:
+        """Return views for ``batch`` rows."""
+        return self.map(lambda tensor: tensor[:1].expand(batch, *tensor.shape[1:]))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prefix:
         """Apply a function to every tensor."""

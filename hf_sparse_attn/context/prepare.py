@@ -142,6 +142,7 @@ def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
     layer.storage.keys, layer.storage.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
     index = {**index, "token_order": order}
     metadata = {name: tensor[None] for name, tensor in index.items()}
+    metadata["context_start"] = order.new_zeros(1)
     metadata["context_lengths"] = order.new_tensor([order.shape[1]])
     metadata["index_bytes"] = torch.tensor([index_bytes(index)], device=keys.device)
     return Prefix(sorted_keys[None], sorted_values[None], metadata)

@@ -314,9 +314,8 @@ class Squeezed(SparseMethod):
     def _context(self, layer: SparseLayer) -> Context:
         prefix = layer.prefix
         if prefix is not None:
-            shared = prefix.map(lambda tensor: tensor.expand(len(layer.seq_start), *tensor.shape[1:]))
-            start = torch.zeros_like(layer.seq_start)
-            return Context(shared.keys, shared.values, start, layer.seq_start, shared.metadata, None)
+            start = prefix.metadata["context_start"]
+            return Context(prefix.keys, prefix.values, start, layer.seq_start, prefix.metadata, None)
         index = layer.metadata
         tail_start = layer.seq_start + index["context_lengths"]
         return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
