@@ -8,6 +8,7 @@ from transformers import CompileConfig
 from hf_sparse_attn import (
     Quest,
     SparseCache,
+    Squeezed,
     TokenSelect,
     patch_model,
     sparse_attention,
@@ -107,6 +108,8 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
         TokenTopK(token_budget=48),
+        Squeezed(target_sparsity=0.7, clusters=0.1, window=10),
+        Squeezed(target_sparsity=0.7, clusters=0.1, window=10, levels=2, token_budget=60),
         "full",
     ],
     ids=str,

@@ -26,6 +26,7 @@ from hf_sparse_attn import (
     Quest,
     SparseAttentionStats,
     SparseCache,
+    Squeezed,
     TokenSelect,
     patch_model,
     sparse_attention,
@@ -44,10 +45,12 @@ METHODS = {
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
+    "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "toy": MassThreshold(threshold=2.0, block_size=4),
 }
 MORE_METHODS = {
     "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
+    "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
