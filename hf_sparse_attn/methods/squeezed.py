@@ -160,7 +160,8 @@ class Squeezed(SparseMethod):
         if layer.prefix is not None:
             return {}
         batch, kv_heads, capacity, head_dim = layer.keys.shape
-        clusters, coarse = self.num_clusters(capacity), self.num_coarse(capacity)
+        # At least 2 of each: a compiled step would be specialised to a size of 1.
+        clusters, coarse = max(2, self.num_clusters(capacity)), max(2, self.num_coarse(capacity))
         runs = clusters + capacity // MAX_RUN + 1
         whole = {
             "context_lengths": (batch,),
