@@ -278,7 +278,8 @@ def context_speed(
     import torch
     from transformers.utils import logging
 
-    from eval.context_speed import ContextSpeedConfig, context_table, measure_context_speed
+    from eval.context_speed import ContextSpeedConfig, measure_context_speed
+    from eval.context_table import context_table
     from eval.store import write_json
     from hf_sparse_attn import Squeezed
     from hf_sparse_attn.cli.models import resolve_device

@@ -29,6 +29,10 @@ class Prefix:
         """Number of tokens."""
         return self.keys.shape[2]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefix:
+        """Return the object itself: it is never written, and copies of a cache are made to be extended."""
+        return self
+
     def expand(self, batch: int) -> Prefix:
         """Return views for ``batch`` rows."""
         return self.map(lambda tensor: tensor[:1].expand(batch, *tensor.shape[1:]))

@@ -1,5 +1,7 @@
 """Questions about a prepared context: exact at a target sparsity of 0, over one copy of its keys and values."""
 
+import copy
+
 import pytest
 import torch
 
@@ -108,6 +110,9 @@ def test_caches_share_one_copy_of_the_context(model, contexts):
                 assert batch == 1 or layer.prefix.keys.stride(0) == 0
                 assert layer.keys.shape[0] == batch
                 assert layer.capacity < CONTEXT_TOKENS
+            twin = copy.deepcopy(cache)
+            assert twin.layers[0].prefix is cache.layers[0].prefix
+            assert twin.layers[0].keys.data_ptr() != cache.layers[0].keys.data_ptr()
 
 
 @two_levels
