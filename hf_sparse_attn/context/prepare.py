@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 def prepare_context(
@@ -33,7 +34,7 @@ def prepare_context(
     method: Squeezed | None = None,
     *,
     chunk_size: int = 8192,
-    progress: bool = True,
+    progress: bool | Progress = True,
     **hyperparameters: Any,
 ) -> FixedContext:
     """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688, section 3).
@@ -51,7 +52,8 @@ def prepare_context(
     chunk_size
         Tokens of the context in a forward pass: more take more memory.
     progress
-        Whether to show progress bars on stderr.
+        Whether to show progress bars on stderr; or a function that gets the parts of a stage and its name,
+        ``"Prefill"`` or ``"Clustering"``, and yields the parts one by one.
     hyperparameters
         Fields of :class:`Squeezed`: ``target_sparsity``, ``clusters``, ``levels`` and others.
 
@@ -148,6 +150,8 @@ def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
     return Prefix(sorted_keys[None], sorted_values[None], metadata)
 
 
-def _shown(parts: Sequence[T], description: str, progress: bool) -> Iterable[T]:
+def _shown(parts: Sequence[T], description: str, progress: bool | Progress) -> Iterable[T]:
+    if callable(progress):
+        return progress(parts, description)
     shown: Iterable[T] = tqdm(parts, desc=description, disable=not progress)
     return shown

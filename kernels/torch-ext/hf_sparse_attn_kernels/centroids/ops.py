@@ -98,6 +98,8 @@ def select_runs(
     weights at which they fit. Clusters of equal weight are kept or dropped together. Runs that are always read count,
     but stay even if they alone exceed `max_tokens`; with 0 or less, nothing else is chosen.
 
+    Of the tensors with three dimensions the last stride is 1, the others are free.
+
     Parameters
     ----------
     weights : torch.Tensor
@@ -115,8 +117,6 @@ def select_runs(
         int32 [batch]: greatest number of tokens that a head of the row reads. Default: no limit.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
-
-    Of the tensors with three dimensions the last stride is 1, the others are free.
 
     Returns
     -------
@@ -161,6 +161,8 @@ def lookup_runs(
     Squeezed Attention (arXiv 2411.09688, sections 3 and 4), a decode step. The choice is exactly that of the two ops.
     Without `max_tokens` it takes fewer launches, because weights are normalized where they are compared.
 
+    Of the tensors with three or four dimensions the last stride is 1, the others are free.
+
     Parameters
     ----------
     query : torch.Tensor
@@ -188,8 +190,6 @@ def lookup_runs(
         Factor on q.C. Default: head_dim ** -0.5.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
-
-    Of the tensors with three or four dimensions the last stride is 1, the others are free.
 
     Returns
     -------
