@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_sparse_attn._version import __version__
-from hf_sparse_attn.cache.prefix import Prefix
-from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
+from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed
 from hf_sparse_attn.patched import base_model

@@ -107,7 +107,9 @@ class FixedContext:
         """
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
-        cache = SparseCache(self.config, self.method, max_cache_len, prefix=self.layers)
+        cache = SparseCache(
+            self.config, self.method, max_cache_len, prefix=self.layers, prefix_hash=self.token_ids_hash
+        )
         if batch_size is not None:
             for layer, part in zip(cache.sparse_layers, self.layers, strict=True):
                 none = part.keys[:, :, :0].expand(batch_size, -1, -1, -1)

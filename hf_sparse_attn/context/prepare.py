@@ -11,10 +11,10 @@ from tqdm.auto import tqdm
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
-from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
-from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.squeezed import index_bytes

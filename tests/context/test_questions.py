@@ -210,6 +210,19 @@ def test_only_a_model_patched_with_the_method_reads_a_context(model, contexts):
 
 
 @torch.inference_mode()
+def test_a_prompt_that_repeats_the_context_is_refused(model, contexts, context_ids):
+    context = contexts(0.5)
+    prompt = torch.cat([context_ids, random_ids(1, 5)], dim=1)
+    with sparse_attention(model, context.method):
+        cache = context.cache()
+        with pytest.raises(ValueError, match=rf"repeat the {CONTEXT_TOKENS} tokens .* the question alone"):
+            model.generate(prompt, past_key_values=cache, **GREEDY)
+        assert cache.get_seq_length() == 0
+        model.generate(prompt.flip(1), past_key_values=cache, **GREEDY)  # as long, but other tokens
+        assert cache.get_seq_length() == CONTEXT_TOKENS + 5 + GREEDY["max_new_tokens"] - 1
+
+
+@torch.inference_mode()
 def test_padding_after_a_token_and_too_long_questions_are_refused(model, contexts):
     context, asked = contexts(0.5), questions((5, 4))
     asked["attention_mask"][1, -1] = 0
