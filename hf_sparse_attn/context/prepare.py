@@ -17,7 +17,7 @@ from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
 from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed, make_method
-from hf_sparse_attn.methods.squeezed import index_bytes
+from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patched import base_model
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from hf_sparse_attn_kernels import centroid_weights, lookup_runs, runs_decode, runs_prefill, select_runs
@@ -15,7 +15,8 @@ from hf_sparse_attn.clusters.index import MAX_RUN, add_coarse_level, build_index
 from hf_sparse_attn.clusters.kmeans import kmeans, normalised
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.dense import dense_attention
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.base import SparseMethod
+from hf_sparse_attn.methods.clustered import Context, context_of, known_queries, row_keys, store, tokens_read
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
 LEVELS = (1, 2)
 GROWTH = 2
 """A growing conversation is clustered anew once it holds this many times the clustered tokens."""
-
-
-class Context(NamedTuple):
-    """The clustered tokens of a layer, and where the exact tokens after them begin."""
-
-    keys: torch.Tensor
-    """[batch or 1, kv_heads, capacity, head_dim]."""
-    values: torch.Tensor
-    start: torch.Tensor
-    """int32 [batch]: position of each row's first clustered token in ``keys``."""
-    tail_start: torch.Tensor
-    """int32 [batch]: position of the first token after them in ``layer.keys``."""
-    clusters: dict[str, Any]
-    """``centroids``, ``cluster_sizes``, ``run_starts``, ``run_clusters``, ``threshold``; see ``clusters.index``."""
-    token_order: torch.Tensor | None
-    """int32 [batch, kv_heads, capacity], if the keys are not stored in cluster order."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +189,7 @@ class Squeezed(SparseMethod):
             return
         clustered = first.metadata["context_lengths"].tolist()
         due = [row for row, length in enumerate(lengths) if length - self.window > GROWTH * clustered[row]]
-        ready = [row for row in due if _known_queries(layers, row) >= -(-self.window // 2)]
+        ready = [row for row in due if known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):
             warnings.warn(
                 f"squeezed: half of the prompt's last {self.window} queries are not known, since tokens were removed "
@@ -213,10 +198,10 @@ class Squeezed(SparseMethod):
             )
         for row in ready:
             tokens = lengths[row] - self.window
-            indices = [self.cluster(self._row_keys(layer, row, tokens)) for layer in layers]
+            indices = [self.cluster(row_keys(layer, row, tokens)) for layer in layers]
             found = thresholds([self.observed(layer, row) for layer in layers], indices, self.target_sparsity)
             for layer, index in zip(layers, indices, strict=True):
-                _store(layer, row, tokens, {**index, **found})
+                store(layer, row, tokens, {**index, **found})
 
     def observed(self, layer: SparseLayer, row: int) -> torch.Tensor:
         """Return a row's last queries, [q_heads, at most window, head_dim], scaled as for a factor of 1/sqrt(d)."""
@@ -226,12 +211,6 @@ class Squeezed(SparseMethod):
         states = recent.states[row, :, -min(self.window, int(recent.counts[row])) :]
         scaled: torch.Tensor = states * (recent.scale * states.shape[2] ** 0.5)
         return scaled
-
-    def _row_keys(self, layer: SparseLayer, row: int, tokens: int) -> torch.Tensor:
-        """Return the first keys of a row, [kv_heads, tokens, head_dim]."""
-        start = int(layer.seq_start[row])
-        keys: torch.Tensor = layer.keys[row, :, start : start + tokens]
-        return keys
 
     def cluster(self, keys: torch.Tensor, always_read: int = 0) -> dict[str, torch.Tensor]:
         """Cluster the keys of a layer, [kv_heads, tokens, head_dim], and build their index.
@@ -256,7 +235,7 @@ class Squeezed(SparseMethod):
         """
         if layer.prefix is None and (layer.length == query.shape[2] or self.covers(layer.length)):
             return dense_attention(query, layer, scale, mask)
-        context = self._context(layer)
+        context = context_of(layer)
         if layer.prefix is None and not bool(layer.metadata["context_lengths"].any()):
             if not query.is_cuda:
                 return dense_attention(query, layer, scale, mask)
@@ -289,10 +268,10 @@ class Squeezed(SparseMethod):
         See :meth:`SparseMethod.decode` for the arguments.
         """
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
-        context = self._context(layer)
+        context = context_of(layer)
         run_indices, run_counts = self._choose(query, layer, context, scale)
         if layer.is_recorded:
-            layer.note(_tokens_read(layer, context, run_indices, run_counts))
+            layer.note(tokens_read(layer, context, run_indices, run_counts))
         out, _ = runs_decode(
             query,
             context.keys,
@@ -311,15 +290,6 @@ class Squeezed(SparseMethod):
             counter=layer.counter.totals,
         )
         return out
-
-    def _context(self, layer: SparseLayer) -> Context:
-        prefix = layer.prefix
-        if prefix is not None:
-            start = prefix.metadata["context_start"]
-            return Context(prefix.keys, prefix.values, start, layer.seq_start, prefix.metadata, None)
-        index = layer.metadata
-        tail_start = layer.seq_start + index["context_lengths"]
-        return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
 
     def _choose(
         self, query: torch.Tensor, layer: SparseLayer, context: Context, scale: float
@@ -375,53 +345,3 @@ class Squeezed(SparseMethod):
         if self.token_budget is None:
             return None
         return self.token_budget - (layer.seq_end - context.tail_start - new).clamp_min(0)
-
-
-def _known_queries(layers: Sequence[SparseLayer], row: int) -> int:
-    """Return how many of a row's last queries every layer keeps."""
-    kept = [layer.recent_queries for layer in layers]
-    return min(0 if queries is None else int(queries.counts[row]) for queries in kept)
-
-
-def index_bytes(index: dict[str, torch.Tensor]) -> int:
-    """Bytes of a row's index that every decode step reads: centroids of the highest level, sizes, parents and runs."""
-    centroids = index.get("coarse_centroids", index["centroids"])
-    whole = (*(index[name] for name in ("cluster_sizes", "run_starts", "run_clusters")), index.get("coarse_sizes"))
-    whole += (index.get("parents"),)
-    return sum(part.numel() * part.element_size() for part in (centroids, *whole) if part is not None)
-
-
-def _store(layer: SparseLayer, row: int, tokens: int, index: dict[str, torch.Tensor]) -> None:
-    """Write a row's index into the layer's metadata, whose tensors have room for more."""
-    metadata = layer.metadata
-    metadata["context_lengths"][row] = tokens
-    metadata["index_bytes"][row] = index_bytes(index)
-    metadata["cluster_sizes"][row].zero_()
-    metadata["run_starts"][row].fill_(tokens)  # absent runs have no tokens
-    for name, tensor in index.items():
-        metadata[name][(row, *(slice(size) for size in tensor.shape))] = tensor
-
-
-def _tokens_read(
-    layer: SparseLayer, context: Context, run_indices: torch.Tensor, run_counts: torch.Tensor
-) -> Selection:
-    """Return the tokens of the chosen runs, and those after the context, as a selection of single tokens."""
-    batch, kv_heads = run_counts.shape
-    starts, lengths = context.clusters["run_starts"], layer.row_lengths().tolist()
-    if layer.prefix is None:
-        order, clustered = layer.metadata["token_order"], layer.metadata["context_lengths"].tolist()
-    else:
-        order, clustered = context.clusters["token_order"], [layer.prefix.tokens] * batch
-        lengths = [layer.prefix.tokens + length for length in lengths]
-    rows = []
-    for row in range(batch):
-        tail = torch.arange(clustered[row], lengths[row], dtype=torch.int32, device=starts.device)
-        for head in range(kv_heads):
-            runs = run_indices[row, head, : int(run_counts[row, head])].long()
-            begins, ends = starts[row, head][runs].tolist(), starts[row, head][runs + 1].tolist()
-            slots = [slot for begin, end in zip(begins, ends, strict=True) for slot in range(begin, end)]
-            chosen = order[row, head][torch.tensor(slots, dtype=torch.long, device=starts.device)]
-            rows.append(torch.cat((chosen.sort().values, tail)))
-    counts = torch.tensor([len(tokens) for tokens in rows], dtype=torch.int32, device=starts.device)
-    indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-    return Selection(indices.view(batch, kv_heads, -1), counts.view(batch, kv_heads), 1)
