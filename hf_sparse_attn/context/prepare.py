@@ -46,7 +46,7 @@ def prepare_context(
     model
         A model that :func:`patch_model` supports, without sliding-window layers.
     input_ids
-        The context's token ids, [tokens] or [1, tokens]; more than ``window`` tokens.
+        The context's token ids, [tokens] or [1, tokens]; more than ``sink_tokens + window`` tokens.
     method
         The method; default: ``Squeezed(**hyperparameters)``.
     chunk_size
@@ -66,8 +66,8 @@ def prepare_context(
     TypeError
         ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
     ValueError
-        A hyperparameter is out of range, the context is not longer than ``window`` or longer than the model's
-        positions, or the model is not supported.
+        A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
+        model's positions, or the model is not supported.
 
     Examples
     --------
@@ -124,10 +124,10 @@ def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch
         token_ids = token_ids[None]
     if token_ids.dim() != 2 or len(token_ids) != 1:
         raise ValueError(f"input_ids must be [tokens] or [1, tokens], got shape {tuple(token_ids.shape)}")
-    if token_ids.shape[1] <= method.window:
+    if token_ids.shape[1] <= method.sink_tokens + method.window:
         raise ValueError(
-            f"input_ids must have more than window={method.window} tokens, which calibrate the threshold, got "
-            f"{token_ids.shape[1]}"
+            f"input_ids must have more than sink_tokens + window = {method.sink_tokens + method.window} tokens, which "
+            f"are not clustered, got {token_ids.shape[1]}"
         )
     return token_ids
 
@@ -135,14 +135,11 @@ def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch
 def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
     """Cluster a layer's tokens, copy them in cluster order, and free its buffers."""
     keys, values = layer.keys[0, :, : layer.length], layer.values[0, :, : layer.length]
-    clustered = layer.length - method.window
-    index = method.cluster(keys[:, :clustered], always_read=method.window)
-    recent = torch.arange(clustered, layer.length, dtype=torch.int32, device=keys.device)
-    order = torch.cat((index["token_order"], recent.expand(len(keys), -1)), dim=1)
+    index = method.cluster(keys, recent=method.window)
+    order = index["token_order"]
     places = order.long()[..., None].expand(-1, -1, keys.shape[2])
     sorted_keys, sorted_values = keys.gather(1, places), values.gather(1, places)
     layer.storage.keys, layer.storage.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
-    index = {**index, "token_order": order}
     metadata = {name: tensor[None] for name, tensor in index.items()}
     metadata["context_start"] = order.new_zeros(1)
     metadata["context_lengths"] = order.new_tensor([order.shape[1]])

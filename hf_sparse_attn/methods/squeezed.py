@@ -54,10 +54,14 @@ class Squeezed(SparseMethod):
         Number of coarse clusters, as a share of the clustered tokens; the paper's value is 0.01.
     window
         Last tokens of the context, which calibrate the threshold and are always read; the paper's value is 100.
+    sink_tokens
+        First tokens of the context, which are not clustered and always read. The paper's value is 0. Most heads attend
+        to the first tokens in every step; in a cluster with other keys they would hide behind its mean, and steps that
+        leave them out are far from dense attention's.
     token_budget
         Maximum cached tokens that a KV head reads in a decode step: beyond it, the clusters with the greatest S are
-        kept. The last ``window`` tokens of the context and those after it are read in any case. None, as in the paper,
-        for no maximum.
+        kept. The first ``sink_tokens`` and last ``window`` tokens of the context and those after it are read in any
+        case. None, as in the paper, for no maximum.
     seed
         Seed of the clustering.
     iterations
@@ -84,6 +88,7 @@ class Squeezed(SparseMethod):
     levels: int = 1
     coarse_clusters: float = 0.01
     window: int = 100
+    sink_tokens: int = 4
     seed: int = 0
     iterations: int = 20
     batch_tokens: int = None  # type: ignore[assignment]  # None: all tokens
@@ -113,6 +118,7 @@ class Squeezed(SparseMethod):
             f"above 0 and at most clusters={self.clusters}",
         )
         self._require("window", self.window >= 1, "at least 1")
+        self._require("sink_tokens", self.sink_tokens >= 0, "0 or more")
         self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "at least 1, or None")
         self._require("dense_layers", self.dense_layers == 0, "0: a layer reads everything if target_sparsity is 0")
         self._require("seed", self.seed >= 0, "0 or more")
@@ -126,7 +132,7 @@ class Squeezed(SparseMethod):
 
     def covers(self, length: int) -> bool:
         """Whether a row of ``length`` tokens has nothing to leave out."""
-        return self.target_sparsity == 0 or length <= self.window
+        return self.target_sparsity == 0 or length <= self.sink_tokens + self.window
 
     def num_clusters(self, tokens: int) -> int:
         """Number of clusters for ``tokens`` clustered tokens."""
@@ -188,7 +194,11 @@ class Squeezed(SparseMethod):
         if first.prefix is not None or self.covers(max(lengths)):
             return
         clustered = first.metadata["context_lengths"].tolist()
-        due = [row for row, length in enumerate(lengths) if length - self.window > GROWTH * clustered[row]]
+        due = [
+            row
+            for row, length in enumerate(lengths)
+            if length - self.window > max(self.sink_tokens, GROWTH * clustered[row])
+        ]
         ready = [row for row in due if known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):
             warnings.warn(
@@ -212,21 +222,36 @@ class Squeezed(SparseMethod):
         scaled: torch.Tensor = states * (recent.scale * states.shape[2] ** 0.5)
         return scaled
 
-    def cluster(self, keys: torch.Tensor, always_read: int = 0) -> dict[str, torch.Tensor]:
-        """Cluster the keys of a layer, [kv_heads, tokens, head_dim], and build their index.
+    def cluster(self, keys: torch.Tensor, recent: int = 0) -> dict[str, torch.Tensor]:
+        """Cluster the keys of a layer, but the first ``sink_tokens`` and the last ``recent``, and build their index.
 
-        ``always_read`` tokens follow them; see :func:`~hf_sparse_attn.clusters.index.build_index`.
+        Parameters
+        ----------
+        keys
+            [kv_heads, tokens, head_dim], after RoPE.
+        recent
+            Last tokens, which are always read.
+
+        Returns
+        -------
+        dict
+            The index; see :func:`~hf_sparse_attn.clusters.index.build_index`. Its ``token_order`` ends with the tokens
+            that are always read.
         """
-        tokens = keys.shape[1]
-        num_clusters, num_coarse = self.num_clusters(tokens), self.num_coarse(tokens)
+        sinks, end = self.sink_tokens, keys.shape[1] - recent
+        clustered = keys[:, sinks:end]
+        num_clusters, num_coarse = (count(end - sinks) for count in (self.num_clusters, self.num_coarse))
         fit = partial(kmeans, seed=self.seed, iterations=self.iterations)
-        labels = fit(normalised(keys), num_clusters, batch_tokens=self.batch_tokens).labels
-        if self.levels == 1:
-            return build_index(keys, labels, num_clusters, always_read)
-        centroids = build_index(keys, labels, num_clusters)["centroids"]
-        parents = fit(normalised(centroids), num_coarse).labels
-        labels, parents = siblings_together(labels, parents)
-        return add_coarse_level(build_index(keys, labels, num_clusters, always_read), parents, num_coarse)
+        labels = fit(normalised(clustered), num_clusters, batch_tokens=self.batch_tokens).labels
+        if self.levels == 2:
+            centroids = build_index(clustered, labels, num_clusters)["centroids"]
+            labels, parents = siblings_together(labels, fit(normalised(centroids), num_coarse).labels)
+        index = build_index(clustered, labels, num_clusters, always_read=sinks + recent)
+        if self.levels == 2:
+            index = add_coarse_level(index, parents, num_coarse)
+        every = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+        always = torch.cat((every[:sinks], every[end:])).expand(len(keys), -1)
+        return {**index, "token_order": torch.cat((index["token_order"] + sinks, always), dim=1)}
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a question to the clusters that its tokens choose together, and to what follows the context.
