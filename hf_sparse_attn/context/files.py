@@ -202,10 +202,9 @@ def _named_tensors(context: FixedContext) -> Iterator[tuple[str, torch.Tensor]]:
 def _check_model(header: Header, identity: ModelIdentity, path: Path) -> None:
     for name in ("config_hash", "weights_hash"):
         if getattr(header.identity, name) != getattr(identity, name):
-            what = "configuration" if name == "config_hash" else "weights"
+            what = "with another configuration" if name == "config_hash" else "with other weights"
             raise ValueError(
-                f"{path} was prepared by another model: its {what} differ (prepared by {header.identity.model_id!r}, "
-                f"loaded for {identity.model_id!r})"
+                f"{path} was prepared by a model {what}: by {header.identity.model_id!r}, not {identity.model_id!r}"
             )
 
 

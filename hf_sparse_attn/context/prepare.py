@@ -37,7 +37,7 @@ def prepare_context(
     progress: bool | Progress = True,
     **hyperparameters: Any,
 ) -> FixedContext:
-    """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688, section 3).
+    """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688).
 
     The model is afterwards as it was before, patched or not.
 

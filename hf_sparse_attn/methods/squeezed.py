@@ -32,7 +32,7 @@ class Squeezed(SparseMethod):
 
     Offline, the keys of a fixed context after RoPE are clustered per layer and KV head: k-means on normalised keys. A
     cluster's centroid C is the mean of its keys, N their number. Online, a query q estimates the attention weight of
-    cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))`` (equation 2), and reads all keys
+    cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))``, and reads all keys
     of the clusters whose S exceeds a threshold. One threshold serves all layers and heads: the ``target_sparsity``
     quantile of S over all tokens of the context, as its last ``window`` queries see them. Heads that attend widely then
     read more than heads that attend to few keys. The last ``window`` tokens of the context, and everything after it,
@@ -49,7 +49,7 @@ class Squeezed(SparseMethod):
     clusters
         Number of clusters, as a share of the clustered tokens; the paper's value is 0.05.
     levels
-        1, or 2 for the hierarchical lookup (section 3.4): coarse clusters first, then those within the better half.
+        1, or 2 for the paper's hierarchical lookup: coarse clusters first, then those within the better half.
     coarse_clusters
         Number of coarse clusters, as a share of the clustered tokens; the paper's value is 0.01.
     window

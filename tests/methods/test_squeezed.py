@@ -47,7 +47,7 @@ class Queries:
 
 
 def weights_of(query, centroids, sizes, among):
-    """S of one KV head (equation 2): [group, head_dim] queries, [clusters, head_dim] centroids, a mask of clusters."""
+    """S of one KV head: [group, head_dim] queries, [clusters, head_dim] centroids, a mask of clusters."""
     scores = query @ centroids.T * query.shape[1] ** -0.5
     powers = torch.exp(scores - scores[:, among].amax(1, keepdim=True)) * among
     return (powers / (powers * sizes).sum(1, keepdim=True)).mean(0)

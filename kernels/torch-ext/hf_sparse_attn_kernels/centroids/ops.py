@@ -23,7 +23,7 @@ def centroid_weights(
 ) -> torch.Tensor:
     """Estimate the attention weight of a key of each cluster from the cluster's centroid.
 
-    Squeezed Attention (arXiv 2411.09688, sections 3 and 4, appendix B). For a query q and a cluster i with centroid C_i
+    Squeezed Attention (arXiv 2411.09688, appendix B). For a query q and a cluster i with centroid C_i
     and N_i keys, the estimate is exp(scale q.C_i) / sum_j N_j exp(scale q.C_j), computed with the maximum subtracted.
     The weight of the cluster is its mean over the queries that count and the query heads of the group. Query head h
     belongs to KV head h // group, group = q_heads // kv_heads.
@@ -90,7 +90,7 @@ def select_runs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the runs of the clusters that weigh more than a threshold, and the runs that are always read.
 
-    Squeezed Attention (arXiv 2411.09688, section 4). A run is a range of consecutive slots whose keys belong to one
+    Squeezed Attention (arXiv 2411.09688). A run is a range of consecutive slots whose keys belong to one
     cluster; a cluster has one run or several. A run is chosen if it has tokens, and its cluster weighs more than the
     row's threshold or is -1.
 
@@ -158,7 +158,7 @@ def lookup_runs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the runs to read for one query per row: `centroid_weights`, then `select_runs`.
 
-    Squeezed Attention (arXiv 2411.09688, sections 3 and 4), a decode step. The choice is exactly that of the two ops.
+    Squeezed Attention (arXiv 2411.09688), a decode step. The choice is exactly that of the two ops.
     Without `max_tokens` it takes fewer launches, because weights are normalized where they are compared.
 
     Of the tensors with three or four dimensions the last stride is 1, the others are free.
