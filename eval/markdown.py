@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from eval.config import DENSE
@@ -176,6 +177,8 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         row = [found.get((*place, *column)) for column in columns]
         samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
         scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
+    if len(places) > 1 and not is_perplexity:
+        scores += _means([[found.get((*place, *column)) for place in places] for column in columns])
     keeps_selections = any(entry.get("selection_hit_rate") is not None for entry in entries)
     has_contexts = any(entry.get("context_seconds") is not None for entry in entries)
     costs = [
@@ -205,6 +208,19 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
     ]
+
+
+def _means(columns: Sequence[Sequence[dict[str, Any] | None]]) -> list[list[str]]:
+    """Return lines with the means of scores and bytes read, every task and length with the same weight.
+
+    A column that lacks a figure of some task or length has no mean: it would cover other samples than the others.
+    """
+    lines = []
+    for label, figure in (("mean", "score"), ("KV read, %", "kv_fraction")):
+        values = [[entry and entry[figure] for entry in column] for column in columns]
+        means = [None if None in column else fmean(value for value in column if value is not None) for column in values]
+        lines.append([label, "", "", *map(_percent, means)])
+    return lines
 
 
 def _speed(name: str, report: dict[str, Any]) -> str:

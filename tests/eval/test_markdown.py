@@ -82,6 +82,27 @@ def test_variants_and_the_times_of_contexts_have_columns(tmp_path):
     assert "| filler | 400 | quest 64 page_size=8 | 412 | 401 | 100.0 | - | - | 1.50 | 12.3 | 2 |" in text
 
 
+def test_means_weigh_tasks_alike_and_need_every_task(tmp_path):
+    tasks = [("a", 0.5, 1, 0.25, 0.4), ("b", 1.0, 99, 0.75, 0.2)]
+    table = [
+        ENTRY | {"task": task, "method": method, "score": score, "samples": samples, "kv_fraction": share}
+        for task, dense, samples, sparse, share_read in tasks
+        for method, score, share in (("full", dense, 1.0), ("quest", sparse, share_read))
+    ]
+    text = page_of(tmp_path / "whole", {"table": table})
+    assert "| mean |  |  | 75.0 | 50.0 |\n| KV read, % |  |  | 100.0 | 30.0 |\n" in text
+    text = page_of(tmp_path / "lacking", {"table": table[:-1]})
+    assert "| mean |  |  | 75.0 | - |\n| KV read, % |  |  | 100.0 | - |\n" in text
+    text = page_of(tmp_path / "no_reads", {"table": [*table[:-1], table[-1] | {"kv_fraction": None}]})
+    assert "| mean |  |  | 75.0 | 50.0 |\n| KV read, % |  |  | 100.0 | - |\n" in text
+
+
+def test_one_task_and_perplexities_have_no_means(tmp_path):
+    perplexities = [ENTRY | {"length": length, "score": None, "perplexity": 9.0} for length in (400, 800)]
+    for number, table in enumerate(([ENTRY], perplexities)):
+        assert "| mean |" not in page_of(tmp_path / str(number), {"table": table})
+
+
 def test_a_parameter_swept_over_runs_is_one_table(tmp_path):
     runs = [
         {
