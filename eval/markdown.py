@@ -217,8 +217,8 @@ def _means(columns: Sequence[Sequence[dict[str, Any] | None]]) -> list[list[str]
     """
     lines = []
     for label, figure in (("mean", "score"), ("KV read, %", "kv_fraction")):
-        values = [[entry and entry[figure] for entry in column] for column in columns]
-        means = [None if None in column else fmean(value for value in column if value is not None) for column in values]
+        values: list[list[Any]] = [[None if entry is None else entry[figure] for entry in column] for column in columns]
+        means = [None if None in column else fmean(column) for column in values]
         lines.append([label, "", "", *map(_percent, means)])
     return lines
 
