@@ -16,7 +16,7 @@ from op_bench.squeezed_entries import SQUEEZED_DECODE
 from op_bench.timing import capture, time_layers
 from op_bench.token_entries import TOKEN_DECODE
 
-MOST_TOKENS = 1 << 23
+MOST_TOKENS = 1 << 24
 """Tokens of all rows and KV heads together; longer shapes take the choices of the nearest."""
 TIMED_WITH: dict[str, tuple[Family, str]] = {
     "score": (QUEST, "append_and_select"),
