@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval notebooks tests docs
-CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/patch tests/methods
+CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/context tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
 .PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
@@ -101,7 +101,7 @@ test-gpu-marked:
 test-gpu-ops:
 	$(PYTHON) -m pytest -m "not gpu and not grid" tests/ops
 test-gpu-methods:
-	$(PYTHON) -m pytest -m "not gpu and not grid" tests/methods tests/test_contracts.py
+	$(PYTHON) -m pytest -m "not gpu and not grid" tests/methods tests/clusters tests/context tests/test_contracts.py
 test-gpu-models:
 	$(PYTHON) -m pytest -m "not gpu and not grid" tests/test_compiled.py tests/patch tests/cache
 
@@ -113,6 +113,8 @@ bench:
 	for method in quest tokenselect; do \
 		$(PYTHON) kernels/benchmarks/run.py --end-to-end --method $$method || failed=1; \
 	done; \
+	$(PYTHON) -m eval context-speed --shape llama-3.1-8b --context 131072 \
+		--out eval/results/contexts/llama-3.1-8b-nvidia-h200.json || failed=1; \
 	$(PYTHON) kernels/benchmarks/run.py --overview && test $$failed = 0
 
 # Strictly: no broken link, no missing reference, no notebook without outputs. Nothing is fetched from elsewhere.

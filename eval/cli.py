@@ -150,12 +150,15 @@ def make_prefixqa_file(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write: DIRECTORY/prefixqa.jsonl.")] = Path("prefixqa.jsonl"),
     least_questions: Annotated[int, typer.Option(help="Leave out contexts with fewer questions.")] = 2,
+    longest: Annotated[
+        int | None, typer.Option(help="Keep this many contexts, the longest.", show_default="all")
+    ] = None,
 ) -> None:
     """Write prefixqa's data from SQuAD's articles or from LongBench's rows, offline if the files are at hand."""
     from eval.prefixqa_data import make_prefixqa
 
     with _user_errors():
-        rows = make_prefixqa(out, sources or (), least_questions)
+        rows = make_prefixqa(out, sources or (), least_questions, longest)
         questions = sum(len(row["questions"]) for row in rows)
         typer.echo(one_line(f"{out}: {len(rows)} contexts, {questions} questions"))
 
@@ -278,7 +281,8 @@ def context_speed(
     import torch
     from transformers.utils import logging
 
-    from eval.context_speed import ContextSpeedConfig, context_table, measure_context_speed
+    from eval.context_speed import ContextSpeedConfig, measure_context_speed
+    from eval.context_table import context_table
     from eval.store import write_json
     from hf_sparse_attn import Squeezed
     from hf_sparse_attn.cli.models import resolve_device

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.costs import device_name, versions
@@ -123,25 +122,6 @@ def measure_context_speed(
         "checked": checked,
         "sides": sides,
     }
-
-
-def context_table(report: dict[str, Any]) -> Table:
-    """Return the sides of a report as a table for the terminal."""
-    table = Table(
-        title=f"{report['settings']['shape']}, {report['settings']['context']:,} tokens", title_justify="left"
-    )
-    for name in ("", "answer, s", "first token, s", "ms a token", "KV bytes", "times stock"):
-        table.add_column(name, justify="left" if name == "" else "right")
-    for side in report["sides"]:
-        table.add_row(
-            side["name"] + (", compiled" if side["compiled"] else ""),
-            f"{side['answer_seconds']['median']:.2f}",
-            f"{side['first_token_seconds']['median']:.3f}",
-            "" if side["tpot_ms"] is None else f"{side['tpot_ms']:.2f}",
-            f"{side['kv_fraction']:.1%}" if "kv_fraction" in side else "",
-            f"{side['ratio']:.2f}" if "ratio" in side else "",
-        )
-    return table
 
 
 def _prefill(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, chunk_size: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.config import DENSE
+from eval.context_table import HEAD, context_markdown, side_rows
 from eval.errors import EvalError
 from eval.store import read_json
 from eval.summary import column_order
@@ -22,8 +23,9 @@ def results_tables(results: Path) -> str:
     Parameters
     ----------
     results : Path
-        Holds a folder for each sweep, named after its file in ``eval/configs``, and ``speed`` with reports of
-        ``python -m eval speed``. A sweep's ``note.txt`` is included.
+        Holds a folder for each sweep, named after its file in ``eval/configs``, ``speed`` with reports of
+        ``python -m eval speed``, and ``contexts`` with reports of ``python -m eval context-speed``. A sweep's
+        ``note.txt`` is included.
 
     Raises
     ------
@@ -47,6 +49,10 @@ def results_tables(results: Path) -> str:
         report = read_json(path, "a report of `python -m eval speed`")
         with _named(path, "a report of `python -m eval speed`"):
             parts.append(_speed(path.stem, report))
+    for path in sorted((results / "contexts").glob("*.json")):
+        report = read_json(path, "a report of `python -m eval context-speed`")
+        with _named(path, "a report of `python -m eval context-speed`"):
+            parts.append(context_markdown(path.stem, report, _table(HEAD, side_rows(report), left=1)))
     # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
 

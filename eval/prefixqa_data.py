@@ -14,7 +14,9 @@ from eval.sources import SQUAD, find, read_json
 from eval.store import encode_record, write_lines
 
 
-def make_prefixqa(out: Path, sources: Sequence[Path] = (), least_questions: int = 2) -> list[dict[str, Any]]:
+def make_prefixqa(
+    out: Path, sources: Sequence[Path] = (), least_questions: int = 2, longest: int | None = None
+) -> list[dict[str, Any]]:
     """Write a file for ``--data-dir``, one context with its questions a line, and return its rows.
 
     Parameters
@@ -26,16 +28,21 @@ def make_prefixqa(out: Path, sources: Sequence[Path] = (), least_questions: int 
         development set, found or fetched as for RULER.
     least_questions : int
         Contexts with fewer questions are left out.
+    longest : int, optional
+        Keep this many contexts, those with the most characters, in the order of the sources; None keeps all.
 
     Raises
     ------
     EvalError
-        A source is missing or malformed, no context has enough questions, or the file cannot be written.
+        A source is missing or malformed, a number is not allowed, no context has enough questions, or the file cannot
+        be written.
     """
     if out.name != FILENAME:
         raise EvalError(f"out={str(out)!r} is not allowed: a file named {FILENAME}, which the benchmark looks for")
     if least_questions < 1:
         raise EvalError(f"least_questions={least_questions!r} is not allowed: at least 1")
+    if longest is not None and longest < 1:
+        raise EvalError(f"longest={longest!r} is not allowed: at least 1, or None for all contexts")
     paths = list(sources) or [find(SQUAD, None)]
     found = [row for path in paths for row in _read(path)]
     rows = [row for row in found if len(row["questions"]) >= least_questions]
@@ -45,6 +52,8 @@ def make_prefixqa(out: Path, sources: Sequence[Path] = (), least_questions: int 
             f"no context of {', '.join(map(str, paths))} has least_questions={least_questions} questions or more; "
             f"the most is {most}"
         )
+    by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]["context"]), reverse=True)
+    rows = [rows[index] for index in sorted(by_length[:longest])]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_lines(out, map(encode_record, rows))

@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
-from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import base_model, patched_method
@@ -50,6 +50,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     prefix
         Tokens before every row, stored once: a :class:`Prefix` for each layer. The cache then counts only the tokens
         after them, and so do its masks and lengths; the patched model adds their number to the positions.
+    prefix_hash
+        Hash of the prefix's token ids (``hash_token_ids``), to refuse a call that repeats them.
     keep_queries
         Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them.
 
@@ -67,6 +69,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         max_cache_len: int | None = None,
         initial_capacity: int = 0,
         prefix: Sequence[Prefix] | None = None,
+        prefix_hash: str | None = None,
         keep_queries: int = 0,
     ) -> None:
         if max_cache_len is not None and max_cache_len < 1:
@@ -101,6 +104,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.counters = _counters(layers)
         self.prefix_tokens = 0
         """Tokens before every row that are not counted among its own."""
+        self.prefix_hash = prefix_hash
         if prefix is not None:
             self._take_prefix(prefix)
 
@@ -174,6 +178,16 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.prefix_tokens = counts.pop()
         for layer, part in zip(self.sparse_layers, prefix, strict=True):
             layer.prefix = part
+
+    def check_question(self, token_ids: torch.Tensor) -> None:
+        """Raise ``ValueError`` if the first tokens after the prefix, [batch, tokens], repeat it."""
+        if self.prefix_hash is None or self.length or token_ids.shape[1] < self.prefix_tokens:
+            return
+        if hash_token_ids(token_ids[0, : self.prefix_tokens]) == self.prefix_hash:
+            raise ValueError(
+                f"input_ids repeat the {self.prefix_tokens} tokens that the cache begins with: give the tokens of the "
+                "question alone"
+            )
 
     @property
     def sparse_layers(self) -> list[SparseLayer]:

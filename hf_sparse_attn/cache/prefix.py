@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,10 @@ class Prefix:
         """Number of tokens."""
         return self.keys.shape[2]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefix:
+        """Return the object itself: it is never written, and copies of a cache are made to be extended."""
+        return self
+
     def expand(self, batch: int) -> Prefix:
         """Return views for ``batch`` rows."""
         return self.map(lambda tensor: tensor[:1].expand(batch, *tensor.shape[1:]))
@@ -37,3 +42,8 @@ class Prefix:
         """Apply a function to every tensor."""
         metadata = {name: change(tensor) for name, tensor in self.metadata.items()}
         return replace(self, keys=change(self.keys), values=change(self.values), metadata=metadata)
+
+
+def hash_token_ids(token_ids: torch.Tensor) -> str:
+    """Return the SHA-256 of token ids, [tokens] or [1, tokens]. Waits for the device."""
+    return hashlib.sha256(token_ids.flatten().to("cpu", torch.int64).numpy().astype("<i8").tobytes()).hexdigest()

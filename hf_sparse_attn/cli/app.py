@@ -1,4 +1,4 @@
-"""``hf-sparse-attn``: list the methods, and compare them with dense attention on a model."""
+"""``hf-sparse-attn``: list the methods, compare them with dense attention, and ask prepared contexts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_sparse_attn import __version__
 from hf_sparse_attn.cli.compare_command import compare
+from hf_sparse_attn.cli.context.app import context_app
 from hf_sparse_attn.cli.terminal import print_table
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 
 app.command()(compare)
+app.add_typer(context_app, name="context")
 
 
 def _print_version(is_asked: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_sparse_attn.cli.memory import PeakMemory
 from hf_sparse_attn.cli.progress import Stages
+from hf_sparse_attn.cli.timed import timed_generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -197,36 +197,16 @@ class PromptWork:
     def run(self, model: PreTrainedModel, index: int, is_patched: bool, on_step: Callable[[], None]) -> Run:
         """Answer the prompt, calling ``on_step`` with every token."""
         import torch
-        from transformers.generation.streamers import BaseStreamer
 
         from hf_sparse_attn import sparse_attention_stats
 
-        times: list[float] = []
-
-        class Stopwatch(BaseStreamer):  # type: ignore[misc]
-            """Record when ``generate()`` receives the prompt and when it returns each token."""
-
-            def put(self, value: torch.Tensor) -> None:
-                times.append(time.perf_counter())
-                on_step()
-
-            def end(self) -> None: ...
-
         batch = torch.tensor([list(self.input_ids)], device=model.device)
-        started = time.perf_counter()
-        output = model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            max_new_tokens=self.new_tokens,
-            do_sample=False,
-            disable_compile=True,  # compilation would dominate the time
-            streamer=Stopwatch(),
-        )
-        new_ids = output[0, batch.shape[1] :].tolist()
-        first_token, last_token = times[1], times[-1]
+        output = timed_generate(model, batch, torch.ones_like(batch), self.new_tokens, on_step)
+        new_ids = output.new_ids[0].tolist()
         fraction = sparse_attention_stats(model).kv_fraction if is_patched else 1.0
         text = self.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
-        return Run(text, tuple(new_ids), first_token - started, last_token - first_token, len(new_ids) - 1, fraction)
+        times = (output.first_token_seconds, output.decode_seconds)
+        return Run(text, tuple(new_ids), *times, len(new_ids) - 1, fraction)
 
 
 def run_side(model: PreTrainedModel, method: SparseMethod | None, name: str, work: Work, progress: Stages) -> Side:

@@ -41,7 +41,7 @@ class Outputs:
                 fail(f"{option} shows what sparse methods read, but --method names only dense attention")
             if importlib.util.find_spec("matplotlib") is None:
                 fail(f"{option} needs matplotlib: {install_command('cli')}")
-            if not _may_be_written(path):
+            if not may_be_written(path):
                 fail(f"{option} {str(path)!r} cannot be written: no such folder, or no permission")
         if picture is not None and _format(picture) not in FORMATS:
             fail(f"--picture {str(picture)!r} is not supported: its name must end in .{', .'.join(FORMATS)}")
@@ -74,7 +74,8 @@ def _format(picture: Path) -> str:
     return picture.suffix.removeprefix(".").lower()
 
 
-def _may_be_written(path: Path) -> bool:
+def may_be_written(path: Path) -> bool:
+    """Return whether a file can be created or replaced, as far as its folder and permissions tell."""
     return not path.is_dir() and path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 

@@ -93,13 +93,13 @@ class Stages:
             say(f"{label}: {total} {unit}{'s' if total > 1 else ''} in {time.perf_counter() - started:.1f} s")
             return
         bars = self._bars
-        task = bars.add_task(literal(label).plain, total=total, passes=0)
+        task = bars.add_task(literal(label).plain, total=total, passes="")
         passes = 0
 
         def passed() -> None:
             nonlocal passes
             passes += 1
-            bars.update(task, passes=passes)
+            bars.update(task, passes=f"{passes} forward passes")
 
         yield passed, lambda: bars.advance(task)
 
@@ -111,7 +111,7 @@ def stages() -> Iterator[Stages]:
     if not moves_cursor(console):
         yield Stages(None)
         return
-    with Progress(*COLUMNS, TextColumn("{task.fields[passes]} forward passes"), console=console) as bars:
+    with Progress(*COLUMNS, TextColumn("{task.fields[passes]}"), console=console) as bars:
         yield Stages(bars)
 
 

@@ -1,4 +1,4 @@
-"""Calibration of Squeezed Attention (arXiv 2411.09688, section 4): one threshold for all layers and heads."""
+"""Calibration of Squeezed Attention (arXiv 2411.09688): one threshold for all layers and heads."""
 
 from collections.abc import Sequence
 

@@ -51,7 +51,7 @@ def build_index(
 
 
 def add_coarse_level(index: dict[str, torch.Tensor], parents: torch.Tensor, num_coarse: int) -> dict[str, torch.Tensor]:
-    """Add the coarse clusters of a hierarchical lookup to an index (section 3.4).
+    """Add the coarse clusters of a hierarchical lookup to an index (arXiv 2411.09688).
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ def kmeans(
     ----------
     points : torch.Tensor
         [groups, n, dim]; float32, bfloat16 or float16 (float64 on the CPU); the last stride is 1. Squeezed Attention
-        (arXiv 2411.09688, section 3) clusters `normalised` keys.
+        (arXiv 2411.09688) clusters `normalised` keys.
     num_clusters : int
         At most n. Clusters may end empty if points are equal, or with `batch_tokens`.
     seed : int

@@ -11,14 +11,14 @@ from hf_sparse_attn_kernels import centroid_weights
 from hf_sparse_attn.clusters.calibration import global_threshold
 
 COARSE_SPARSITY = 0.5
-"""Share of the tokens that the coarse level of a hierarchical lookup drops (section 3.4)."""
+"""Share of the tokens that the coarse level of a hierarchical lookup drops."""
 QUERIES_AT_ONCE = 16
 
 Index = dict[str, torch.Tensor]
 
 
 def thresholds(queries: Sequence[torch.Tensor], indices: Sequence[Index], target_sparsity: float) -> Index:
-    """Find the threshold that leaves out a share of the context's tokens (section 3.3).
+    """Find the threshold that leaves out a share of the context's tokens (arXiv 2411.09688).
 
     The threshold is the ``target_sparsity`` quantile of the estimated weights of all clustered tokens, over all layers
     and KV heads. The weights are averaged over the queries, and over the query heads of a group.

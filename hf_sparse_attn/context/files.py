@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_sparse_attn._version import __version__
-from hf_sparse_attn.cache.prefix import Prefix
-from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
+from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed
 from hf_sparse_attn.patched import base_model
@@ -39,10 +40,12 @@ class Header(NamedTuple):
     method: Squeezed
     identity: ModelIdentity
     token_ids_hash: str
-    seconds: tuple[float, ...]
-    """How long the preparation took; see ``PreparationSeconds``."""
+    seconds: PreparationSeconds
+    """How long the preparation took."""
     num_layers: int
     num_tokens: int
+    notes: dict[str, str]
+    """The notes of the context."""
     checksums: dict[str, int]
     """CRC-32 of every tensor."""
 
@@ -57,6 +60,7 @@ class Header(NamedTuple):
             "seconds": json.dumps(self.seconds),
             "num_layers": str(self.num_layers),
             "num_tokens": str(self.num_tokens),
+            "notes": json.dumps(self.notes),
             "checksums": json.dumps(self.checksums),
         }
 
@@ -72,9 +76,10 @@ class Header(NamedTuple):
                 Squeezed(**json.loads(metadata["method"])),
                 ModelIdentity(**json.loads(metadata["identity"])),
                 metadata["token_ids_hash"],
-                tuple(json.loads(metadata["seconds"])),
+                PreparationSeconds(*json.loads(metadata["seconds"])),
                 int(metadata["num_layers"]),
                 int(metadata["num_tokens"]),
+                json.loads(metadata["notes"]),
                 json.loads(metadata["checksums"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -91,8 +96,8 @@ def read_header(path: Path) -> Header:
     OSError
         The file cannot be read.
     """
-    with _opened(path) as file:
-        return Header.from_metadata(file.metadata(), path)
+    with opened(path) as (_, header):
+        return header
 
 
 def write(context: FixedContext, path: Path) -> None:
@@ -104,9 +109,10 @@ def write(context: FixedContext, path: Path) -> None:
         context.method,
         context.identity,
         context.token_ids_hash,
-        tuple(context.seconds),
+        context.seconds,
         len(context.layers),
         context.num_tokens,
+        dict(context.notes),
         checksums,
     )
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
@@ -123,18 +129,14 @@ def write(context: FixedContext, path: Path) -> None:
 
 def read(cls: type[FixedContext], path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> FixedContext:
     """Read a context; see :meth:`FixedContext.load`."""
-    with _opened(path) as file:
-        header = Header.from_metadata(file.metadata(), path)
+    with opened(path) as (file, header):
         _check_model(header, ModelIdentity.of(model), path)
         if input_ids is not None and hash_token_ids(input_ids) != header.token_ids_hash:
             raise ValueError(f"{path} holds the context of other token ids than the given input_ids")
-        missing = set(header.checksums) ^ set(file.keys())
-        if missing:
-            raise ValueError(f"{path} is damaged: its tensors and its header differ in {', '.join(sorted(missing))}")
         devices = _layer_devices(model)
         layers, queries = [], []
         for number in range(header.num_layers):
-            tensors = _read_layer(file, number, header, path)
+            tensors = read_layer(file, number, header, path)
             on_device = {name: tensor.to(devices[number]) for name, tensor in tensors.items()}
             queries.append(on_device.pop("queries"))
             layers.append(Prefix(on_device.pop("keys"), on_device.pop("values"), on_device))
@@ -145,8 +147,49 @@ def read(cls: type[FixedContext], path: Path, model: PreTrainedModel, input_ids:
         token_ids_hash=header.token_ids_hash,
         layers=layers,
         queries=queries,
-        seconds=PreparationSeconds(*header.seconds),
+        seconds=header.seconds,
+        notes=header.notes,
     )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, Header]]:
+    """Open a file, and check that its header is whole and describes its tensors.
+
+    Raises
+    ------
+    ValueError
+        The file is damaged, cut off or no context.
+    OSError
+        The file cannot be read.
+    """
+    with path.open("rb"):
+        pass  # raises OSError with the file's name
+    try:
+        file: Any = safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    with file:
+        header = Header.from_metadata(file.metadata(), path)
+        differing = set(header.checksums) ^ set(file.keys())
+        if differing:
+            raise ValueError(f"{path} is damaged: its tensors and its header differ in {', '.join(sorted(differing))}")
+        yield file, header
+
+
+def read_layer(
+    file: Any, number: int, header: Header, path: Path, without: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of a layer, but those ``without``, and check their checksums."""
+    tensors = {}
+    for full_name in header.checksums:
+        name = full_name.rpartition(".")[2]
+        if full_name != f"layers.{number}.{name}" or name in without:
+            continue
+        tensors[name] = file.get_tensor(full_name)
+        if _checksum(tensors[name]) != header.checksums[full_name]:
+            raise ValueError(f"{path} is damaged: the checksum of {full_name} is wrong")
+    return tensors
 
 
 def _named_tensors(context: FixedContext) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,24 +199,12 @@ def _named_tensors(context: FixedContext) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"layers.{number}.{name}", tensor
 
 
-def _read_layer(file: Any, number: int, header: Header, path: Path) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name in header.checksums:
-        if name.startswith(f"layers.{number}."):
-            tensor = file.get_tensor(name)
-            if _checksum(tensor) != header.checksums[name]:
-                raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
-            tensors[name.rpartition(".")[2]] = tensor
-    return tensors
-
-
 def _check_model(header: Header, identity: ModelIdentity, path: Path) -> None:
     for name in ("config_hash", "weights_hash"):
         if getattr(header.identity, name) != getattr(identity, name):
-            what = "configuration" if name == "config_hash" else "weights"
+            what = "with another configuration" if name == "config_hash" else "with other weights"
             raise ValueError(
-                f"{path} was prepared by another model: its {what} differ (prepared by {header.identity.model_id!r}, "
-                f"loaded for {identity.model_id!r})"
+                f"{path} was prepared by a model {what}: by {header.identity.model_id!r}, not {identity.model_id!r}"
             )
 
 
@@ -181,15 +212,6 @@ def _layer_devices(model: PreTrainedModel) -> list[torch.device]:
     """Return the device of each layer's parameters."""
     decoder = base_model(model).get_decoder()
     return [next(layer.parameters()).device for layer in decoder.layers]
-
-
-def _opened(path: Path) -> Any:
-    with path.open("rb"):
-        pass  # raises OSError with the file's name
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut off: {error}") from error
 
 
 def _checksum(tensor: torch.Tensor) -> int:

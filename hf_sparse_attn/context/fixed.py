@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,15 @@ class ContextBudget:
     decode: torch.Tensor
     """float32 [layers, kv_heads]: the mean share that the queries choose one by one."""
 
+    @classmethod
+    def measure(
+        cls, target_sparsity: float, tokens: int, layers: Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    ) -> ContextBudget:
+        """Measure the shares that the queries of each layer choose, with the layer's index, of ``tokens``."""
+        shares = [[part.cpu() for part in shares_read(queries, index, tokens)] for queries, index in layers]
+        together, one_by_one = (torch.stack(part) for part in zip(*shares, strict=True))
+        return cls(target_sparsity, together, one_by_one)
+
 
 @dataclass(frozen=True)
 class FixedContext:
@@ -56,6 +65,8 @@ class FixedContext:
     """The last ``method.window`` queries of each layer, [q_heads, window, head_dim], scaled as for 1/sqrt(d)."""
     seconds: PreparationSeconds
     """How long the preparation took."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Texts of your own that are saved with it; set them with ``dataclasses.replace(context, notes=...)``."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,12 +82,9 @@ class FixedContext:
     @cached_property
     def budget(self) -> ContextBudget:
         """The share of the context that each layer and KV head reads, beside the target."""
-        shares = [
-            shares_read(queries, _first_rows(layer.metadata), layer.tokens)
-            for layer, queries in zip(self.layers, self.queries, strict=True)
-        ]
-        together, one_by_one = (torch.stack([share.cpu() for share in part]) for part in zip(*shares, strict=True))
-        return ContextBudget(self.method.target_sparsity, together, one_by_one)
+        indices = [first_rows(layer.metadata) for layer in self.layers]
+        layers = zip(self.queries, indices, strict=True)
+        return ContextBudget.measure(self.method.target_sparsity, self.num_tokens, layers)
 
     def cache(self, batch_size: int | None = None, max_cache_len: int | None = None) -> SparseCache:
         """Create a cache for a batch of questions, which begins with the context.
@@ -99,7 +107,9 @@ class FixedContext:
         """
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
-        cache = SparseCache(self.config, self.method, max_cache_len, prefix=self.layers)
+        cache = SparseCache(
+            self.config, self.method, max_cache_len, prefix=self.layers, prefix_hash=self.token_ids_hash
+        )
         if batch_size is not None:
             for layer, part in zip(cache.sparse_layers, self.layers, strict=True):
                 none = part.keys[:, :, :0].expand(batch_size, -1, -1, -1)
@@ -115,7 +125,7 @@ class FixedContext:
             ``target_sparsity`` is outside [0, 1).
         """
         method = replace(self.method, target_sparsity=target_sparsity)
-        found = thresholds(self.queries, [_first_rows(layer.metadata) for layer in self.layers], target_sparsity)
+        found = thresholds(self.queries, [first_rows(layer.metadata) for layer in self.layers], target_sparsity)
         layers = [with_thresholds(layer, found) for layer in self.layers]
         return replace(self, method=method, layers=layers)
 
@@ -159,5 +169,6 @@ def with_thresholds(layer: Prefix, found: dict[str, torch.Tensor]) -> Prefix:
     return replace(layer, metadata={**layer.metadata, **copies})
 
 
-def _first_rows(metadata: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def first_rows(metadata: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an index without their first dimension."""
     return {name: tensor[0] for name, tensor in metadata.items()}

@@ -39,11 +39,6 @@ class ModelIdentity(NamedTuple):
         return cls(str(model.config._name_or_path), _sha256(config.encode()), _hash_weights(model))
 
 
-def hash_token_ids(input_ids: torch.Tensor) -> str:
-    """Return the SHA-256 of token ids, [tokens] or [1, tokens]."""
-    return _sha256(input_ids.flatten().to("cpu", torch.int64).numpy().astype("<i8").tobytes())
-
-
 def _hash_weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,13 +11,13 @@ from tqdm.auto import tqdm
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
-from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
-from hf_sparse_attn.context.identity import ModelIdentity, hash_token_ids
+from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed, make_method
-from hf_sparse_attn.methods.squeezed import index_bytes
+from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patched import base_model
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 def prepare_context(
@@ -33,10 +34,10 @@ def prepare_context(
     method: Squeezed | None = None,
     *,
     chunk_size: int = 8192,
-    progress: bool = True,
+    progress: bool | Progress = True,
     **hyperparameters: Any,
 ) -> FixedContext:
-    """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688, section 3).
+    """Prefill a fixed context, cluster its keys, and calibrate the threshold (arXiv 2411.09688).
 
     The model is afterwards as it was before, patched or not.
 
@@ -45,13 +46,14 @@ def prepare_context(
     model
         A model that :func:`patch_model` supports, without sliding-window layers.
     input_ids
-        The context's token ids, [tokens] or [1, tokens]; more than ``window`` tokens.
+        The context's token ids, [tokens] or [1, tokens]; more than ``sink_tokens + window`` tokens.
     method
         The method; default: ``Squeezed(**hyperparameters)``.
     chunk_size
         Tokens of the context in a forward pass: more take more memory.
     progress
-        Whether to show progress bars on stderr.
+        Whether to show progress bars on stderr; or a function that gets the parts of a stage and its name,
+        ``"Prefill"`` or ``"Clustering"``, and yields the parts one by one.
     hyperparameters
         Fields of :class:`Squeezed`: ``target_sparsity``, ``clusters``, ``levels`` and others.
 
@@ -64,8 +66,8 @@ def prepare_context(
     TypeError
         ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
     ValueError
-        A hyperparameter is out of range, the context is not longer than ``window`` or longer than the model's
-        positions, or the model is not supported.
+        A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
+        model's positions, or the model is not supported.
 
     Examples
     --------
@@ -122,10 +124,10 @@ def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch
         token_ids = token_ids[None]
     if token_ids.dim() != 2 or len(token_ids) != 1:
         raise ValueError(f"input_ids must be [tokens] or [1, tokens], got shape {tuple(token_ids.shape)}")
-    if token_ids.shape[1] <= method.window:
+    if token_ids.shape[1] <= method.sink_tokens + method.window:
         raise ValueError(
-            f"input_ids must have more than window={method.window} tokens, which calibrate the threshold, got "
-            f"{token_ids.shape[1]}"
+            f"input_ids must have more than sink_tokens + window = {method.sink_tokens + method.window} tokens, which "
+            f"are not clustered, got {token_ids.shape[1]}"
         )
     return token_ids
 
@@ -133,14 +135,11 @@ def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch
 def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
     """Cluster a layer's tokens, copy them in cluster order, and free its buffers."""
     keys, values = layer.keys[0, :, : layer.length], layer.values[0, :, : layer.length]
-    clustered = layer.length - method.window
-    index = method.cluster(keys[:, :clustered], always_read=method.window)
-    recent = torch.arange(clustered, layer.length, dtype=torch.int32, device=keys.device)
-    order = torch.cat((index["token_order"], recent.expand(len(keys), -1)), dim=1)
+    index = method.cluster(keys, recent=method.window)
+    order = index["token_order"]
     places = order.long()[..., None].expand(-1, -1, keys.shape[2])
     sorted_keys, sorted_values = keys.gather(1, places), values.gather(1, places)
     layer.storage.keys, layer.storage.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
-    index = {**index, "token_order": order}
     metadata = {name: tensor[None] for name, tensor in index.items()}
     metadata["context_start"] = order.new_zeros(1)
     metadata["context_lengths"] = order.new_tensor([order.shape[1]])
@@ -148,6 +147,8 @@ def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:
     return Prefix(sorted_keys[None], sorted_values[None], metadata)
 
 
-def _shown(parts: Sequence[T], description: str, progress: bool) -> Iterable[T]:
+def _shown(parts: Sequence[T], description: str, progress: bool | Progress) -> Iterable[T]:
+    if callable(progress):
+        return progress(parts, description)
     shown: Iterable[T] = tqdm(parts, desc=description, disable=not progress)
     return shown

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from hf_sparse_attn_kernels import centroid_weights, lookup_runs, runs_decode, runs_prefill, select_runs
@@ -15,7 +15,8 @@ from hf_sparse_attn.clusters.index import MAX_RUN, add_coarse_level, build_index
 from hf_sparse_attn.clusters.kmeans import kmeans, normalised
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.dense import dense_attention
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.base import SparseMethod
+from hf_sparse_attn.methods.clustered import Context, context_of, known_queries, row_keys, store, tokens_read
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
@@ -25,29 +26,13 @@ GROWTH = 2
 """A growing conversation is clustered anew once it holds this many times the clustered tokens."""
 
 
-class Context(NamedTuple):
-    """The clustered tokens of a layer, and where the exact tokens after them begin."""
-
-    keys: torch.Tensor
-    """[batch or 1, kv_heads, capacity, head_dim]."""
-    values: torch.Tensor
-    start: torch.Tensor
-    """int32 [batch]: position of each row's first clustered token in ``keys``."""
-    tail_start: torch.Tensor
-    """int32 [batch]: position of the first token after them in ``layer.keys``."""
-    clusters: dict[str, Any]
-    """``centroids``, ``cluster_sizes``, ``run_starts``, ``run_clusters``, ``threshold``; see ``clusters.index``."""
-    token_order: torch.Tensor | None
-    """int32 [batch, kv_heads, capacity], if the keys are not stored in cluster order."""
-
-
 @dataclass(frozen=True)
 class Squeezed(SparseMethod):
     """Read the clusters of the context's keys whose centroids score above a threshold (Squeezed Attention, 2411.09688).
 
     Offline, the keys of a fixed context after RoPE are clustered per layer and KV head: k-means on normalised keys. A
     cluster's centroid C is the mean of its keys, N their number. Online, a query q estimates the attention weight of
-    cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))`` (equation 2), and reads all keys
+    cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))``, and reads all keys
     of the clusters whose S exceeds a threshold. One threshold serves all layers and heads: the ``target_sparsity``
     quantile of S over all tokens of the context, as its last ``window`` queries see them. Heads that attend widely then
     read more than heads that attend to few keys. The last ``window`` tokens of the context, and everything after it,
@@ -64,15 +49,19 @@ class Squeezed(SparseMethod):
     clusters
         Number of clusters, as a share of the clustered tokens; the paper's value is 0.05.
     levels
-        1, or 2 for the hierarchical lookup (section 3.4): coarse clusters first, then those within the better half.
+        1, or 2 for the paper's hierarchical lookup: coarse clusters first, then those within the better half.
     coarse_clusters
         Number of coarse clusters, as a share of the clustered tokens; the paper's value is 0.01.
     window
         Last tokens of the context, which calibrate the threshold and are always read; the paper's value is 100.
+    sink_tokens
+        First tokens of the context, which are not clustered and always read. The paper's value is 0. Most heads attend
+        to the first tokens in every step; in a cluster with other keys they would hide behind its mean, and steps that
+        leave them out are far from dense attention's.
     token_budget
         Maximum cached tokens that a KV head reads in a decode step: beyond it, the clusters with the greatest S are
-        kept. The last ``window`` tokens of the context and those after it are read in any case. None, as in the paper,
-        for no maximum.
+        kept. The first ``sink_tokens`` and last ``window`` tokens of the context and those after it are read in any
+        case. None, as in the paper, for no maximum.
     seed
         Seed of the clustering.
     iterations
@@ -99,6 +88,7 @@ class Squeezed(SparseMethod):
     levels: int = 1
     coarse_clusters: float = 0.01
     window: int = 100
+    sink_tokens: int = 4
     seed: int = 0
     iterations: int = 20
     batch_tokens: int = None  # type: ignore[assignment]  # None: all tokens
@@ -128,6 +118,7 @@ class Squeezed(SparseMethod):
             f"above 0 and at most clusters={self.clusters}",
         )
         self._require("window", self.window >= 1, "at least 1")
+        self._require("sink_tokens", self.sink_tokens >= 0, "0 or more")
         self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "at least 1, or None")
         self._require("dense_layers", self.dense_layers == 0, "0: a layer reads everything if target_sparsity is 0")
         self._require("seed", self.seed >= 0, "0 or more")
@@ -141,7 +132,7 @@ class Squeezed(SparseMethod):
 
     def covers(self, length: int) -> bool:
         """Whether a row of ``length`` tokens has nothing to leave out."""
-        return self.target_sparsity == 0 or length <= self.window
+        return self.target_sparsity == 0 or length <= self.sink_tokens + self.window
 
     def num_clusters(self, tokens: int) -> int:
         """Number of clusters for ``tokens`` clustered tokens."""
@@ -160,7 +151,8 @@ class Squeezed(SparseMethod):
         if layer.prefix is not None:
             return {}
         batch, kv_heads, capacity, head_dim = layer.keys.shape
-        clusters, coarse = self.num_clusters(capacity), self.num_coarse(capacity)
+        # At least 2 of each: a compiled step would be specialised to a size of 1.
+        clusters, coarse = max(2, self.num_clusters(capacity)), max(2, self.num_coarse(capacity))
         runs = clusters + capacity // MAX_RUN + 1
         whole = {
             "context_lengths": (batch,),
@@ -202,8 +194,12 @@ class Squeezed(SparseMethod):
         if first.prefix is not None or self.covers(max(lengths)):
             return
         clustered = first.metadata["context_lengths"].tolist()
-        due = [row for row, length in enumerate(lengths) if length - self.window > GROWTH * clustered[row]]
-        ready = [row for row in due if _known_queries(layers, row) >= -(-self.window // 2)]
+        due = [
+            row
+            for row, length in enumerate(lengths)
+            if length - self.window > max(self.sink_tokens, GROWTH * clustered[row])
+        ]
+        ready = [row for row in due if known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):
             warnings.warn(
                 f"squeezed: half of the prompt's last {self.window} queries are not known, since tokens were removed "
@@ -212,10 +208,10 @@ class Squeezed(SparseMethod):
             )
         for row in ready:
             tokens = lengths[row] - self.window
-            indices = [self.cluster(self._row_keys(layer, row, tokens)) for layer in layers]
+            indices = [self.cluster(row_keys(layer, row, tokens)) for layer in layers]
             found = thresholds([self.observed(layer, row) for layer in layers], indices, self.target_sparsity)
             for layer, index in zip(layers, indices, strict=True):
-                _store(layer, row, tokens, {**index, **found})
+                store(layer, row, tokens, {**index, **found})
 
     def observed(self, layer: SparseLayer, row: int) -> torch.Tensor:
         """Return a row's last queries, [q_heads, at most window, head_dim], scaled as for a factor of 1/sqrt(d)."""
@@ -226,27 +222,36 @@ class Squeezed(SparseMethod):
         scaled: torch.Tensor = states * (recent.scale * states.shape[2] ** 0.5)
         return scaled
 
-    def _row_keys(self, layer: SparseLayer, row: int, tokens: int) -> torch.Tensor:
-        """Return the first keys of a row, [kv_heads, tokens, head_dim]."""
-        start = int(layer.seq_start[row])
-        keys: torch.Tensor = layer.keys[row, :, start : start + tokens]
-        return keys
+    def cluster(self, keys: torch.Tensor, recent: int = 0) -> dict[str, torch.Tensor]:
+        """Cluster the keys of a layer, but the first ``sink_tokens`` and the last ``recent``, and build their index.
 
-    def cluster(self, keys: torch.Tensor, always_read: int = 0) -> dict[str, torch.Tensor]:
-        """Cluster the keys of a layer, [kv_heads, tokens, head_dim], and build their index.
+        Parameters
+        ----------
+        keys
+            [kv_heads, tokens, head_dim], after RoPE.
+        recent
+            Last tokens, which are always read.
 
-        ``always_read`` tokens follow them; see :func:`~hf_sparse_attn.clusters.index.build_index`.
+        Returns
+        -------
+        dict
+            The index; see :func:`~hf_sparse_attn.clusters.index.build_index`. Its ``token_order`` ends with the tokens
+            that are always read.
         """
-        tokens = keys.shape[1]
-        num_clusters, num_coarse = self.num_clusters(tokens), self.num_coarse(tokens)
+        sinks, end = self.sink_tokens, keys.shape[1] - recent
+        clustered = keys[:, sinks:end]
+        num_clusters, num_coarse = (count(end - sinks) for count in (self.num_clusters, self.num_coarse))
         fit = partial(kmeans, seed=self.seed, iterations=self.iterations)
-        labels = fit(normalised(keys), num_clusters, batch_tokens=self.batch_tokens).labels
-        if self.levels == 1:
-            return build_index(keys, labels, num_clusters, always_read)
-        centroids = build_index(keys, labels, num_clusters)["centroids"]
-        parents = fit(normalised(centroids), num_coarse).labels
-        labels, parents = siblings_together(labels, parents)
-        return add_coarse_level(build_index(keys, labels, num_clusters, always_read), parents, num_coarse)
+        labels = fit(normalised(clustered), num_clusters, batch_tokens=self.batch_tokens).labels
+        if self.levels == 2:
+            centroids = build_index(clustered, labels, num_clusters)["centroids"]
+            labels, parents = siblings_together(labels, fit(normalised(centroids), num_coarse).labels)
+        index = build_index(clustered, labels, num_clusters, always_read=sinks + recent)
+        if self.levels == 2:
+            index = add_coarse_level(index, parents, num_coarse)
+        every = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+        always = torch.cat((every[:sinks], every[end:])).expand(len(keys), -1)
+        return {**index, "token_order": torch.cat((index["token_order"] + sinks, always), dim=1)}
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a question to the clusters that its tokens choose together, and to what follows the context.
@@ -255,7 +260,7 @@ class Squeezed(SparseMethod):
         """
         if layer.prefix is None and (layer.length == query.shape[2] or self.covers(layer.length)):
             return dense_attention(query, layer, scale, mask)
-        context = self._context(layer)
+        context = context_of(layer)
         if layer.prefix is None and not bool(layer.metadata["context_lengths"].any()):
             if not query.is_cuda:
                 return dense_attention(query, layer, scale, mask)
@@ -288,10 +293,10 @@ class Squeezed(SparseMethod):
         See :meth:`SparseMethod.decode` for the arguments.
         """
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
-        context = self._context(layer)
+        context = context_of(layer)
         run_indices, run_counts = self._choose(query, layer, context, scale)
         if layer.is_recorded:
-            layer.note(_tokens_read(layer, context, run_indices, run_counts))
+            layer.note(tokens_read(layer, context, run_indices, run_counts))
         out, _ = runs_decode(
             query,
             context.keys,
@@ -310,15 +315,6 @@ class Squeezed(SparseMethod):
             counter=layer.counter.totals,
         )
         return out
-
-    def _context(self, layer: SparseLayer) -> Context:
-        prefix = layer.prefix
-        if prefix is not None:
-            start = prefix.metadata["context_start"]
-            return Context(prefix.keys, prefix.values, start, layer.seq_start, prefix.metadata, None)
-        index = layer.metadata
-        tail_start = layer.seq_start + index["context_lengths"]
-        return Context(layer.keys, layer.values, layer.seq_start, tail_start, index, index["token_order"])
 
     def _choose(
         self, query: torch.Tensor, layer: SparseLayer, context: Context, scale: float
@@ -374,53 +370,3 @@ class Squeezed(SparseMethod):
         if self.token_budget is None:
             return None
         return self.token_budget - (layer.seq_end - context.tail_start - new).clamp_min(0)
-
-
-def _known_queries(layers: Sequence[SparseLayer], row: int) -> int:
-    """Return how many of a row's last queries every layer keeps."""
-    kept = [layer.recent_queries for layer in layers]
-    return min(0 if queries is None else int(queries.counts[row]) for queries in kept)
-
-
-def index_bytes(index: dict[str, torch.Tensor]) -> int:
-    """Bytes of a row's index that every decode step reads: centroids of the highest level, sizes, parents and runs."""
-    centroids = index.get("coarse_centroids", index["centroids"])
-    whole = (*(index[name] for name in ("cluster_sizes", "run_starts", "run_clusters")), index.get("coarse_sizes"))
-    whole += (index.get("parents"),)
-    return sum(part.numel() * part.element_size() for part in (centroids, *whole) if part is not None)
-
-
-def _store(layer: SparseLayer, row: int, tokens: int, index: dict[str, torch.Tensor]) -> None:
-    """Write a row's index into the layer's metadata, whose tensors have room for more."""
-    metadata = layer.metadata
-    metadata["context_lengths"][row] = tokens
-    metadata["index_bytes"][row] = index_bytes(index)
-    metadata["cluster_sizes"][row].zero_()
-    metadata["run_starts"][row].fill_(tokens)  # absent runs have no tokens
-    for name, tensor in index.items():
-        metadata[name][(row, *(slice(size) for size in tensor.shape))] = tensor
-
-
-def _tokens_read(
-    layer: SparseLayer, context: Context, run_indices: torch.Tensor, run_counts: torch.Tensor
-) -> Selection:
-    """Return the tokens of the chosen runs, and those after the context, as a selection of single tokens."""
-    batch, kv_heads = run_counts.shape
-    starts, lengths = context.clusters["run_starts"], layer.row_lengths().tolist()
-    if layer.prefix is None:
-        order, clustered = layer.metadata["token_order"], layer.metadata["context_lengths"].tolist()
-    else:
-        order, clustered = context.clusters["token_order"], [layer.prefix.tokens] * batch
-        lengths = [layer.prefix.tokens + length for length in lengths]
-    rows = []
-    for row in range(batch):
-        tail = torch.arange(clustered[row], lengths[row], dtype=torch.int32, device=starts.device)
-        for head in range(kv_heads):
-            runs = run_indices[row, head, : int(run_counts[row, head])].long()
-            begins, ends = starts[row, head][runs].tolist(), starts[row, head][runs + 1].tolist()
-            slots = [slot for begin, end in zip(begins, ends, strict=True) for slot in range(begin, end)]
-            chosen = order[row, head][torch.tensor(slots, dtype=torch.long, device=starts.device)]
-            rows.append(torch.cat((chosen.sort().values, tail)))
-    counts = torch.tensor([len(tokens) for tokens in rows], dtype=torch.int32, device=starts.device)
-    indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-    return Selection(indices.view(batch, kv_heads, -1), counts.view(batch, kv_heads), 1)

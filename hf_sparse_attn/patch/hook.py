@@ -98,6 +98,8 @@ class DecoderHooks:
     ) -> dict[str, Any]:
         """Begin a pass with a cache; return the decoder's arguments."""
         cache.recover()
+        if kwargs.get("input_ids") is not None:
+            cache.check_question(kwargs["input_ids"])
         kwargs, gap = _close_gap(cache, kwargs)
         kwargs = _behind_prefix(kwargs, cache)
         mask = _mask(kwargs)

@@ -1,5 +1,7 @@
 """Questions about a prepared context: exact at a target sparsity of 0, over one copy of its keys and values."""
 
+import copy
+
 import pytest
 import torch
 
@@ -108,6 +110,9 @@ def test_caches_share_one_copy_of_the_context(model, contexts):
                 assert batch == 1 or layer.prefix.keys.stride(0) == 0
                 assert layer.keys.shape[0] == batch
                 assert layer.capacity < CONTEXT_TOKENS
+            twin = copy.deepcopy(cache)
+            assert twin.layers[0].prefix is cache.layers[0].prefix
+            assert twin.layers[0].keys.data_ptr() != cache.layers[0].keys.data_ptr()
 
 
 @two_levels
@@ -138,7 +143,7 @@ def test_recorded_tokens_are_counted_ones_and_end_with_the_window(levels, model,
         stats = sparse_attention_stats(model)
     reads = [record.reads(layer, step) for layer in record.layers for step in range(record.num_steps)]
     assert sum(int(read.sum()) for read in reads) == stats.tokens_read
-    assert all(read[:, CONTEXT_TOKENS - 20 :].all() for read in reads)
+    assert all(read[:, CONTEXT_TOKENS - 20 :].all() and read[:, :4].all() for read in reads)
     assert reads[0].shape[1] == CONTEXT_TOKENS + 9 + 1
 
 
@@ -159,7 +164,7 @@ def test_the_realised_budget_stands_beside_the_target(contexts):
             budget = contexts(target, levels).budget
             assert budget.target_sparsity == target
             assert budget.prefill.shape == budget.decode.shape == (4, 2)
-            always = SETTINGS["window"] / CONTEXT_TOKENS
+            always = (SETTINGS["window"] + 4) / CONTEXT_TOKENS
             expected = always + (1 - always) * (1 - target)
             assert abs(budget.prefill.mean() - expected) < 0.03  # the threshold falls between clusters
 
@@ -205,13 +210,26 @@ def test_only_a_model_patched_with_the_method_reads_a_context(model, contexts):
 
 
 @torch.inference_mode()
+def test_a_prompt_that_repeats_the_context_is_refused(model, contexts, context_ids):
+    context = contexts(0.5)
+    prompt = torch.cat([context_ids, random_ids(1, 5)], dim=1)
+    with sparse_attention(model, context.method):
+        cache = context.cache()
+        with pytest.raises(ValueError, match=rf"repeat the {CONTEXT_TOKENS} tokens .* the question alone"):
+            model.generate(prompt, past_key_values=cache, **GREEDY)
+        assert cache.get_seq_length() == 0
+        model.generate(prompt.flip(1), past_key_values=cache, **GREEDY)  # as long, but other tokens
+        assert cache.get_seq_length() == CONTEXT_TOKENS + 5 + GREEDY["max_new_tokens"] - 1
+
+
+@torch.inference_mode()
 def test_padding_after_a_token_and_too_long_questions_are_refused(model, contexts):
     context, asked = contexts(0.5), questions((5, 4))
     asked["attention_mask"][1, -1] = 0
     with sparse_attention(model, context.method):
         with pytest.raises(ValueError, match="padding after a token"):
             model(**asked, past_key_values=context.cache())
-        too_long = random_ids(1, POSITIONS - CONTEXT_TOKENS + 1)
+        too_long = random_ids(1, POSITIONS - CONTEXT_TOKENS + 1, seed=3)
         with pytest.raises(ValueError, match=rf"the prompt has {POSITIONS + 1} tokens, but the model has {POSITIONS}"):
             model(too_long, past_key_values=context.cache())
 
@@ -219,7 +237,7 @@ def test_padding_after_a_token_and_too_long_questions_are_refused(model, context
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        (torch.arange(2, 22), {}, r"more than window=20 tokens.*got 20"),
+        (torch.arange(2, 26), {}, r"more than sink_tokens \+ window = 24 tokens.*got 24"),
         (torch.ones(2, 50, dtype=torch.long), {}, r"\[tokens\] or \[1, tokens\], got shape \(2, 50\)"),
         (torch.arange(2, 90), {"target_sparsity": 1.0}, "target_sparsity must be at least 0 and below 1, got 1.0"),
         (torch.arange(2, 90), {"target_sparsity": -0.1}, "target_sparsity must be at least 0 and below 1, got -0.1"),

@@ -88,11 +88,12 @@ def test_the_home_page_shows_the_picture_of_its_theme(browser: Any, address: str
     assert [source.rpartition("/")[2].partition("#")[0] for source in browser.execute_script(script)] == [shown]
 
 
-def test_a_drawing_takes_the_colours_of_the_theme(browser: Any, address: str) -> None:
+@pytest.mark.parametrize(("page", "drawing"), [("concepts", "decode-step"), ("methods/squeezed", "squeezed-lookup")])
+def test_a_drawing_takes_the_colours_of_the_theme(browser: Any, address: str, page: str, drawing: str) -> None:
     colours = []
     for scheme in ("light", "dark"):
-        open_page(browser, f"{address}/concepts/", scheme)
-        script = "return getComputedStyle(document.querySelector('#decode-step .head')).fill"
+        open_page(browser, f"{address}/{page}/", scheme)
+        script = f"return getComputedStyle(document.querySelector('#{drawing} .head')).fill"
         colours.append(browser.execute_script(script))
     assert colours == ["rgb(31, 35, 40)", "rgb(230, 237, 243)"]
 

@@ -54,7 +54,7 @@ def test_calls_that_are_listed_are_public() -> None:
 
     section = TEXT.split("\n## Use\n")[1].split("\n## ")[0]
     calls = re.findall(r"^\| `(?:with )?([\w.]+)\(", section, re.MULTILINE)
-    assert len(calls) == 6
+    assert len(calls) == 8
     for call in calls:
         name, *attributes = call.split(".")
         assert name in hf_sparse_attn.__all__
@@ -63,10 +63,19 @@ def test_calls_that_are_listed_are_public() -> None:
 
 
 def test_compare_runs(folder: Path) -> None:
-    result = CliRunner().invoke(commands, [*small(command("hf-sparse-attn"), folder), "--json"])
+    result = CliRunner().invoke(commands, ["compare", *small(command("hf-sparse-attn", "compare"), folder), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert [variant["method"] for variant in report["variants"]] == ["quest", "tokenselect"]
+
+
+def test_a_text_is_prepared_and_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for name in ("prepare", "ask"):
+        arguments = small(command("hf-sparse-attn", "context", name), folder)
+        result = CliRunner().invoke(commands, ["context", name, *arguments, "--json"])
+        assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["answers"]["squeezed"]["texts"]) == 1
 
 
 def test_the_harness_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

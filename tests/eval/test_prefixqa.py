@@ -214,6 +214,21 @@ def test_rows_of_longbench_with_one_document_are_one_context(tmp_path: Path) -> 
         longbench_rows(path)
 
 
+def test_only_the_longest_contexts_are_kept_in_their_order(tmp_path: Path) -> None:
+    texts = ["four", "ten letter", "a", "seven l"]
+    path, out = tmp_path / "rows.jsonl", tmp_path / "prefixqa.jsonl"
+    path.write_text("\n".join(json.dumps({"context": text, "input": "Q?", "answers": ["x"]}) for text in texts))
+
+    def kept(longest: int | None) -> list[str]:
+        return [row["context"] for row in make_prefixqa(out, [path], least_questions=1, longest=longest)]
+
+    assert kept(2) == ["ten letter", "seven l"]
+    assert kept(3) == ["four", "ten letter", "seven l"]
+    assert kept(9) == kept(None) == texts
+    with pytest.raises(EvalError, match="longest=0 is not allowed: at least 1"):
+        kept(0)
+
+
 def test_the_command_makes_a_file_that_the_benchmark_reads(tmp_path: Path) -> None:
     out = tmp_path / "data" / "prefixqa.jsonl"
     source, odd = squad_file(tmp_path / "train.json"), squad_file(tmp_path / "odd.json", answers=[{}])
@@ -229,6 +244,7 @@ def test_the_command_makes_a_file_that_the_benchmark_reads(tmp_path: Path) -> No
             "is not in SQuAD's format: KeyError",
         ),
         ([str(tmp_path / "train.csv"), "--out", str(out)], "train.csv is not allowed: a .json file"),
+        ([str(source), "--out", str(out), "--longest", "0"], "longest=0 is not allowed"),
     ]:
         refused = CliRunner().invoke(app, ["make-prefixqa", *arguments])
         assert refused.exit_code == 2

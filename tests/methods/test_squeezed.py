@@ -47,7 +47,7 @@ class Queries:
 
 
 def weights_of(query, centroids, sizes, among):
-    """S of one KV head (equation 2): [group, head_dim] queries, [clusters, head_dim] centroids, a mask of clusters."""
+    """S of one KV head: [group, head_dim] queries, [clusters, head_dim] centroids, a mask of clusters."""
     scores = query @ centroids.T * query.shape[1] ** -0.5
     powers = torch.exp(scores - scores[:, among].amax(1, keepdim=True)) * among
     return (powers / (powers * sizes).sum(1, keepdim=True)).mean(0)
@@ -78,7 +78,7 @@ def test_a_step_reads_the_clusters_above_the_threshold(levels, model, monkeypatc
             chosen = (weights > index["threshold"]) & among
             ends = sizes.cumsum(0)
             expected = torch.zeros(reads.shape[1], dtype=torch.bool)
-            expected[tokens:] = True
+            expected[:4] = expected[tokens:] = True
             for cluster in chosen.nonzero().flatten().tolist():
                 slots = range(int(ends[cluster] - sizes[cluster]), int(ends[cluster]))
                 expected[index["token_order"][head][list(slots)].long().cpu()] = True
@@ -103,8 +103,9 @@ def test_clusters_partition_the_prompt_and_centroids_are_their_means(model):
             for head in range(2):
                 sizes, order = index["cluster_sizes"][head], index["token_order"][head][:tokens].long()
                 assert torch.equal(order.sort().values, torch.arange(tokens, device=DEVICE))
-                assert int(sizes.sum()) == tokens
-                keys = layer.keys[row, head, start : start + tokens][order]
+                assert int(sizes.sum()) == tokens - 4
+                assert torch.equal(order[-4:], torch.arange(4, device=DEVICE))
+                keys = layer.keys[row, head, start : start + tokens][order[:-4]]
                 parts = keys.split(sizes[sizes > 0].tolist())
                 means = torch.stack([part.mean(0) for part in parts])
                 torch.testing.assert_close(index["centroids"][head][sizes > 0], means, rtol=1e-6, atol=1e-6)
@@ -216,6 +217,7 @@ def test_short_prompts_take_the_dense_path(model):
         ({"levels": 3}, ValueError, "levels must be 1 or 2, got 3"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"window": 2.0}, TypeError, "window must be a whole number"),
+        ({"sink_tokens": -1}, ValueError, "sink_tokens must be 0 or more, got -1"),
         ({"token_budget": 0}, ValueError, "token_budget must be at least 1, or None, got 0"),
         ({"dense_layers": 1}, ValueError, "dense_layers must be 0"),
         ({"seed": -1}, ValueError, "seed must be 0 or more, got -1"),

@@ -23,7 +23,7 @@ def centroid_weights(
 ) -> torch.Tensor:
     """Estimate the attention weight of a key of each cluster from the cluster's centroid.
 
-    Squeezed Attention (arXiv 2411.09688, sections 3 and 4, appendix B). For a query q and a cluster i with centroid C_i
+    Squeezed Attention (arXiv 2411.09688, appendix B). For a query q and a cluster i with centroid C_i
     and N_i keys, the estimate is exp(scale q.C_i) / sum_j N_j exp(scale q.C_j), computed with the maximum subtracted.
     The weight of the cluster is its mean over the queries that count and the query heads of the group. Query head h
     belongs to KV head h // group, group = q_heads // kv_heads.
@@ -90,13 +90,15 @@ def select_runs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the runs of the clusters that weigh more than a threshold, and the runs that are always read.
 
-    Squeezed Attention (arXiv 2411.09688, section 4). A run is a range of consecutive slots whose keys belong to one
+    Squeezed Attention (arXiv 2411.09688). A run is a range of consecutive slots whose keys belong to one
     cluster; a cluster has one run or several. A run is chosen if it has tokens, and its cluster weighs more than the
     row's threshold or is -1.
 
     With `max_tokens`, the threshold of a head whose chosen runs have more tokens is raised to the smallest of its
     weights at which they fit. Clusters of equal weight are kept or dropped together. Runs that are always read count,
     but stay even if they alone exceed `max_tokens`; with 0 or less, nothing else is chosen.
+
+    Of the tensors with three dimensions the last stride is 1, the others are free.
 
     Parameters
     ----------
@@ -115,8 +117,6 @@ def select_runs(
         int32 [batch]: greatest number of tokens that a head of the row reads. Default: no limit.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
-
-    Of the tensors with three dimensions the last stride is 1, the others are free.
 
     Returns
     -------
@@ -158,8 +158,10 @@ def lookup_runs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the runs to read for one query per row: `centroid_weights`, then `select_runs`.
 
-    Squeezed Attention (arXiv 2411.09688, sections 3 and 4), a decode step. The choice is exactly that of the two ops.
+    Squeezed Attention (arXiv 2411.09688), a decode step. The choice is exactly that of the two ops.
     Without `max_tokens` it takes fewer launches, because weights are normalized where they are compared.
+
+    Of the tensors with three or four dimensions the last stride is 1, the others are free.
 
     Parameters
     ----------
@@ -188,8 +190,6 @@ def lookup_runs(
         Factor on q.C. Default: head_dim ** -0.5.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
-
-    Of the tensors with three or four dimensions the last stride is 1, the others are free.
 
     Returns
     -------

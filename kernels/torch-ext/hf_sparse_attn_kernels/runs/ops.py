@@ -30,8 +30,8 @@ def runs_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from one query token per row to the chosen runs of its context and to the tokens after the context.
 
-    Sparse attention to the keys of the clusters that score above a threshold: Squeezed Attention (arXiv 2411.09688,
-    section 4). The keys of a context lie in slots 0 .. n - 1, those of a cluster side by side. A run is a range of at
+    Sparse attention to the keys of the clusters that score above a threshold: Squeezed Attention (arXiv
+    2411.09688). The keys of a context lie in slots 0 .. n - 1, those of a cluster side by side. A run is a range of at
     most 16 slots of one cluster. The *tail*, everything after the context, is always read. Heads choose
     very different numbers of tokens, so the work is split by tokens and not by heads. Query head h reads KV head
     h // group, group = q_heads // kv_heads.
@@ -131,7 +131,7 @@ def runs_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from the user's input to the chosen runs of the context and, causally, to the tokens after the context.
 
-    The prefill of Squeezed Attention (arXiv 2411.09688, section 4): all queries of a row share the runs of each KV
+    The prefill of Squeezed Attention (arXiv 2411.09688): all queries of a row share the runs of each KV
     head. Contexts, runs and the tail are those of `runs_decode`. The buffers already hold the keys and values of the
     input, the end of the tail.
 

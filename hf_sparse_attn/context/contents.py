@@ -1,0 +1,98 @@
+"""What a context's file holds, read without a model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_sparse_attn.context.files import Header, opened, read_layer
+from hf_sparse_attn.context.fixed import ContextBudget, first_rows
+
+KEPT = "keys and values"
+QUERIES = "queries"
+INDEX = "index"
+PARTS = {"keys": KEPT, "values": KEPT, "queries": QUERIES}
+"""Part of a file by the name of a tensor; the others are the index."""
+
+
+class FileContents(NamedTuple):
+    """Header and sizes of a context's file."""
+
+    header: Header
+    dtype: str
+    """Dtype of keys and values."""
+    kv_heads: int
+    clusters: dict[str, int]
+    """Clusters of a KV head; with two levels ``coarse_clusters`` too."""
+    thresholds: dict[str, float]
+    num_bytes: dict[str, int]
+    """Bytes of keys and values, of the index, and of the queries that calibrate."""
+
+
+def read_contents(path: Path) -> FileContents:
+    """Read header and sizes of a file, and of its tensors only the thresholds.
+
+    Raises
+    ------
+    ValueError
+        The file is damaged, cut off or no context.
+    OSError
+        The file cannot be read.
+    """
+    with opened(path) as (file, header):
+        num_bytes: Counter[str] = Counter()
+        for name in header.checksums:
+            part = PARTS.get(name.rpartition(".")[2], INDEX)
+            num_bytes[part] += math.prod(_shape(file, name)) * _dtype(file, name).itemsize
+        names = [name for name in ("coarse_threshold", "threshold") if f"layers.0.{name}" in header.checksums]
+        counts = {"coarse_clusters": "coarse_sizes", "clusters": "cluster_sizes"}
+        return FileContents(
+            header,
+            str(_dtype(file, "layers.0.keys")).removeprefix("torch."),
+            _shape(file, "layers.0.keys")[1],
+            {
+                count: _shape(file, f"layers.0.{name}")[2]
+                for count, name in counts.items()
+                if f"layers.0.{name}" in header.checksums
+            },
+            {name: float(file.get_tensor(f"layers.0.{name}")) for name in names},
+            dict(num_bytes),
+        )
+
+
+def read_budget(path: Path) -> ContextBudget:
+    """Compute the share of the context that each KV head reads, as :attr:`FixedContext.budget`, without a model.
+
+    Reads the queries and the index, layer by layer, and neither keys nor values.
+
+    Raises
+    ------
+    ValueError
+        The file is damaged, cut off or no context.
+    OSError
+        The file cannot be read.
+    """
+    with opened(path) as (file, header):
+
+        def layers() -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+            for number in range(header.num_layers):
+                tensors = read_layer(file, number, header, path, without=("keys", "values", "token_order"))
+                queries = tensors.pop(QUERIES)
+                yield queries, first_rows(tensors)
+
+        return ContextBudget.measure(header.method.target_sparsity, header.num_tokens, layers())
+
+
+def _shape(file: Any, name: str) -> list[int]:
+    shape: list[int] = file.get_slice(name).get_shape()
+    return shape
+
+
+def _dtype(file: Any, name: str) -> torch.dtype:
+    dtype: torch.dtype = file.get_slice(name)[:0].dtype
+    return dtype
