@@ -201,6 +201,29 @@ def test_the_page_shows_tokenselect_where_it_was_measured(tmp_path):
     assert "2026-02-03" in page
 
 
+def test_the_page_shows_squeezed_attention_where_it_was_measured(tmp_path):
+    quest = report(entry(LONG, 10.0, 20.0))
+    assert "Squeezed" not in performance.tables(results_tree(tmp_path / "without", [quest]))
+    prefill = Shape(32, 32, 128, 1, 1 << 19, queries=1024)
+    alone, shared = (Shape(32, 8, 128, batch, 1 << 17, shared=batch > 1) for batch in (1, 8))
+    steps = [
+        entry(prefill, 3400.0, 15000.0, *registry.SQUEEZED_PREFILL_STEP),
+        entry(shared, 150.0, 450.0, *registry.SQUEEZED_STEP),
+        entry(alone, 40.0, 120.0, *registry.SQUEEZED_STEP),
+        entry(alone, 10.0, 120.0, "lookup_runs", ""),
+    ]
+    new = report(*steps)
+    new["settings"] |= {"sparsity": 0.9, "clusters": 0.05, "window": 100, "tail_tokens": 256}
+    page = performance.tables(results_tree(tmp_path / "with", [results.merged(quest, new)]))
+    assert "## Squeezed Attention, NVIDIA H200" in page
+    assert "5% as many clusters as keys. 90% of the clustered tokens" in page
+    assert "| 32/32 | 128 | 1024 | 512K | 3.400 | 15.00 | SDPA cuDNN | 4.41 | 3400.00 |" in page
+    first = page.index("| 32/8 | 128 | 1 | 128K | 40.0 | 120.0 | SDPA cuDNN | 3.00 | 40.00 | 45.0 | 125.0 | 2.78 |")
+    assert first < page.index("| 32/8 | 128 | 8, shared | 128K | 150.0 | 450.0 | SDPA cuDNN | 3.00 |")
+    assert page.index("page bounds") < page.index("## Squeezed Attention") < page.index("`generate()`")
+    assert " 10.0 |" not in page[page.index("## Squeezed Attention") : page.index("`generate()`")]
+
+
 def test_the_page_names_the_versions_and_dates_of_the_entries_shown(tmp_path):
     old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0))
     new = report(entry(LONG, 5.0, 20.0))

@@ -11,6 +11,7 @@ from op_bench.break_even import break_even, speed_ratios, step_ratios
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
 from op_bench.results import NOMINAL_BYTES_PER_SECOND, Record, ResultsError, read, shape_of
+from op_bench.squeezed_tables import squeezed_part
 from op_bench.tables import even_cell, measured_with, shape_cells, step_cells, table
 from op_bench.token_tables import token_part
 
@@ -34,6 +35,7 @@ def tables(root: Path) -> str:
             label = f"Time of a decode step of one layer against length, {report['machine']['device']}"
             parts.append("\n".join(f"![{label}](assets/{_figure(stem, name)}#only-{name})" for name in THEMES) + "\n")
         parts += token_part(report)
+        parts += squeezed_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:

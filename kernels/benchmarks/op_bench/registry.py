@@ -12,6 +12,8 @@ __all__ = [
     "CHUNK_STEP",
     "ENTRIES",
     "FAMILIES",
+    "SQUEEZED_PREFILL_STEP",
+    "SQUEEZED_STEP",
     "STEP",
     "TOKEN_STEPS",
     "Entry",
@@ -28,6 +30,10 @@ TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice
 """The entries of TokenSelect's decode step in tables: without the selection cache, and with a hit."""
 CHUNK_STEP = ("tokenselect_chunk", "")
 """The entry of TokenSelect's prefill in tables."""
+SQUEEZED_STEP = ("squeezed_step", "")
+"""The entry of Squeezed Attention's decode step in tables."""
+SQUEEZED_PREFILL_STEP = ("squeezed_prefill", "")
+"""The entry of Squeezed Attention's prefill in tables."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:

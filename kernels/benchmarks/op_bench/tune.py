@@ -16,7 +16,7 @@ from op_bench.squeezed_entries import SQUEEZED_DECODE
 from op_bench.timing import capture, time_layers
 from op_bench.token_entries import TOKEN_DECODE
 
-MOST_TOKENS = 1 << 23
+MOST_TOKENS = 1 << 24
 """Tokens of all rows and KV heads together; longer shapes take the choices of the nearest."""
 TIMED_WITH: dict[str, tuple[Family, str]] = {
     "score": (QUEST, "append_and_select"),
@@ -24,9 +24,12 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "sparse_decode": (QUEST, "sparse_decode"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
-    "runs_decode": (SQUEEZED_DECODE, "runs_decode"),
+    "runs_decode": (SQUEEZED_DECODE, "squeezed_step"),
 }
-"""The op whose time decides, in its 8-bit variant if it has one."""
+"""The op whose time decides, in its 8-bit variant if it has one.
+
+For `runs_decode` it is the whole step: when its programs start depends on the kernel before.
+"""
 FAMILIES = tuple(dict.fromkeys(family for family, _ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
 LAYERS = 8

@@ -28,8 +28,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
-    # Tokens in a tile, programs for each multiprocessor, warps in a program, and tiles in flight.
-    "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 8, "stages": 3},
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and waves of programs: in
+    # several, shares are smaller, so that a program that starts late delays the end less.
+    "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "waves": 1},
 }
 
 
@@ -64,17 +65,15 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         (32, 4, 2, 2, 1), (32, 4, 4, 2, 1), (32, 8, 4, 1, 1), (32, 8, 2, 1, 1), (64, 4, 4, 1, 1)
     ),
     "runs_decode": [
-        {"block_n": block_n, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
+        {"block_n": block_n, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages, "waves": waves}
         for block_n, per_multiprocessor, warps, stages in (
-            (64, 2, 8, 3),
-            (64, 2, 8, 4),
             (64, 2, 4, 3),
             (64, 2, 4, 4),
-            (64, 3, 4, 3),
+            (64, 3, 2, 3),
             (32, 4, 4, 3),
             (32, 4, 4, 4),
-            (128, 1, 8, 4),
         )
+        for waves in (1, 2, 4)
     ],
 }
 

@@ -37,6 +37,7 @@ CHOICES = [
     *(candidate if candidate in (CANDIDATES[0], CANDIDATES[-1]) else grid(candidate) for candidate in CANDIDATES),
     {"block_n": 16, "per_multiprocessor": 1, "warps": 4, "stages": 1},  # several tiles and pairs for each program
     {"block_n": 32, "per_multiprocessor": 16, "warps": 4, "stages": 1},  # fewer tiles than programs
+    {"block_n": 16, "per_multiprocessor": 1, "warps": 4, "stages": 1, "waves": 3},
 ]
 
 

@@ -32,6 +32,7 @@ class Scores(NamedTuple):
     maxima: torch.Tensor  # float32 [batch * q_heads, splits], of the scores of a split
     sums: torch.Tensor  # float32 [batch * q_heads, splits], of size * 2 ** (score - maximum)
     counts: torch.Tensor  # int32 [pairs, splits], of clusters that take part
+    chosen: torch.Tensor  # int32 [pairs, tiles of runs]: -1, for the number of runs that a later kernel chooses in each
 
     @property
     def width(self) -> int:
@@ -75,10 +76,12 @@ def decode_scores_kernel(
     maxima_ptr,  # [pairs * group, splits]
     sums_ptr,  # [pairs * group, splits]
     counts_ptr,  # [pairs, splits]
+    chosen_ptr,  # [pairs, run_tiles]
     kv_heads,
     group,
     clusters,
     width,
+    run_tiles,
     scale_log2,
     query_stride_b,
     query_stride_h,
@@ -92,6 +95,7 @@ def decode_scores_kernel(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PREFETCHED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Score one split of the clusters for all query heads of a pair of row and KV head; grid (splits, pairs)."""
@@ -166,6 +170,9 @@ def decode_scores_kernel(
     tl.store(maxima_ptr + at, maxima, mask=in_group)
     tl.store(sums_ptr + at, sums, mask=in_group)
     tl.store(counts_ptr + pair * splits + split, tl.sum(counted))
+    if BLOCK_T > 0:
+        tile = split + tl.arange(0, BLOCK_T) * splits
+        tl.store(chosen_ptr + pair * run_tiles + tile, tl.full((BLOCK_T,), -1, tl.int32), mask=tile < run_tiles)
 
 
 @triton.jit
@@ -232,7 +239,9 @@ def decode_weights_kernel(
     tl.store(weights_ptr + pair * clusters + cluster, weights, mask=exists)
 
 
-def score_clusters(query: torch.Tensor, centroids: torch.Tensor, clusters: Clusters, scale: float) -> Scores:
+def score_clusters(
+    query: torch.Tensor, centroids: torch.Tensor, clusters: Clusters, scale: float, run_tiles: int = 0
+) -> Scores:
     """Launch the kernel that scores all clusters for a query [batch, q_heads, 1, head_dim]."""
     batch, q_heads, _, head_dim = query.shape
     kv_heads, num_clusters = centroids.shape[1:3]
@@ -247,6 +256,7 @@ def score_clusters(query: torch.Tensor, centroids: torch.Tensor, clusters: Clust
         maxima,
         sums,
         torch.empty((pairs, splits), dtype=torch.int32, device=device),
+        torch.empty((pairs, run_tiles), dtype=torch.int32, device=device),
     )
     block_g = max(SCORED["block_g"], next_power_of_2(group))
     decode_scores_kernel[(splits, pairs)](
@@ -258,6 +268,7 @@ def score_clusters(query: torch.Tensor, centroids: torch.Tensor, clusters: Clust
         group,
         num_clusters,
         scored.width,
+        run_tiles,
         scale * math.log2(math.e),
         *query.stride()[:2],
         *centroids.stride()[:3],
@@ -268,6 +279,7 @@ def score_clusters(query: torch.Tensor, centroids: torch.Tensor, clusters: Clust
         BLOCK_D=block_d,
         DOT_DTYPE=dot_dtype(query.dtype),
         PREFETCHED=PREFETCHED_TILES,
+        BLOCK_T=next_power_of_2(cdiv(run_tiles, splits)) if run_tiles else 0,
         num_warps=SCORED["warps"] if block_g <= 16 else 2 * SCORED["warps"],
         num_stages=2 if query.element_size() == 4 else SCORED["stages"],
         **launch_options(device),

@@ -9,12 +9,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._check import check_triton
 from .._topk import _ranks
-from .._triton import launch_options, next_power_of_2
+from .._triton import cdiv, launch_options, next_power_of_2
 from .clusters import Clusters
 from .decode import Scores, normalize, normalizers, score_clusters, weights_of
 from .select import select_runs
 
-CHOSEN = {"block_r": 8192, "warps": 32}
+CHOSEN = {"block_r": 1024, "warps": 8}
 ABSENT = tl.constexpr(-2)
 
 
@@ -34,6 +34,7 @@ def choose_runs_kernel(
     maxima_ptr,  # [pairs * group, splits]
     sums_ptr,  # [pairs * group, splits]
     counts_ptr,  # [pairs, splits]
+    chosen_ptr,  # [pairs, tiles]
     starts_ptr,
     clusters_ptr,
     threshold_ptr,  # [batch]
@@ -52,46 +53,57 @@ def choose_runs_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the chosen runs of a pair, a -1 for each other run behind them, and two counts; grid (pairs,)."""
-    pair = tl.program_id(0).to(tl.int64)
+    """Write the chosen runs of a tile behind those of the tiles before it, and a -1 for each other run at the end.
+
+    Grid (tiles, pairs). A tile's place depends on what the tiles before it choose. Each program publishes its number
+    and waits for theirs: they belong to programs of lower index, which start earlier.
+    """
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
     starts_ptr += row * starts_stride_b + head * starts_stride_h
     clusters_ptr += row * clusters_stride_b + head * clusters_stride_h
     indices_ptr += pair * num_runs
-    lanes = tl.arange(0, BLOCK_R)
+    runs = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     # The runs and the threshold are loaded while the scores are still computed. The kernel before this one, which
     # computes the scores, does not write them. Kernels before that one have finished and are visible: each program of
     # the score kernel waits for them before it lets this kernel start.
-    owner = _owners(lanes, num_runs, starts_ptr, clusters_ptr)
+    owner = _owners(runs, num_runs, starts_ptr, clusters_ptr)
     bound = tl.load(threshold_ptr + row)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    every = tl.arange(0, BLOCK_S)
-    taking_part = tl.load(counts_ptr + pair * splits + every, mask=every < splits, other=0)
-    tl.store(clusters_read_ptr + pair, tl.sum(taking_part))
     tops, shares = normalizers(maxima_ptr, sums_ptr, pair, group, splits, BLOCK_G, BLOCK_S)
     scores_ptr += pair * group * width
-    chosen_before = 0
-    for first in range(0, num_runs, BLOCK_R):
-        next_owner = _owners(first + BLOCK_R + lanes, num_runs, starts_ptr, clusters_ptr)
-        weight = weights_of(tl.maximum(owner, 0), owner >= 0, scores_ptr, width, tops, shares, group, BLOCK_G)
-        chosen = (owner == -1) | ((owner >= 0) & (weight > bound))
-        runs = first + lanes
-        rank = chosen_before + _ranks(chosen, BLOCK_R)
-        # Of the runs up to this one, `runs - rank` are not chosen: that many -1 end the indices.
-        slot = tl.where(chosen, rank, num_runs - 1 - (runs - rank))
-        tl.store(indices_ptr + slot, tl.where(chosen, runs, -1), mask=runs < num_runs)
-        chosen_before += tl.sum(chosen.to(tl.int32))
-        owner = next_owner
-    tl.store(run_counts_ptr + pair, chosen_before)
+    weight = weights_of(tl.maximum(owner, 0), owner >= 0, scores_ptr, width, tops, shares, group, BLOCK_G)
+    chosen = (owner == -1) | ((owner >= 0) & (weight > bound))
+    number = tl.sum(chosen.to(tl.int32))
+    tl.atomic_xchg(chosen_ptr + pair * tiles + tile, number, sem="relaxed")
+    rank = _ranks(chosen, BLOCK_R)
+    earlier = tl.arange(0, BLOCK_T)
+    earlier_at = chosen_ptr + pair * tiles + earlier
+    numbers = tl.load(earlier_at, mask=earlier < tile, other=0, volatile=True)
+    while tl.min(numbers, axis=0) < 0:
+        numbers = tl.load(earlier_at, mask=earlier < tile, other=0, volatile=True)
+    before = tl.sum(numbers)
+    rank += before
+    # Of the runs up to this one, `runs - rank` are not chosen: that many -1 end the indices.
+    slot = tl.where(chosen, rank, num_runs - 1 - (runs - rank))
+    tl.store(indices_ptr + slot, tl.where(chosen, runs, -1), mask=runs < num_runs)
+    if tile == tiles - 1:
+        tl.store(run_counts_ptr + pair, before + number)
+        every = tl.arange(0, BLOCK_S)
+        taking_part = tl.load(counts_ptr + pair * splits + every, mask=every < splits, other=0)
+        tl.store(clusters_read_ptr + pair, tl.sum(taking_part))
 
 
 def _choose(
-    scored: Scores, run_starts: torch.Tensor, run_clusters: torch.Tensor, threshold: torch.Tensor
+    scored: Scores, run_starts: torch.Tensor, run_clusters: torch.Tensor, threshold: torch.Tensor, block_r: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the kernel that chooses runs by scores."""
     batch, kv_heads, num_runs = run_clusters.shape
@@ -100,8 +112,8 @@ def _choose(
     indices = torch.empty((batch, kv_heads, num_runs), dtype=torch.int32, device=device)
     run_counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
     clusters_read = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
-    block_r = max(32, min(CHOSEN["block_r"], next_power_of_2(num_runs)))
-    choose_runs_kernel[(pairs,)](
+    tiles = scored.chosen.shape[1]
+    choose_runs_kernel[(tiles, pairs)](
         *scored,
         run_starts,
         run_clusters,
@@ -119,6 +131,7 @@ def _choose(
         BLOCK_R=block_r,
         BLOCK_G=next_power_of_2(group),
         BLOCK_S=next_power_of_2(scored.splits),
+        BLOCK_T=next_power_of_2(tiles),
         num_warps=max(1, min(CHOSEN["warps"], block_r // 128)),
         **launch_options(device),
     )
@@ -144,9 +157,12 @@ def lookup_runs(
     batch, _, head_dim = query.shape
     scale = head_dim**-0.5 if scale is None else scale
     clusters = Clusters(cluster_sizes, parents, parent_weights, parent_threshold)
-    scored = score_clusters(query[:, :, None], centroids, clusters, scale)
+    num_runs = run_clusters.shape[2]
+    block_r = max(32, min(CHOSEN["block_r"], next_power_of_2(num_runs)))
+    run_tiles = cdiv(num_runs, block_r) if max_tokens is None else 0
+    scored = score_clusters(query[:, :, None], centroids, clusters, scale, run_tiles)
     if max_tokens is None:
-        return _choose(scored, run_starts, run_clusters, threshold)
+        return _choose(scored, run_starts, run_clusters, threshold, block_r)
     weights = normalize(scored, None, batch, centroids.shape[2])
     chosen = select_runs(weights, cluster_sizes, run_starts, run_clusters, threshold, max_tokens=max_tokens)
     return *chosen, scored.counts.sum(dim=1, dtype=torch.int32).view(batch, -1)

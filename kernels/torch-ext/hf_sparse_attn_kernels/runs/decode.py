@@ -51,9 +51,11 @@ def runs_decode(
     # One tile of K and one of V: at most 64 KiB, times the stages in flight.
     block_n = max(MAX_RUN, min(config["block_n"], 32768 // (block_d * keys.element_size())))
     most_tiles = pairs * (cdiv(runs, block_n // MAX_RUN) + cdiv(capacity, block_n))
-    programs = min(config["per_multiprocessor"] * multiprocessors(query.device), most_tiles)
+    at_once = config["per_multiprocessor"] * multiprocessors(query.device)
+    programs = min(config["waves"] * at_once, most_tiles)
     block_pairs = next_power_of_2(pairs)
-    # Shares are equal, so all programs must run at once: none may take more registers than leave room for the others.
+    # Shares are equal, so all programs of a wave must run at once: none may take more registers than leave room for the
+    # others.
     threads = 32 * config["warps"] * config["per_multiprocessor"]
     options = launch_options(query.device)
 

@@ -260,7 +260,7 @@ def runs_decode_kernel(
 
     if COUNT:
         tl.atomic_add(counter_ptr, tl.sum(read, axis=0).to(tl.int64), sem="relaxed")
-        if program == 0:
+        if program == tl.num_programs(0) - 1:  # which never has more tiles than the others
             every = tl.arange(0, PAIRS)
             row = every // kv_heads
             lengths_at = lengths_ptr + row * lengths_stride_b + every % kv_heads * lengths_stride_h
@@ -302,7 +302,8 @@ def merge_partials_kernel(
     PDL: tl.constexpr,
 ):
     """Merge the partial results of a query head by their log-sum-exp, BLOCK_S at a time; grid (pairs, group)."""
-    wait_for_previous_kernel(PDL)
+    # The kernel before this one, which computes the partial results, does not write the counts. Kernels before that one
+    # have finished and are visible: each of its programs waits for them before it lets this kernel start.
     pair = tl.program_id(0)
     query_head = tl.program_id(1)
     ends = _tile_ends(run_counts_ptr, start_ptr, end_ptr, kv_heads, pairs, BLOCK_N // MAX_RUN, BLOCK_N, PAIRS)
@@ -315,6 +316,7 @@ def merge_partials_kernel(
     first_slot = _program_of(first, each, more) + pair
     stop_slot = tl.where(first < last, _program_of(last - 1, each, more) + pair + 1, first_slot)
 
+    wait_for_previous_kernel(PDL)
     lanes = tl.arange(0, BLOCK_S)
     dims = tl.arange(0, BLOCK_D)
     dim_mask = dims < HEAD_DIM

@@ -29,11 +29,11 @@ class Tiles(NamedTuple):
 
 
 NARROW = Tiles(128, 128, 8, 3, 1)  # 16-bit, head_dim at most 64
-MEDIUM = Tiles(128, 128, 8, 3, 1)  # 16-bit, head_dim at most 128
+MEDIUM = Tiles(128, 64, 8, 5, 1)  # 16-bit, head_dim at most 128
 WIDE = Tiles(128, 32, 8, 3, 1)  # 16-bit, head_dim at most 256
 FLOAT32 = Tiles(16, 32, 8, 3, 2)  # no tensor cores: products of small tiles
 
-WAVES = 4
+WAVES = 3
 """Units of work for each program that runs at the same time. More balance better, fewer have less to merge."""
 LEAST_TILES = 8
 """Tiles of keys in a unit, at least: writing and merging a partial result takes as long as several tiles."""
