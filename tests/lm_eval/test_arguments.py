@@ -54,7 +54,10 @@ def _parsed(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "quset"}, "unknown method 'quset' (did you mean 'quest'?); known: full, quest, tokenselect"),
+        (
+            {"method": "quset"},
+            "unknown method 'quset' (did you mean 'quest'?); known: full, quest, ",
+        ),
         ({"method": "quest", "token_budget": 0}, "quest: token_budget must be at least 1, got 0"),
         ({"token_budget": "abc"}, "token_budget must be a whole number, got 'abc'"),
         ({"token_budget": 0.5}, "token_budget must be a whole number, got 0.5"),

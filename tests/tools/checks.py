@@ -10,17 +10,25 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_sparse_attn import METHODS, sparse_attention, sparse_attention_stats
-from tests.models import POSITIONS, make_model, random_ids
+from tests.models import COVERING, POSITIONS, SPARSE, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
-COVERS_ALL = {"token_budget": POSITIONS}
-SMALL = {"token_budget": 48}
 SPARSE_METHODS = [name for name, method in METHODS.items() if method.sparse_phases]
 sparse_methods = pytest.mark.parametrize("method_name", SPARSE_METHODS)
 quest_first = pytest.mark.parametrize(
     "method_name", [name if name == "quest" else pytest.param(name, marks=pytest.mark.grid) for name in SPARSE_METHODS]
 )
 """For tools that every method meets in the same place: ``make test`` runs Quest, CI all."""
+
+
+def covers_all(method_name: str) -> dict[str, Any]:
+    """Return hyperparameters with which a method reads everything."""
+    return {"token_budget": POSITIONS, **COVERING.get(method_name, {})}
+
+
+def small(method_name: str) -> dict[str, Any]:
+    """Return hyperparameters with which a method leaves most of some hundred tokens out."""
+    return {"token_budget": 48, **SPARSE.get(method_name, {})}
 
 
 def exact_model(**overrides: Any) -> PreTrainedModel:
@@ -54,12 +62,12 @@ def check_tool(run: Callable[[], Any], model: PreTrainedModel, method_name: str)
         The method to patch it with.
     """
     expected = run()
-    with sparse_attention(model, method_name, **COVERS_ALL):
+    with sparse_attention(model, method_name, **covers_all(method_name)):
         assert_same(run(), expected)
         stats = sparse_attention_stats(model)
         assert stats.decode_steps > 0
         assert stats.kv_bytes == stats.dense_bytes > 0
-    with sparse_attention(model, method_name, **SMALL):
+    with sparse_attention(model, method_name, **small(method_name)):
         run()
         stats = sparse_attention_stats(model)
         assert stats.decode_steps > 0

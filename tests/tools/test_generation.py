@@ -9,13 +9,13 @@ from transformers import GenerationConfig, WatermarkingConfig
 from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from tests.models import random_ids
 from tests.tools.checks import (
-    COVERS_ALL,
     GREEDY,
-    SMALL,
     check_tool,
+    covers_all,
     exact_model,
     padded_batch,
     quest_first,
+    small,
     sparse_methods,
 )
 
@@ -78,7 +78,7 @@ def test_a_patched_assistant_drafts_sparsely_for_a_dense_model(method_name, mode
     """The generated text is the dense model's, whatever the draft."""
     expected = model.generate(**PROMPT, **GREEDY)
     assistant = make_assistant(seed=1, num_hidden_layers=3)
-    patch_model(assistant, method_name, **SMALL)
+    patch_model(assistant, method_name, **small(method_name))
     assert torch.equal(model.generate(**PROMPT, assistant_model=assistant, **GREEDY), expected)
     stats = sparse_attention_stats(assistant)
     assert stats.decode_steps > 0
@@ -94,11 +94,11 @@ def test_a_model_drafts_sparsely_for_itself(method_name, model):
     draft.generation_config = make_assistant().generation_config
     passes = []
     hook = model.model.register_forward_hook(lambda *args: passes.append(1))
-    for budget in (COVERS_ALL, SMALL):
+    for budget in (covers_all, small):
         passes.clear()
-        patch_model(draft, method_name, **budget)
+        patch_model(draft, method_name, **budget(method_name))
         assert torch.equal(model.generate(**PROMPT, assistant_model=draft, **GREEDY), expected)
-        if budget is COVERS_ALL:
+        if budget is covers_all:
             assert len(passes) == 2  # all drafts are right: five tokens and one, then the rest
     hook.remove()
     assert sparse_attention_stats(draft).kv_fraction < 1
@@ -111,8 +111,8 @@ def test_a_patched_model_with_an_assistant(assistant_is_patched, method_name, mo
     expected = model.generate(**PROMPT, **GREEDY)
     assistant = make_assistant(seed=1, num_hidden_layers=3)
     if assistant_is_patched:
-        patch_model(assistant, method_name, **SMALL)
-    with sparse_attention(model, method_name, **COVERS_ALL):
+        patch_model(assistant, method_name, **small(method_name))
+    with sparse_attention(model, method_name, **covers_all(method_name)):
         assert torch.equal(model.generate(**PROMPT, assistant_model=assistant, **GREEDY), expected)
         assert torch.equal(model.generate(**PROMPT, assistant_model=model, **GREEDY), expected)
 
@@ -120,7 +120,7 @@ def test_a_patched_model_with_an_assistant(assistant_is_patched, method_name, mo
 @sparse_methods
 def test_early_exit(method_name, model):
     expected = model.generate(**PROMPT, **GREEDY)
-    with sparse_attention(model, method_name, **COVERS_ALL):
+    with sparse_attention(model, method_name, **covers_all(method_name)):
         assert torch.equal(model.generate(**PROMPT, assistant_early_exit=3, **GREEDY), expected)
     assert model.config.num_hidden_layers == 4
 
@@ -142,14 +142,14 @@ def test_steps_between_the_guesses_of_prompt_lookup_are_sparse(method_name, mode
     ids=lambda options: next(reversed(options)),
 )
 def test_modes_that_transformers_has_given_up_are_its_own_error(options, model):
-    with sparse_attention(model, "quest", **SMALL), pytest.raises(ValueError, match="trust_remote_code=True"):
+    with sparse_attention(model, "quest", **small("quest")), pytest.raises(ValueError, match="trust_remote_code=True"):
         model.generate(**PROMPT, **{**GREEDY, **options})
 
 
 @pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "quantized"])
 def test_caches_of_another_kind_are_refused(name, model):
     with (
-        sparse_attention(model, "quest", **SMALL),
+        sparse_attention(model, "quest", **small("quest")),
         pytest.raises(ValueError, match=rf"cache_implementation='{name}' .* allowed: None, 'dynamic', 'static'"),
     ):
         model.generate(**PROMPT, cache_implementation=name, **GREEDY)
@@ -159,7 +159,7 @@ def test_caches_of_another_kind_are_refused(name, model):
 def test_continuous_batching_is_refused(method_name):
     model = exact_model()
     config = GenerationConfig(max_new_tokens=3, eos_token_id=-1, pad_token_id=0)
-    patch_model(model, method_name, **SMALL)
+    patch_model(model, method_name, **small(method_name))
     with pytest.raises(ValueError, match=r"continuous batching .* call generate\(\)"):
         model.generate_batch(PROMPT["input_ids"].tolist(), generation_config=config)
     with pytest.raises(ValueError, match=r"continuous batching .* call generate\(\)"):

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traini
 
 from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from tests.models import make_model, random_ids
-from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, padded_batch, sparse_methods
+from tests.tools.checks import GREEDY, check_tool, covers_all, exact_model, padded_batch, small, sparse_methods
 
 CASTS = {
     "half": lambda model: model.half(),
@@ -21,7 +21,7 @@ def test_casting_a_patched_model(name, method_name):
     """Casting a model casts RoPE's frequencies too, so values derived from them are recomputed."""
     cast, prompt = CASTS[name], padded_batch()
     stock = cast(make_model("llama"))
-    model = patch_model(make_model("llama"), method_name, **COVERS_ALL)
+    model = patch_model(make_model("llama"), method_name, **covers_all(method_name))
     model.generate(**prompt, **GREEDY)
     assert cast(model).dtype == stock.dtype != torch.float32
     assert torch.equal(model.generate(**prompt, **GREEDY), stock.generate(**prompt, **GREEDY))
@@ -34,7 +34,7 @@ def test_a_patched_model_is_saved_as_a_stock_one(method_name, tmp_path):
     model, prompt = exact_model(), padded_batch()
     expected = model.generate(**prompt, **GREEDY)
     model.save_pretrained(tmp_path / "stock")
-    patch_model(model, method_name, **SMALL)
+    patch_model(model, method_name, **small(method_name))
     model.generate(**prompt, **GREEDY)
     model.save_pretrained(tmp_path / "patched")
     files = {file.name: file.read_bytes() for file in (tmp_path / "stock").iterdir()}
@@ -47,14 +47,14 @@ def test_a_patched_model_is_saved_as_a_stock_one(method_name, tmp_path):
 @sparse_methods
 def test_a_model_of_a_patched_models_configuration_is_not_silently_dense(method_name):
     model, prompt = exact_model(), padded_batch()
-    patch_model(model, method_name, **SMALL)
+    patch_model(model, method_name, **small(method_name))
     other = LlamaForCausalLM(model.config).double().eval()
     for use_cache in (True, False):
         with pytest.raises(ValueError, match=r"belongs to a model that is not patched; .* copied from a patched model"):
             other.generate(**prompt, use_cache=use_cache, **GREEDY)
     other.load_state_dict(model.state_dict())
     expected = model.generate(**prompt, **GREEDY)
-    patch_model(other, method_name, **SMALL)
+    patch_model(other, method_name, **small(method_name))
     assert torch.equal(other.generate(**prompt, **GREEDY), expected)
     unpatch_model(other)
     other.set_attn_implementation("sdpa")
@@ -74,7 +74,7 @@ def test_the_trainer_evaluates_and_predicts(method_name, tmp_path):
     arguments = TrainingArguments(tmp_path, report_to=[], use_cpu=True, per_device_eval_batch_size=2, disable_tqdm=True)
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
     expected, predictions = trainer.evaluate()["eval_loss"], torch.tensor(trainer.predict(rows).predictions)
-    patch_model(model, method_name, **COVERS_ALL)
+    patch_model(model, method_name, **covers_all(method_name))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(torch.tensor(trainer.predict(rows).predictions), predictions, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"training mode; sparse attention is for inference: call model.eval\(\)"):
@@ -87,7 +87,7 @@ def test_a_compiled_model(method_name):
     model = exact_model(num_hidden_layers=3)
     prompt = {"input_ids": random_ids(1, 150), "attention_mask": torch.ones(1, 150, dtype=torch.long)}
     options = {**GREEDY, "max_new_tokens": 4, "cache_implementation": "static"}
-    with sparse_attention(model, method_name, **SMALL):
+    with sparse_attention(model, method_name, **small(method_name)):
         expected = model.generate(**prompt, **options)
         stats = sparse_attention_stats(model)
         torch._dynamo.reset()

@@ -6,7 +6,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from transformers import AutoModelForCausalLM
 
 from hf_sparse_attn import SparseCache, patch_model
-from tests.tools.checks import GREEDY, SMALL, check_tool, exact_model, padded_batch, quest_first, sparse_methods
+from tests.tools.checks import GREEDY, check_tool, exact_model, padded_batch, quest_first, small, sparse_methods
 
 LAYERS = {f"model.layers.{layer}": "cpu" if layer < 2 else "disk" for layer in range(4)}
 DEVICE_MAP = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", **LAYERS, "model.norm": "cpu", "lm_head": "cpu"}
@@ -56,7 +56,7 @@ def test_offloaded_weights(make, method_name, tmp_path):
 @sparse_methods
 def test_offloading_a_patched_model(method_name, tmp_path):
     prompt = padded_batch()
-    model = patch_model(exact_model(), method_name, **SMALL)
+    model = patch_model(exact_model(), method_name, **small(method_name))
     expected = model.generate(**prompt, **GREEDY)
     disk_offload(model, tmp_path, torch.device("cpu"))
     cache = SparseCache.for_model(model)

@@ -8,7 +8,7 @@ import torch
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.patched import is_patched, patched_method
-from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, padded_batch, sparse_methods
+from tests.tools.checks import GREEDY, check_tool, covers_all, exact_model, padded_batch, small, sparse_methods
 
 PEFT_CONFIGS = {
     "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
@@ -48,7 +48,7 @@ def test_a_peft_model_is_patched_through_its_base_model(peft_type, method_name):
     model = wrap(peft_type)
     prompt = padded_batch() if peft_type in IN_THE_MODEL else one_prompt()
     expected = model.generate(**prompt, **GREEDY)
-    assert patch_model(model, method_name, **COVERS_ALL) is model
+    assert patch_model(model, method_name, **covers_all(method_name)) is model
     assert is_patched(model)
     assert is_patched(model.get_base_model())
     assert torch.equal(model.generate(**prompt, **GREEDY), expected)
@@ -71,7 +71,7 @@ def test_a_patched_model_can_be_wrapped(method_name, tmp_path):
     dense = exact_model().generate(**prompt, **GREEDY)
     expected = wrap("lora").generate(**prompt, **GREEDY)
     assert not torch.equal(dense, expected)
-    model = wrap("lora", patch_model(exact_model(), method_name, **COVERS_ALL))
+    model = wrap("lora", patch_model(exact_model(), method_name, **covers_all(method_name)))
     assert torch.equal(model.generate(**prompt, **GREEDY), expected)
     with model.disable_adapter():
         assert torch.equal(model.generate(**prompt, **GREEDY), dense)
@@ -86,7 +86,7 @@ def test_merging_adapters(is_patched_first, method_name):
     prompt, model = padded_batch(), wrap("lora")
     expected = model.generate(**prompt, **GREEDY)
     if is_patched_first:
-        patch_model(model, method_name, **SMALL)
+        patch_model(model, method_name, **small(method_name))
     merged = model.merge_and_unload()
     assert is_patched(merged) is is_patched_first
     if is_patched_first:
@@ -109,7 +109,7 @@ def test_transformers_own_adapters(method_name):
 @pytest.mark.parametrize("peft_type", IN_THE_PROMPT)
 def test_learned_tokens_stand_before_the_padding_of_a_batch(peft_type):
     model = wrap(peft_type)
-    patch_model(model, "quest", **SMALL)
+    patch_model(model, "quest", **small("quest"))
     with pytest.raises(ValueError, match="if a PEFT model puts learned tokens before the padding, use prompts"):
         model.generate(**padded_batch(), **GREEDY)
     model.generate(**one_prompt(), **GREEDY)
@@ -120,14 +120,14 @@ def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
     """RoPE has no positions for a learned prefix's keys."""
     model = wrap("prefix")
     with pytest.raises(ValueError, match=r"'tokenselect' caches keys before RoPE, .* with a learned prefix"):
-        patch_model(model, "tokenselect", **SMALL)
+        patch_model(model, "tokenselect", **small("tokenselect"))
     assert not is_patched(model)
 
 
 def test_a_learned_prefix_for_a_model_that_was_patched_before():
-    model = wrap("prefix", patch_model(exact_model(), "quest", **COVERS_ALL))
+    model = wrap("prefix", patch_model(exact_model(), "quest", **covers_all("quest")))
     with pytest.raises(TypeError, match=r"got DynamicCache; .* prefix tuning, patch the PEFT model"):
         model.generate(**one_prompt(), **GREEDY)
     expected = unpatch_model(model).generate(**one_prompt(), **GREEDY)
-    patch_model(model, "quest", **COVERS_ALL)
+    patch_model(model, "quest", **covers_all("quest"))
     assert torch.equal(model.generate(**one_prompt(), **GREEDY), expected)

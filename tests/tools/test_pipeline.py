@@ -9,7 +9,7 @@ from transformers import TextIteratorStreamer, TextStreamer, pipeline
 from hf_sparse_attn import SparseCache, sparse_attention
 from hf_sparse_attn.cli.passkey import FILLER
 from tests.tiny import make_tokenizer
-from tests.tools.checks import COVERS_ALL, GREEDY, SMALL, check_tool, exact_model, quest_first, sparse_methods
+from tests.tools.checks import GREEDY, check_tool, covers_all, exact_model, quest_first, small, sparse_methods
 
 LONG, SHORT = " ".join(FILLER * 3), FILLER[0]
 CHAT = [{"role": "user", "content": LONG}]
@@ -93,7 +93,7 @@ def chat(model, tokenizer, keeps_cache):
 @sparse_methods
 def test_a_chat_goes_on_with_the_cache_that_generate_returned(method_name, model, tokenizer):
     expected, all_tokens = chat(model, tokenizer, keeps_cache=False)
-    with sparse_attention(model, method_name, **COVERS_ALL):
+    with sparse_attention(model, method_name, **covers_all(method_name)):
         from_scratch, _ = chat(model, tokenizer, keeps_cache=False)
         kept, tokens = chat(model, tokenizer, keeps_cache=True)
     assert torch.equal(kept, expected)
@@ -105,11 +105,11 @@ def test_a_chat_goes_on_with_the_cache_that_generate_returned(method_name, model
 
 def test_a_returned_cache_is_a_sparse_cache_of_the_method(model, tokenizer):
     prompt = tokenizer(LONG, return_tensors="pt")
-    with sparse_attention(model, "quest", **SMALL):
+    with sparse_attention(model, "quest", **small("quest")):
         cache = model.generate(**prompt, return_dict_in_generate=True, **TOKENS).past_key_values
     assert isinstance(cache, SparseCache)
     with (
-        sparse_attention(model, "tokenselect", **SMALL),
+        sparse_attention(model, "tokenselect", **small("tokenselect")),
         pytest.raises(ValueError, match=r"was created for Quest\(.*patched with TokenSelect\("),
     ):
         model.generate(**prompt, past_key_values=cache, **TOKENS)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_sparse_attn import patch_model, unpatch_model
 from tests.models import make_model
-from tests.tools.checks import COVERS_ALL, GREEDY, check_tool, padded_batch, quest_first, sparse_methods
+from tests.tools.checks import GREEDY, check_tool, covers_all, padded_batch, quest_first, sparse_methods
 
 CONFIGS = {
     "torchao int8": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
@@ -53,7 +53,7 @@ def test_quantized_weights(name, method_name, folder):
 @sparse_methods
 def test_quantizing_a_patched_model(method_name):
     prompt, model = padded_batch(), make_model("llama", **WIDE)
-    patch_model(model, method_name, **COVERS_ALL)
+    patch_model(model, method_name, **covers_all(method_name))
     before = model(**prompt).logits
     quantize_(model, Int8WeightOnlyConfig())
     assert not torch.equal(model(**prompt).logits, before)
