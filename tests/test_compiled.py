@@ -11,6 +11,7 @@ from hf_sparse_attn import (
     Squeezed,
     TokenSelect,
     patch_model,
+    prepare_context,
     sparse_attention,
     sparse_attention_stats,
     unpatch_model,
@@ -119,6 +120,27 @@ def test_every_kind_of_method_compiles(method):
     for lengths in ((150, 90), (80, 80), (210, 3)):
         assert_as_eager(model, padded(lengths))
     assert graphs() == 1
+
+
+@pytest.mark.parametrize(("levels", "backend"), [(1, "eager"), (2, "eager"), (1, "aot_eager")])
+def test_questions_about_a_context_compile_and_contexts_share_the_graph(levels, backend):
+    model = make_model("llama")
+    for tokens in (200, 310):
+        options = {"target_sparsity": 0.7, "levels": levels, "clusters": 0.1, "coarse_clusters": 0.05, "window": 10}
+        context = prepare_context(model, random_ids(1, tokens), progress=False, **options)
+        patch_model(model, context.method)
+        for rows in ((14, 6, 9), (30, 30, 2)):
+            inputs = padded(rows, seed=5)
+            eager = model.generate(
+                **inputs, past_key_values=context.cache(max_cache_len=64), **GREEDY, disable_compile=True
+            )
+            stats = sparse_attention_stats(model)
+            cache = context.cache(max_cache_len=64)
+            assert torch.equal(model.generate(**inputs, past_key_values=cache, **compiled(backend)), eager)
+            assert sparse_attention_stats(model) == stats
+        assert stats.kv_fraction < 1
+        unpatch_model(model)
+    assert graphs() <= 2  # the number of the context's tokens is a constant of the first graph
 
 
 def test_sampling_compiles_and_one_row_too():

@@ -35,8 +35,8 @@ class Squeezed(SparseMethod):
     cluster i's keys, ``S_i = exp(q.C_i / sqrt(d)) / sum_j N_j exp(q.C_j / sqrt(d))``, and reads all keys
     of the clusters whose S exceeds a threshold. One threshold serves all layers and heads: the ``target_sparsity``
     quantile of S over all tokens of the context, as its last ``window`` queries see them. Heads that attend widely then
-    read more than heads that attend to few keys. The last ``window`` tokens of the context, and everything after it,
-    are always read.
+    read more than heads that attend to few keys. The first ``sink_tokens`` and the last ``window`` tokens of the
+    context, and everything after it, are always read.
 
     :func:`~hf_sparse_attn.prepare_context` prepares a context once for many questions. Without it the prompt is the
     context: it is prefilled densely and clustered when it is complete. The tokens of a question after the context, in
@@ -180,7 +180,7 @@ class Squeezed(SparseMethod):
         if layer.prefix is not None:
             return
         kept = (layer.metadata["context_lengths"] <= layer.row_lengths()).int()
-        for name in ("context_lengths", "cluster_sizes", "run_starts"):
+        for name in ("context_lengths", "cluster_sizes", "run_starts", "index_bytes"):
             layer.metadata[name].mul_(kept.view(-1, *(1,) * (layer.metadata[name].dim() - 1)))
 
     def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
