@@ -73,7 +73,8 @@ def prepare_context(
     --------
     >>> context = prepare_context(model, tokenizer(novel, return_tensors="pt").input_ids, target_sparsity=0.9)
     >>> patch_model(model, context.method)
-    >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=context.cache())
+    >>> cache = context.cache(max_cache_len=512)
+    >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=cache, max_new_tokens=200)
     """
     chosen = make_method("squeezed" if method is None else method, **hyperparameters)
     if not isinstance(chosen, Squeezed):
