@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from hf_sparse_attn_kernels import cluster_sums
+from hf_sparse_attn_kernels.runs import MAX_RUN
 
-MAX_RUN = 16
-"""Most keys in a run, the unit of selection: consecutive keys of one cluster."""
+from hf_sparse_attn.clusters.kmeans import sort_by_cluster
+
 ALWAYS = -1
 """Cluster of a run that is always read."""
 
@@ -35,11 +36,7 @@ def build_index(
         int32 [heads, runs + 1]: first place in ``token_order`` of each run; absent runs at the end have no tokens.
         ``run_clusters`` int32 [heads, runs]: cluster of each run, or ``ALWAYS``.
     """
-    token_order = labels.argsort(dim=1, stable=True).int()
-    cluster_sizes = labels.new_zeros(len(labels), num_clusters, dtype=torch.int32)
-    cluster_sizes.scatter_add_(1, labels.long(), torch.ones_like(labels, dtype=torch.int32))
-    sums = cluster_sums(keys, token_order, _offsets(cluster_sizes))
-    centroids = (sums / cluster_sizes.clamp_min(1)[..., None]).to(keys.dtype)
+    token_order, cluster_sizes, centroids = _means(keys, labels, num_clusters)
     run_starts, run_clusters = _runs(cluster_sizes, keys.shape[1], always_read)
     return {
         "token_order": token_order,
@@ -48,6 +45,11 @@ def build_index(
         "run_starts": run_starts,
         "run_clusters": run_clusters,
     }
+
+
+def mean_keys(keys: torch.Tensor, labels: torch.Tensor, num_clusters: int) -> torch.Tensor:
+    """Return the ``centroids`` of :func:`build_index` alone."""
+    return _means(keys, labels, num_clusters)[2]
 
 
 def add_coarse_level(index: dict[str, torch.Tensor], parents: torch.Tensor, num_coarse: int) -> dict[str, torch.Tensor]:
@@ -70,10 +72,7 @@ def add_coarse_level(index: dict[str, torch.Tensor], parents: torch.Tensor, num_
     """
     sizes, centroids = index["cluster_sizes"], index["centroids"]
     coarse_sizes = sizes.new_zeros(len(sizes), num_coarse).scatter_add_(1, parents.long(), sizes)
-    weighted = centroids.float() * sizes[..., None]
-    members = sizes.new_zeros(len(sizes), num_coarse)
-    members.scatter_add_(1, parents.long(), torch.ones_like(sizes))
-    sums = cluster_sums(weighted, parents.argsort(dim=1, stable=True).int(), _offsets(members))
+    sums = cluster_sums(centroids.float() * sizes[..., None], *sort_by_cluster(parents, num_coarse))
     coarse_centroids = (sums / coarse_sizes.clamp_min(1)[..., None]).to(centroids.dtype)
     return {**index, "parents": parents, "coarse_centroids": coarse_centroids, "coarse_sizes": coarse_sizes}
 
@@ -89,6 +88,15 @@ def siblings_together(labels: torch.Tensor, parents: torch.Tensor) -> tuple[torc
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     return new_numbers.gather(1, labels.long()).int(), parents.gather(1, order)
+
+
+def _means(
+    keys: torch.Tensor, labels: torch.Tensor, num_clusters: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens in cluster order, the cluster sizes, and the mean key of each cluster."""
+    order, offsets = sort_by_cluster(labels, num_clusters)
+    sizes = offsets.diff(dim=1)
+    return order, sizes, (cluster_sums(keys, order, offsets) / sizes.clamp_min(1)[..., None]).to(keys.dtype)
 
 
 def _offsets(sizes: torch.Tensor) -> torch.Tensor:

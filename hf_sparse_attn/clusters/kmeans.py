@@ -124,7 +124,7 @@ def kmeans(
     else:
         centres = _mini_batches(points, seeds, iterations, batch_tokens, generator)
     labels, distances = nearest_centres(points, centres.to(points.dtype))
-    return Clusters(labels, *_sorted(labels, num_clusters), distances.sum(dim=1, dtype=torch.float64))
+    return Clusters(labels, *sort_by_cluster(labels, num_clusters), distances.sum(dim=1, dtype=torch.float64))
 
 
 def _check(
@@ -215,7 +215,7 @@ def _sum_by_label(values: torch.Tensor, labels: torch.Tensor, num_labels: int) -
     return sums.scatter_add_(1, labels.long(), levels)
 
 
-def _sorted(labels: torch.Tensor, num_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_by_cluster(labels: torch.Tensor, num_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order of the points by label, and the offsets of the clusters in it, as in `Clusters`."""
     groups, n = labels.shape
     every = torch.arange(groups, dtype=torch.int32, device=labels.device)[:, None]
@@ -230,7 +230,7 @@ def _lloyd(points: torch.Tensor, centres: torch.Tensor, iterations: int, toleran
     before: torch.Tensor | None = None
     for iteration in range(iterations):
         labels, distances = nearest_centres(points, centres.to(points.dtype))
-        order, offsets = _sorted(labels, centres.shape[1])
+        order, offsets = sort_by_cluster(labels, centres.shape[1])
         counts = offsets.diff(dim=1)[:, :, None]
         centres = cluster_sums(points, order, offsets) / counts.clamp(min=1)
         moved, targets = _moves(distances, counts[:, :, 0] == 0)
@@ -265,7 +265,7 @@ def _mini_batches(
         batch = points.index_select(1, shuffled[at : at + batch_tokens])
         at += batch_tokens
         labels, _ = nearest_centres(batch, centres.to(points.dtype))
-        order, offsets = _sorted(labels, centres.shape[1])
+        order, offsets = sort_by_cluster(labels, centres.shape[1])
         sums = sums * kept + cluster_sums(batch, order, offsets)
         weights = weights * kept + offsets.diff(dim=1)[:, :, None].to(sums.dtype)
         # A cluster without points so far stays at its seed.

@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.clusters.thresholds import thresholds
-from hf_sparse_attn.context.fixed import FixedContext, with_thresholds
+from hf_sparse_attn.context.fixed import FixedContext, first_rows, with_thresholds
 from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.methods import Squeezed, make_method
@@ -95,7 +95,7 @@ def prepare_context(
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
     layers = [_packed(layer, chosen) for layer in _shown(cache.sparse_layers, "Clustering", progress)]
     clustered = _now(device)
-    indices = [{name: tensor[0] for name, tensor in layer.metadata.items()} for layer in layers]
+    indices = [first_rows(layer.metadata) for layer in layers]
     found = thresholds(queries, indices, chosen.target_sparsity)
     layers = [with_thresholds(layer, found) for layer in layers]
     seconds = PreparationSeconds(prefilled - started, clustered - prefilled, _now(device) - clustered)

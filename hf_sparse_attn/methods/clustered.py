@@ -28,6 +28,13 @@ class Context(NamedTuple):
     token_order: torch.Tensor | None
     """int32 [batch, kv_heads, capacity], if the keys are not stored in cluster order."""
 
+    def operands(
+        self, layer: SparseLayer, run_indices: torch.Tensor, run_counts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that attention to chosen runs and the layer's tail takes after the query."""
+        context = (self.keys, self.values, self.start, self.clusters["run_starts"], run_indices, run_counts)
+        return *context, layer.keys, layer.values, self.tail_start, layer.seq_end
+
 
 def context_of(layer: SparseLayer) -> Context:
     """Return the clustered tokens of a layer: its prefix, or the first tokens of its rows."""

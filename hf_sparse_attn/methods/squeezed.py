@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from hf_sparse_attn_kernels import centroid_weights, lookup_runs, runs_decode, runs_prefill, select_runs
+from hf_sparse_attn_kernels.runs import MAX_RUN
 
-from hf_sparse_attn.clusters.index import MAX_RUN, add_coarse_level, build_index, siblings_together
+from hf_sparse_attn.clusters.index import add_coarse_level, build_index, mean_keys, siblings_together
 from hf_sparse_attn.clusters.kmeans import kmeans, normalised
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.dense import dense_attention
@@ -244,7 +245,7 @@ class Squeezed(SparseMethod):
         fit = partial(kmeans, seed=self.seed, iterations=self.iterations)
         labels = fit(normalised(clustered), num_clusters, batch_tokens=self.batch_tokens).labels
         if self.levels == 2:
-            centroids = build_index(clustered, labels, num_clusters)["centroids"]
+            centroids = mean_keys(clustered, labels, num_clusters)
             labels, parents = siblings_together(labels, fit(normalised(centroids), num_coarse).labels)
         index = build_index(clustered, labels, num_clusters, always_read=sinks + recent)
         if self.levels == 2:
@@ -270,16 +271,7 @@ class Squeezed(SparseMethod):
             run_indices, run_counts = self._choose_together(query, layer, context, scale)
         out, _ = runs_prefill(
             query,
-            context.keys,
-            context.values,
-            context.start,
-            context.clusters["run_starts"],
-            run_indices,
-            run_counts,
-            layer.keys,
-            layer.values,
-            context.tail_start,
-            layer.seq_end,
+            *context.operands(layer, run_indices, run_counts),
             token_order=context.token_order,
             scale=scale,
         )
@@ -299,16 +291,7 @@ class Squeezed(SparseMethod):
             layer.note(tokens_read(layer, context, run_indices, run_counts))
         out, _ = runs_decode(
             query,
-            context.keys,
-            context.values,
-            context.start,
-            context.clusters["run_starts"],
-            run_indices,
-            run_counts,
-            layer.keys,
-            layer.values,
-            context.tail_start,
-            layer.seq_end,
+            *context.operands(layer, run_indices, run_counts),
             token_order=context.token_order,
             context_lengths=context.clusters["context_lengths"],
             scale=scale,

@@ -63,14 +63,21 @@ def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
 
 
+def check_int32(
+    name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...], other_name: str, other: torch.Tensor
+) -> None:
+    """Check an int32 tensor of a known shape on the device of `other`."""
+    check_dtype(name, tensor, torch.int32)
+    check_shape(name, tensor, axes, shape)
+    check_device(name, tensor, other_name, other)
+
+
 def check_sequence(
     seq_start: torch.Tensor, seq_end: torch.Tensor, batch: int, other_name: str, other: torch.Tensor
 ) -> None:
     """Check the row bounds: int32 [batch] on the device of `other`."""
     for name, tensor in (("seq_start", seq_start), ("seq_end", seq_end)):
-        check_dtype(name, tensor, torch.int32)
-        check_shape(name, tensor, "batch", (batch,))
-        check_device(name, tensor, other_name, other)
+        check_int32(name, tensor, "batch", (batch,), other_name, other)
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:

@@ -8,6 +8,7 @@ from .._check import (
     check_dtype,
     check_float,
     check_group,
+    check_int32,
     check_last_stride,
     check_like,
     check_shape,
@@ -23,10 +24,8 @@ def _check_ints(
     name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...], other_name: str, other: torch.Tensor
 ) -> None:
     """Check an int32 tensor that kernels read along its last dimension."""
-    check_dtype(name, tensor, torch.int32)
-    check_shape(name, tensor, axes, shape)
+    check_int32(name, tensor, axes, shape, other_name, other)
     check_last_stride(name, tensor)
-    check_device(name, tensor, other_name, other)
 
 
 def check_centroids(query: torch.Tensor, centroids: torch.Tensor, cluster_sizes: torch.Tensor) -> None:
@@ -46,9 +45,7 @@ def check_centroids(query: torch.Tensor, centroids: torch.Tensor, cluster_sizes:
 def check_num_queries(query: torch.Tensor, num_queries: torch.Tensor | None) -> None:
     """Check the number of queries that count in each row."""
     if num_queries is not None:
-        check_dtype("num_queries", num_queries, torch.int32)
-        check_shape("num_queries", num_queries, "batch", (query.shape[0],))
-        check_device("num_queries", num_queries, "query", query)
+        check_int32("num_queries", num_queries, "batch", (query.shape[0],), "query", query)
 
 
 def check_parents(

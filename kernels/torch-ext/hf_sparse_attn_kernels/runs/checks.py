@@ -4,11 +4,10 @@ import torch
 
 from .._check import (
     BUFFER_AXES,
-    check_device,
     check_dims,
-    check_dtype,
     check_float,
     check_group,
+    check_int32,
     check_keys_and_values,
     check_last_stride,
     check_like,
@@ -45,12 +44,12 @@ def check_attention(
         check_like(name, buffer, "query", query)
         check_last_stride(name, buffer)
     _check_runs(query, kv_heads, run_starts, run_indices, run_counts)
-    _check_int32("context_start", context_start, "batch", (batch,), query)
+    check_int32("context_start", context_start, "batch", (batch,), "query", query)
     check_sequence(seq_start, seq_end, batch, "query", query)
     if token_order is not None:
         check_dims("token_order", token_order, "batch, kv_heads, slots")
         shape = (batch, kv_heads, token_order.shape[2])
-        _check_int32("token_order", token_order, "batch, kv_heads, slots", shape, query)
+        check_int32("token_order", token_order, "batch, kv_heads, slots", shape, "query", query)
         check_last_stride("token_order", token_order)
 
 
@@ -65,14 +64,7 @@ def _check_runs(
     batch = query.shape[0]
     check_dims("run_indices", run_indices, "batch, kv_heads, runs")
     runs = run_indices.shape[2]
-    _check_int32("run_indices", run_indices, "batch, kv_heads, runs", (batch, kv_heads, runs), query)
-    _check_int32("run_starts", run_starts, "batch, kv_heads, runs + 1", (batch, kv_heads, runs + 1), query)
+    check_int32("run_indices", run_indices, "batch, kv_heads, runs", (batch, kv_heads, runs), "query", query)
+    check_int32("run_starts", run_starts, "batch, kv_heads, runs + 1", (batch, kv_heads, runs + 1), "query", query)
     check_last_stride("run_starts", run_starts)
-    _check_int32("run_counts", run_counts, "batch, kv_heads", (batch, kv_heads), query)
-
-
-def _check_int32(name: str, tensor: torch.Tensor, axes: str, shape: tuple[int, ...], query: torch.Tensor) -> None:
-    """Check dtype, exact shape and device."""
-    check_dtype(name, tensor, torch.int32)
-    check_shape(name, tensor, axes, shape)
-    check_device(name, tensor, "query", query)
+    check_int32("run_counts", run_counts, "batch, kv_heads", (batch, kv_heads), "query", query)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._check import check_counters, check_device, check_dtype, check_last_stride, check_shape
+from .._check import check_counters, check_int32, check_last_stride
 from .._op import op, output
 from .._reference import compute_dtype
 from .checks import check_attention
@@ -104,9 +104,7 @@ def runs_decode(
         "batch, q_heads, head_dim",
     )
     if context_lengths is not None:
-        check_dtype("context_lengths", context_lengths, torch.int32)
-        check_shape("context_lengths", context_lengths, "batch", (query.shape[0],))
-        check_device("context_lengths", context_lengths, "query", query)
+        check_int32("context_lengths", context_lengths, "batch", (query.shape[0],), "query", query)
     check_counters(counter, None, query, keys.shape[1])
     return output(query, query.shape, query.dtype), output(query, query.shape[:2], compute_dtype(query.dtype))
 
