@@ -82,6 +82,7 @@ class PagedMethod(SparseMethod, partial=True):
             seq_end=layer.seq_end,
             page_size=self._page_size,
             num_new=num_new,
+            statistic=self._statistic,
             **layer.metadata,
         )
 

@@ -165,9 +165,12 @@ def page_bounds(
     num_new: int,
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
+    statistic: str,
 ) -> None:
     """Launch `page_bounds_kernel`, after the two exponent kernels for several new tokens in 8 bits."""
     check_triton("keys", keys)
+    if statistic != "minmax":
+        raise NotImplementedError(f"no kernel for statistic={statistic!r}")
     if num_new == 0:
         return
     batch, kv_heads, capacity, head_dim = keys.shape

@@ -10,6 +10,7 @@ from .._check import (
     check_last_stride,
     check_shape,
 )
+from . import STATISTICS
 
 BOUNDS_AXES = "batch, kv_heads, max_pages, head_dim"
 GROUP_REDUCE = ("softmax", "mean", "max")
@@ -61,6 +62,12 @@ def check_capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> Non
             f"max_pages={max_pages} of page_min; allowed: at least {-(-capacity // page_size)}, "
             f"to hold capacity={capacity} in pages of page_size={page_size}"
         )
+
+
+def check_statistic(statistic: str) -> None:
+    """Check the name of a statistic of a page's keys."""
+    if statistic not in STATISTICS:
+        raise ValueError(f"statistic={statistic!r}; allowed: {', '.join(map(repr, STATISTICS))}")
 
 
 def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:

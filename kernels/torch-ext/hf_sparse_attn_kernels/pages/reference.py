@@ -150,13 +150,14 @@ def append_and_select(
     channel_exponent: torch.Tensor | None,
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
+    statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.append_and_select`."""
     row_bounds = (seq_start, seq_end)
     num_pages = page_min.shape[2] if num_pages is None else num_pages
     exponents: dict[str, Any] = {"page_exponent": page_exponent, "channel_exponent": channel_exponent}
     _append((keys, values), (new_key, new_value), *row_bounds)
-    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, **exponents)
+    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, statistic=statistic, **exponents)
     scores = page_scores(
         query,
         page_min,

@@ -36,9 +36,12 @@ def append_and_select(
     channel_exponent: torch.Tensor | None,
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
+    statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and score in one launch, select in another."""
     check_triton("query", query)
+    if statistic != "minmax":
+        raise NotImplementedError(f"no kernel for statistic={statistic!r}")
     q_heads, head_dim = query.shape[1:]
     kv_heads, max_pages = page_min.shape[1:3]
     group = q_heads // kv_heads
