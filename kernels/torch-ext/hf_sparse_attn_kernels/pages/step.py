@@ -10,6 +10,7 @@ from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_pow
 from .._tuning import choice
 from .step_scores import append_and_score_kernel
 from .step_select import select_pages_kernel
+from .summaries import summary_options
 
 ONE_TILE_LIMIT = 16384  # keys that the selecting program keeps in registers
 
@@ -40,8 +41,6 @@ def append_and_select(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and score in one launch, select in another."""
     check_triton("query", query)
-    if statistic != "minmax":
-        raise NotImplementedError(f"no kernel for statistic={statistic!r}")
     q_heads, head_dim = query.shape[1:]
     kv_heads, max_pages = page_min.shape[1:3]
     group = q_heads // kv_heads
@@ -61,6 +60,7 @@ def append_and_select(
         scale=head_dim**-0.5 if scale is None else scale,
         group_reduce=group_reduce,
         counter=counter,
+        statistic=statistic,
     )
     return _select_pages(
         scored,
@@ -104,6 +104,7 @@ def _score_pages(
     scale: float,
     group_reduce: str,
     counter: torch.Tensor | None,
+    statistic: str,
 ) -> _PageScores:
     """Launch `append_and_score_kernel`."""
     batch, q_heads, head_dim = query.shape
@@ -157,6 +158,7 @@ def _score_pages(
         INTERPRETED=INTERPRET,
         num_warps=config["warps"],
         num_stages=3,
+        **summary_options(statistic, page_size),
         **launch_options(query.device),
     )
     return _PageScores(scores, head_scores, program_lse, pages_per_program)
