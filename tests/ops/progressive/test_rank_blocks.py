@@ -4,9 +4,9 @@ from hf_sparse_attn_kernels import rank_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.helpers import check_schema, device, int32
+from tests.ops.helpers import IMPLS, check_schema, device, int32
 
-IMPLS = ("reference",)
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -133,3 +133,14 @@ def test_errors_name_the_argument(change, error, message):
     }
     with pytest.raises(error, match=message):
         rank_blocks(**arguments)
+
+
+@pytest.mark.parametrize("max_blocks", [None, 40])
+def test_more_blocks_than_one_span(max_blocks):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 1, 1300, generator=generator)
+    scores[0, 0, 200:900] = scores[0, 0, 7]  # ties over several spans
+    scores[1, 0, 300:] = scores[1, 0, 300:].round()
+    scores[1, 0, ::97] = NAN
+    _check(scores, [1290, 515], 1, max_blocks=max_blocks, sink_blocks=3, recent_blocks=5)
+    _check(scores, [20, 0], 1, max_blocks=max_blocks)
