@@ -72,9 +72,9 @@ def decoded(method, length, impl="reference", max_cache_len=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     layer = make_layer(method, max_cache_len, padding=PADDING)
     dtype = torch.float64 if impl == "reference" else torch.float32
-    keys, values = torch.randn(2, len(PADDING), KV_HEADS, length, HEAD_DIM, generator=generator, dtype=dtype)
-    keys *= torch.tensor([2.5, 1.0, 0.1], dtype=dtype)[:, None, None]
-    query = torch.randn(len(PADDING), KV_HEADS * GROUP, HEAD_DIM, generator=generator, dtype=dtype)
+    keys, values = torch.randn(2, len(PADDING), KV_HEADS, length, HEAD_DIM, generator=generator).to(dtype)
+    keys *= torch.tensor([2.5, 1.0, 0.125])[:, None, None]
+    query = torch.randn(len(PADDING), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(dtype)
     layer._shared.recorder = record = SelectionRecord()
     with use_impl(impl):
         layer.update(keys[:, :, :-1], values[:, :, :-1])
@@ -173,9 +173,10 @@ def test_the_block_being_filled_ends_no_step():
     assert layer.counter.own.tolist() == [complete + 1, 21]
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 150], ids=["growing", "static"])
-@pytest.mark.parametrize("options", [{"threshold": 0.9}, {"threshold": 0.98, "token_budget": 48}], ids=str)
-def test_the_kernels_read_the_same_blocks_as_the_references(options, max_cache_len):
+@pytest.mark.parametrize(
+    ("max_cache_len", "options"), [(None, {"threshold": 0.9}), (150, {"threshold": 0.98, "token_budget": 48})], ids=str
+)
+def test_the_kernels_read_the_same_blocks_as_the_references(max_cache_len, options):
     method = PSA(block_size=16, microbatch=2, **options)
     *_, expected, blocks = decoded(method, 123, max_cache_len=max_cache_len)
     *_, actual, read = decoded(method, 123, "triton", max_cache_len)
