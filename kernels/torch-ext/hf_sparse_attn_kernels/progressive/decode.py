@@ -57,7 +57,9 @@ def progressive_decode(
             f"microbatch={microbatch}; allowed for impl='triton' with max_blocks={max_blocks} of block_order: larger "
             f"ones, so that there are at most {min(MAX_TICKETS, (1 << 31) // (group * head_dim))} partial results"
         )
-    programs = max(1, min(MAX_PROGRAMS, tickets, config["per_multiprocessor"] * multiprocessors(query.device) // pairs))
+    programs = max(
+        1, min(MAX_PROGRAMS, tickets, config["per_multiprocessor"] * multiprocessors(query.device) // pairs)
+    )
     merge_g = next_power_of_2(group)
 
     out = query.new_empty((batch, q_heads, head_dim))
