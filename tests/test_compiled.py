@@ -344,7 +344,11 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
 @families
 @pytest.mark.parametrize(
     "method",
-    [SMALL, TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5)],
+    [
+        SMALL,
+        PSA(threshold=0.8, block_size=16, microbatch=2),
+        TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
+    ],
     ids=lambda method: method.name,
 )
 def test_cuda_graphs_replay_the_step(method, family):
