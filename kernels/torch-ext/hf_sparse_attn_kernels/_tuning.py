@@ -28,8 +28,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
-    # Tokens in a tile, tokens that a program attends to before it looks at what is left (at most a microbatch), programs
-    # for each multiprocessor, warps in a program, and tiles in flight.
+    # Tokens in a tile, tokens that a program attends to before it looks at what is left (a microbatch at most),
+    # programs for each multiprocessor, warps in a program, and tiles in flight.
     "progressive_decode": {"block_n": 64, "ticket": 128, "per_multiprocessor": 2, "warps": 4, "stages": 3},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and waves of programs: in
     # several, shares are smaller, so that a program that starts late delays the end less.

@@ -5,7 +5,6 @@ from hf_sparse_attn_kernels import dense_decode, progressive_decode
 from tests.ops.helpers import IMPLS, check_schema, device
 from tests.ops.progressive.inputs import make_progressive, one_block_at_a_time
 
-
 NEAR = 1e-3  # distance from the threshold, in logits, within which a rounding may decide
 
 

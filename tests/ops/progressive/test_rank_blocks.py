@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from tests.ops.helpers import IMPLS, check_schema, device, int32
 
-
 NAN, INF = float("nan"), float("inf")
 
 

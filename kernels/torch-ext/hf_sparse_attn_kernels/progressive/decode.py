@@ -11,7 +11,7 @@ from .decode_kernel import progressive_decode_kernel
 
 MAX_PROGRAMS = 128  # of a row and KV head: the state counts those that have ended in 8 bits
 MAX_TICKETS = 1 << 20  # of a row and KV head: the state counts those taken in 21 bits
-MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, of at most 16 tickets
+MERGED_AT_ONCE = 4096  # elements of partial results that the merging program holds, of at most 16 tickets
 SEARCHED_AT_ONCE = 32  # tickets among which the stop is looked for
 
 
@@ -57,9 +57,9 @@ def progressive_decode(
             f"microbatch={microbatch}; allowed for impl='triton' with max_blocks={max_blocks} of block_order: larger "
             f"ones, so that there are at most {min(MAX_TICKETS, (1 << 31) // (group * head_dim))} partial results"
         )
-    programs = max(
-        1, min(MAX_PROGRAMS, tickets, config["per_multiprocessor"] * multiprocessors(query.device) // pairs)
-    )
+    # No more tiles in flight than a ticket has.
+    stages = min(cdiv(ticket * lanes, block_n), 2 if keys.element_size() == 4 else config["stages"])
+    programs = max(1, min(MAX_PROGRAMS, tickets, config["per_multiprocessor"] * multiprocessors(query.device) // pairs))
     merge_g = next_power_of_2(group)
 
     out = query.new_empty((batch, q_heads, head_dim))
@@ -115,7 +115,7 @@ def progressive_decode(
         MERGE_G=merge_g,
         DOT_DTYPE=dot_dtype(keys.dtype),
         num_warps=config["warps"],
-        num_stages=2 if keys.element_size() == 4 else config["stages"],
+        num_stages=stages,
         **launch_options(query.device),
     )
     return out, lse, read_counts

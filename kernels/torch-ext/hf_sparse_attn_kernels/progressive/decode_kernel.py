@@ -178,9 +178,10 @@ def progressive_decode_kernel(
                 shared_least = tl.load(shared_ptr + 2 * group + heads, mask=head_mask, other=0.0, cache_modifier=".cg")
                 left = (num_blocks - ticket * TICKET).to(tl.float32)
                 excess = unit - shared_least + tl.log2(shared_sum) - (log2_odds + tl.log2(left))
-                if tl.min(((excess > MARGIN) | (heads >= group)).to(tl.int32), axis=0) == 1:
+                heads_left = tl.sum((head_mask & ((excess > MARGIN) == 0)).to(tl.int32))
+                go_on = heads_left > 0
+                if heads_left == 0:
                     tl.atomic_or(state_ptr, IS_ENOUGH, sem="relaxed")
-                    go_on = ticket < 0
 
     tl.debug_barrier()  # every thread's stores come before the program ends
     if (tl.atomic_add(state_ptr, 1, sem="acq_rel") & ENDED_MASK) == programs - 1:
@@ -259,7 +260,7 @@ def _attend_to_ticket(
     least = tl.full((BLOCK_G,), float("inf"), tl.float32)
     out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     read = tl.zeros((), tl.int32)
-    for tile in range(0, tl.cdiv(TICKET * LANES, BLOCK_N)):
+    for tile in range(tl.cdiv(TICKET * LANES, BLOCK_N)):
         lane = tile * BLOCK_N + lanes
         block = tl.load(order_ptr + lane // LANES, mask=lane // LANES < blocks, other=-1)
         token = block * BLOCK_SIZE + lane % LANES

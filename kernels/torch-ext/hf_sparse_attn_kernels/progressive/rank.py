@@ -13,13 +13,16 @@ from .._triton import cdiv, launch_options, next_power_of_2, wait_for_previous_k
 ONE_SPAN_LIMIT = 1024
 """Blocks that are ranked by counting alone, in one launch."""
 SPAN = 256
-"""Blocks of a span, if there are more. A block takes about 3 operations for each block of its span, then 8 for each of
-the 9 steps of the search in each other span. For 4,096 blocks, 128K tokens in blocks of 32, that is least with spans of
-256: 1,800 operations. Counting alone would take 12,000."""
+"""Blocks of a span, if there are more.
+
+A block takes about 3 operations for each block of its span, then 8 for each of the 9 steps of the search in each other
+span. For 4,096 blocks, 128K tokens in blocks of 32, that is least with spans of 256: 1,800 operations. Counting alone
+would take 12,000.
+"""
 BLOCK_R = 32
 SEARCHED_AT_ONCE = 16  # spans
 MOST_FORCED = (1 << 22) - 1
-"""First and last blocks that get a key of their own: as many as there are integers above the key of infinity, halved."""
+"""First blocks, and last blocks, that can have keys of their own: there are 2^23 - 1 integers above infinity's key."""
 
 
 @triton.jit
@@ -138,7 +141,7 @@ def merge_ranks_kernel(
             bounds = keys[:, None] - (spans < own_span).to(tl.int32)[None, :]  # [BLOCK_R, BLOCK_S]
             before = tl.zeros((BLOCK_R, BLOCK_S), tl.int32)  # keys of the span that exceed the bound
             for step in tl.static_range(LOG_SPAN + 1):
-                skip: tl.constexpr = max(1, SPAN >> (step + 1))
+                skip = max(1, SPAN >> (step + 1))
                 probes = before + (skip - 1)
                 mask = probes < sizes[None, :]
                 found = tl.load(sorted_keys_ptr + (spans * SPAN)[None, :] + probes, mask=mask, other=-0x80000000)

@@ -88,9 +88,9 @@ def progressive_decode(
         (k,) = take_tokens((keys,), positions[..., span])
         new = grouped.bmm(k.to(dtype).flatten(0, 1).transpose(1, 2)).view(batch, kv_heads, -1, k.shape[2])
         new.masked_fill_(absent[:, :, None, span], -_INF)
-        sums = new.unflatten(3, (-1, microbatch, block_size)).logsumexp(dim=5)
-        partial = is_partial[..., first * microbatch : last * microbatch].unflatten(2, (-1, microbatch))
-        search.add(sums, partial[:, :, None], first)
+        sums = new.view(*new.shape[:3], last - first, microbatch, block_size).logsumexp(dim=5)
+        partial = is_partial[..., first * microbatch : last * microbatch]
+        search.add(sums, partial.reshape(batch, kv_heads, 1, last - first, microbatch), first)
         scores = torch.cat((scores, new), dim=3)
         first, last = last, min(microbatches, 2 * last)
 

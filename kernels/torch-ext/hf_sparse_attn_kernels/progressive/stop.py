@@ -52,9 +52,7 @@ def find_stop(
         total = tl.load(partial_sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
         least = tl.load(partial_least_ptr + at, mask=mask, other=float("inf"), cache_modifier=".cg")
         top, total, least = tl.associative_scan((top, total, least), 0, _joined)
-        top, total, least = _joined(
-            before_max[None, :], before_sum[None, :], before_least[None, :], top, total, least
-        )
+        top, total, least = _joined(before_max[None, :], before_sum[None, :], before_least[None, :], top, total, least)
         left = tl.maximum(num_blocks - tl.minimum((ticket + 1) * TICKET, count), 0).to(tl.float32)
         is_enough = top - least + tl.log2(total) > log2_odds + tl.log2(left)[:, None]
         is_enough = tl.min((is_enough | (heads >= group)[None, :]).to(tl.int32), axis=1)
