@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from hf_sparse_attn import (
     PSA,
+    ArkVale,
     Full,
     Quest,
     SparseAttentionStats,
@@ -46,6 +47,7 @@ METHODS = {
     "psa": PSA(threshold=1.0, block_size=4, microbatch=2),
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
+    "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "toy": MassThreshold(threshold=2.0, block_size=4),
@@ -471,7 +473,7 @@ class Operations(RuleBasedStateMachine):
             assert stats.tokens_read == self.read * LAYERS * self.model.config.num_key_value_heads
 
     @invariant()
-    @precondition(lambda self: isinstance(self.method, Quest) and self.is_settled and self.rows.length > 0)
+    @precondition(lambda self: type(self.method) is Quest and self.is_settled and self.rows.length > 0)
     def bounds_hold_every_key_of_their_page(self):
         for layer in self.cache.layers:
             if not layer.metadata:

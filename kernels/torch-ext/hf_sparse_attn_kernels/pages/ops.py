@@ -48,9 +48,9 @@ def page_bounds(
     `statistic` names what the bounds hold, elementwise over the page's n tokens:
 
     - "minmax": the minimum m and the maximum M (Quest, arXiv 2406.10774, section 3). They bound every key of the page,
-      and a page's score bounds q.k of each. The other two describe a page's typical keys; their scores are estimates.
+      and a page's score bounds q.k of each. The scores of the other two are estimates.
     - "cuboid_mean": c - delta and c + delta, where c = (M + m) / 2 and delta = sum_t |c - k_t| / n (ArkVale, NeurIPS
-      2024). The box is as wide as the keys lie from its centre on average, so one outlier widens it by 1 / n only.
+      2024). This box lies within that of "minmax", and is half as wide if the keys are spread evenly.
     - "representative": the mean of the page's representative keys, twice: the lower vector equals the upper one. They
       are the 4 keys with the greatest k.mu, where mu is the mean of the page's keys; the lower index wins among equals,
       and a page of fewer tokens has only those. InfLLM (arXiv 2402.04617) adds q.k of its representatives, which is 4
