@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from hf_sparse_attn import (
+    PSA,
     ArkVale,
     Full,
     Quest,
@@ -43,6 +44,7 @@ MAX_ROWS = 4
 LAYERS = 2
 METHODS = {
     "full": Full(),
+    "psa": PSA(threshold=1.0, block_size=4, microbatch=2),
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
     "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
@@ -52,6 +54,7 @@ METHODS = {
 }
 MORE_METHODS = {
     "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
+    "psa-minmax": PSA(threshold=1.0, block_size=8, microbatch=1, metadata="minmax", bounds_dtype="model"),
     "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }

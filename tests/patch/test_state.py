@@ -20,6 +20,7 @@ SMALL = {
     "full": {},
     "quest": {"token_budget": 48},
     "arkvale": {"token_budget": 48, "page_size": 16},
+    "psa": {"token_budget": 48, "block_size": 8, "microbatch": 2},
     "squeezed": {"token_budget": 48, "window": 8, "clusters": 0.1},
     "tokenselect": {"token_budget": 48, "chunk_size": 32},
 }

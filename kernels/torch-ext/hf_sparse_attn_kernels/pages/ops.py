@@ -5,6 +5,7 @@ import torch
 from .._check import (
     BUFFER_AXES,
     check_at_least,
+    check_budget,
     check_buffers,
     check_counters,
     check_dims,
@@ -13,12 +14,13 @@ from .._check import (
     check_like,
     check_page_size,
     check_query,
+    check_scores,
     check_sequence,
     check_shape,
 )
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
-from .checks import BOUNDS_AXES, check_bounds, check_budget, check_capacity, check_scoring, check_statistic
+from .checks import BOUNDS_AXES, check_bounds, check_capacity, check_scoring, check_statistic
 
 
 @op(launcher="bounds", writes=("page_min", "page_max", "page_exponent", "channel_exponent"))
@@ -238,9 +240,7 @@ def select_blocks(
     RuntimeError
         impl="triton" cannot run here.
     """
-    check_dims("scores", scores, "batch, kv_heads, num_blocks")
-    if scores.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"scores has dtype {scores.dtype}; allowed: torch.float32, torch.float64")
+    check_scores(scores)
     check_sequence(seq_start, seq_end, scores.shape[0], "scores", scores)
     check_at_least("block_size", block_size, 1)
     check_budget(max_blocks, sink_blocks, recent_blocks)
