@@ -168,6 +168,15 @@ SQUEEZED_PREFILL_SHAPES = (
 QUICK_SQUEEZED_PREFILL_SHAPES = (Shape(32, 8, 128, 1, 131072, 1024),)
 
 
+PROGRESSIVE_SHAPES = (
+    *_shapes(32, 32, 128, 1, (32, 128, 512)),
+    *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),
+    *_shapes(32, 8, 128, 8, (8, 32, 128)),
+    *_shapes(28, 4, 128, 1, (32, 128)),
+)
+QUICK_PROGRESSIVE_SHAPES = (Shape(32, 8, 128, 1, 32768),)
+
+
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:
     """Return the shapes whose name contains one of ``filters``, or all shapes without filters.
 
