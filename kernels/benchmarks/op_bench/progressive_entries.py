@@ -11,9 +11,6 @@ from op_bench import floors, oracle
 from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.progressive_workload import (
-    BLOCK_SIZE,
-    MICROBATCH,
-    THRESHOLD,
     in_blocks,
     make_progressive_layer,
     progressive_layer_bytes,
@@ -23,15 +20,21 @@ from op_bench.workload import Layer
 
 
 def _rank(layer: Layer, scores: torch.Tensor, impl: str | None) -> Outputs:
-    ranked: Outputs = ops.rank_blocks(scores, layer.seq_start, layer.seq_end, block_size=BLOCK_SIZE, impl=impl)
+    row_bounds = (layer.seq_start, layer.seq_end)
+    ranked: Outputs = ops.rank_blocks(scores, *row_bounds, block_size=layer.settings.block_size, impl=impl)
     return ranked
 
 
 def _decode(layer: Layer, block_order: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
     tensors = (layer.query, layer.keys, layer.values, block_order, block_counts, layer.seq_start, layer.seq_end)
-    scratch = {"counter": layer.counter, "finished": layer.finished}
+    settings, scratch = layer.settings, {"counter": layer.counter, "finished": layer.finished}
     out, _, read_counts = ops.progressive_decode(
-        *tensors, block_size=BLOCK_SIZE, microbatch=MICROBATCH, threshold=THRESHOLD, **scratch, impl=impl
+        *tensors,
+        block_size=settings.block_size,
+        microbatch=settings.microbatch,
+        threshold=settings.threshold,
+        **scratch,
+        impl=impl,
     )
     return out, read_counts
 
@@ -47,7 +50,7 @@ def _run_decode(layer: Layer, impl: str | None) -> Outputs:
 def _run_step(layer: Layer, impl: str | None) -> Outputs:
     bounds = layer.bounds["int8"]
     levels, row_bounds = (bounds.page_min, bounds.page_max), (layer.seq_start, layer.seq_end)
-    options = {"page_size": BLOCK_SIZE, **bounds.exponents, "impl": impl}
+    options = {"page_size": layer.settings.page_size, **bounds.exponents, "impl": impl}
     ops.page_bounds(layer.keys, *levels, *row_bounds, num_new=1, **options)
     scores = ops.page_scores(layer.query, *levels, *row_bounds, **options)
     ranked = _rank(layer, scores, impl)
@@ -83,17 +86,18 @@ def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
 
     All blocks of the layer are complete.
     """
-    shape = layer.shape
+    shape, settings = layer.shape, layer.settings
+    log_odds = math.log(settings.threshold / (1 - settings.threshold))
     needed = []
     for head in range(shape.kv_heads):
         query = layer.query[:, head * shape.group : (head + 1) * shape.group].float()
         scores = query @ layer.keys[:, head].float().transpose(1, 2) * shape.head_dim**-0.5
-        sums = scores.unflatten(2, (-1, BLOCK_SIZE)).logsumexp(dim=3)  # [batch, group, blocks]
+        sums = scores.unflatten(2, (-1, settings.block_size)).logsumexp(dim=3)  # [batch, group, blocks]
         sums = sums.gather(2, block_order[:, head, None].long().expand_as(sums))
         read = torch.arange(1, sums.shape[2] + 1, device=sums.device)
         left = (sums.shape[2] - read).to(sums.dtype).log()
         excess = sums.logcumsumexp(dim=2) - sums.cummin(dim=2)[0] - left
-        enough = (excess > math.log(THRESHOLD / (1 - THRESHOLD))).all(dim=1) & (read % MICROBATCH == 0)
+        enough = (excess > log_odds).all(dim=1) & (read % settings.microbatch == 0)
         enough[:, -1] = True
         needed.append(enough.int().argmax(dim=1) + 1)
     return torch.stack(needed, dim=1).int()

@@ -10,8 +10,6 @@ import torch
 from op_bench.shapes import Settings, Shape
 from op_bench.workload import Layer, layer_bytes, make_layer
 
-BLOCK_SIZE, MICROBATCH, THRESHOLD = 32, 8, 0.95
-"""Tokens of a block, blocks of a microbatch, and share of the attention weight to read: the method's defaults."""
 EXCESS = 12.0
 """How much greater scaled scores are, on average, in the blocks that matter than in the others: a factor of e^12 in
 weight, so that all other blocks of 512K tokens together have less than the threshold leaves out."""
@@ -19,7 +17,7 @@ weight, so that all other blocks of 512K tokens together have less than the thre
 
 def in_blocks(settings: Settings) -> Settings:
     """Return the settings with pages of the method's blocks; the token budget is what a row is to read."""
-    return replace(settings, page_size=BLOCK_SIZE)
+    return replace(settings, page_size=settings.block_size)
 
 
 def progressive_layer_bytes(shape: Shape, settings: Settings) -> int:
@@ -42,30 +40,31 @@ def make_progressive_layer(
         The budget is not a whole number of microbatches, or not less than the row.
     """
     settings = in_blocks(settings)
-    if settings.token_budget % (MICROBATCH * BLOCK_SIZE) or settings.token_budget >= shape.length:
+    block_size, tokens = settings.block_size, settings.microbatch * settings.block_size
+    if settings.token_budget % tokens or settings.token_budget >= shape.length:
         raise ValueError(
-            f"token_budget={settings.token_budget}; allowed: whole microbatches of {MICROBATCH * BLOCK_SIZE} tokens, "
+            f"token_budget={settings.token_budget}; allowed: whole microbatches of {tokens} tokens, "
             f"fewer than length={shape.length}"
         )
     layer = make_layer(shape, settings, device, seed, impl)
     generator = torch.Generator(device).manual_seed(seed + 1)
-    blocks, heavy = settings.pages(shape), settings.max_blocks - MICROBATCH // 2
+    blocks, heavy = settings.pages(shape), settings.max_blocks - settings.microbatch // 2
     grouped = layer.query.float().unflatten(1, (shape.kv_heads, shape.group))
     # The shortest vector whose product with every query of the group is the excess.
     direction = torch.linalg.pinv(grouped).sum(dim=3) * (EXCESS * shape.head_dim**0.5)
     for row in range(shape.batch):
         for head in range(shape.kv_heads):
             others = torch.randperm(blocks - 1, device=device, generator=generator)[: heavy - 1]
-            by_block = layer.keys[row, head].view(blocks, BLOCK_SIZE, shape.head_dim)
+            by_block = layer.keys[row, head].view(blocks, block_size, shape.head_dim)
             chosen = torch.cat((others, others.new_full((1,), blocks - 1)))
             by_block[chosen] += direction[row, head].to(by_block.dtype)
     layer.new_key.copy_(layer.keys[:, :, -1])
     levels = (layer.bounds["int8"].page_min, layer.bounds["int8"].page_max)
-    options = {"page_size": BLOCK_SIZE, **layer.bounds["int8"].exponents, "impl": impl}
+    options = {"page_size": block_size, **layer.bounds["int8"].exponents, "impl": impl}
     row_bounds = (layer.seq_start, layer.seq_end)
     ops.page_bounds(layer.keys, *levels, *row_bounds, num_new=shape.length, **options)
     layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, **options)
     layer.block_indices, layer.block_counts = ops.rank_blocks(
-        layer.scores, *row_bounds, block_size=BLOCK_SIZE, impl=impl
+        layer.scores, *row_bounds, block_size=block_size, impl=impl
     )
     return layer
