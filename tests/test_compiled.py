@@ -7,6 +7,7 @@ from transformers import CompileConfig
 
 from hf_sparse_attn import (
     PSA,
+    ArkVale,
     Quest,
     SparseCache,
     Squeezed,
@@ -108,6 +109,7 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
     [
         PSA(threshold=0.8, block_size=8, microbatch=2),
         PSA(threshold=0.9, block_size=16, microbatch=1, metadata="minmax", token_budget=64, dense_layers=1),
+        ArkVale(token_budget=64, page_size=16),
         Quest(token_budget=48, bounds_dtype="model"),
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
