@@ -18,7 +18,8 @@ from eval.config import RunConfig, make_config
 from eval.costs import Reads
 from eval.metrics import tasks as scored_tasks
 from eval.protocols import _SOURCES
-from eval.runner import MEASURED, find_benchmark
+from eval.records import MEASURED
+from eval.runner import find_benchmark
 from eval.speed import SpeedConfig
 from eval.speed_shapes import SHAPES
 from eval.store import read_records
