@@ -12,6 +12,7 @@ from typing import Any
 
 from eval.benchmarks import Item
 from eval.bisection import is_monotone, next_probe, smallest
+from eval.budget_table import RESULT
 from eval.config import DENSE, RunConfig
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
@@ -19,9 +20,6 @@ from eval.knobs import ANY_LENGTH, Ladder, Ladders
 from eval.runner import ModelSource, Processes, Session, key_of, open_session, write_result
 from eval.store import record_key
 from eval.summary import aggregate
-
-RESULT = "budget.json"
-"""Name of the results file in the folder of a search."""
 
 Record = Mapping[str, Any]
 Place = tuple[str, "int | None"]
@@ -57,9 +55,7 @@ class Target:
             Not exactly one of the two is given, or one is out of range.
         """
         if (self.target is None) == (self.divergence is None):
-            raise EvalError(
-                f"target={self.target}, divergence={self.divergence}: exactly one of the two must be given"
-            )
+            raise EvalError(f"target={self.target}, divergence={self.divergence}: exactly one of the two must be given")
         for name, most in (("target", 1.0), ("divergence", float("inf"))):
             value = getattr(self, name)
             if value is None:
@@ -113,7 +109,9 @@ def search(
         The run is invalid. No record is written.
     """
     if config.token_budget:
-        raise EvalError(f"token_budget={list(config.token_budget)}: the budget is searched; name its steps with --steps")
+        raise EvalError(
+            f"token_budget={list(config.token_budget)}: the budget is searched; name its steps with --steps"
+        )
     ladders = Ladders(config.method, config.parameters, target.steps)
     [dense] = make_variants(replace(config, method=(DENSE,), parameters={}))
     cheapest = [ladders.of(name, ANY_LENGTH).variants[0] for name in ladders.names]
@@ -239,10 +237,8 @@ class _MethodSearch:
     def _nothing_to_reach(self) -> str | None:
         if not self._dense:
             return "dense attention failed on every sample"
-        if self._target.target is not None and self._dense_total["perplexity"] is None:
-            if not self._dense_total["score"]:
-                return "dense attention scores 0"
-        return None
+        is_score = self._target.target is not None and self._dense_total["perplexity"] is None
+        return "dense attention scores 0" if is_score and not self._dense_total["score"] else None
 
     def _reached(self) -> dict[int, bool]:
         return {

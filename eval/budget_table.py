@@ -10,6 +10,9 @@ from hf_sparse_attn.cli.terminal import literal
 if TYPE_CHECKING:
     from rich.table import Table
 
+RESULT = "budget.json"
+"""Name of the results file in the folder of a search."""
+
 TEXT_COLUMNS = ("task", "method", "smallest setting")
 
 
@@ -90,7 +93,11 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     """Return a report as Markdown, around the table of :func:`rows`."""
     config, search = report["config"], report["search"]
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    asked = "--target {}".format(search["target"]) if search["divergence"] is None else f"--divergence {search['divergence']}"
+    asked = (
+        "--target {}".format(search["target"])
+        if search["divergence"] is None
+        else f"--divergence {search['divergence']}"
+    )
     protocol = f"; protocol {report['protocol_sha256'][:12]}" if report["protocol_sha256"] else ""
     return "\n".join(
         [

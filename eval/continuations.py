@@ -154,7 +154,11 @@ def follow_dense(
 
 
 def _predictions(
-    model: PreTrainedModel, cache: SparseCache, question_ids: Sequence[int], fed_ids: Sequence[int], token_by_token: bool
+    model: PreTrainedModel,
+    cache: SparseCache,
+    question_ids: Sequence[int],
+    fed_ids: Sequence[int],
+    token_by_token: bool,
 ) -> Iterator[torch.Tensor]:
     """Yield the logits [vocabulary] after the question and after each fed token."""
     *before, last = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]

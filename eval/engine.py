@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from eval.benchmarks.base import Sample
 
+
 @dataclass(frozen=True)
 class Variant:
     """A method with its hyperparameters; ``token_budget`` is None for dense attention."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from eval import budget_table, throughput_table
 from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_rows
 from eval.errors import EvalError
@@ -25,7 +26,8 @@ def results_tables(results: Path) -> str:
     ----------
     results : Path
         Holds a folder for each sweep, named after its file in ``eval/configs``, ``speed`` with reports of
-        ``python -m eval speed``, and ``contexts`` with reports of ``python -m eval context-speed``. A sweep's
+        ``python -m eval speed``, ``contexts`` with reports of ``python -m eval context-speed``, ``throughput`` with
+        reports of ``python -m eval throughput``, and ``budgets`` with folders of ``python -m eval budget``. A sweep's
         ``note.txt`` is included.
 
     Raises
@@ -50,12 +52,36 @@ def results_tables(results: Path) -> str:
         report = read_json(path, "a report of `python -m eval speed`")
         with _named(path, "a report of `python -m eval speed`"):
             parts.append(_speed(path.stem, report))
-    for path in sorted((results / "contexts").glob("*.json")):
-        report = read_json(path, "a report of `python -m eval context-speed`")
-        with _named(path, "a report of `python -m eval context-speed`"):
-            parts.append(context_markdown(path.stem, report, _table(HEAD, side_rows(report), left=1)))
+    for folder, pattern, command, form in _REPORTS:
+        for path in sorted((results / folder).glob(pattern)):
+            what = f"a report of `python -m eval {command}`"
+            report = read_json(path, what)
+            with _named(path, what):
+                parts.append(form(path.stem, report))
     # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _context(name: str, report: dict[str, Any]) -> str:
+    return context_markdown(name, report, _table(HEAD, side_rows(report), left=1))
+
+
+def _throughput(name: str, report: dict[str, Any]) -> str:
+    table = _table(throughput_table.HEAD, throughput_table.rows(report), left=1)
+    return throughput_table.throughput_markdown(name, report, table)
+
+
+def _budget(name: str, report: dict[str, Any]) -> str:
+    table = _table(budget_table.head(report), budget_table.rows(report), left=1)
+    return budget_table.budget_markdown(report, table)
+
+
+_REPORTS: tuple[tuple[str, str, str, Callable[[str, dict[str, Any]], str]], ...] = (
+    ("contexts", "*.json", "context-speed", _context),
+    ("throughput", "*.json", "throughput", _throughput),
+    ("budgets", f"**/{budget_table.RESULT}", "budget", _budget),
+)
+"""Folder, files, command, and the function that formats a file's name and content."""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -25,6 +25,7 @@ from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 class ModelSource(Protocol):
     """The source of a run's model."""
@@ -143,7 +144,7 @@ class Session:
     engine: Engine
     store: Store
     processes: Processes
-    provenance: Mapping[str, Any]
+    provenance: dict[str, Any]
     """What every record says about machine, versions, seed and protocol."""
 
     def measure(

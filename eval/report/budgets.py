@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval.budget_table import criterion, head, rows, setting, title
+from eval.budget_table import RESULT, criterion, head, rows, setting, title
 from eval.errors import EvalError
 from eval.report.plots import Picture
 from eval.report.style import Styles, legend_below, panels
 from eval.report.tables import Table
 from eval.store import read_json
 
-RESULT = "budget.json"
 _INCHES_PER_BAR = 0.3
 _GROUP = 0.8
 """Share of a task's room that its bars take."""
@@ -89,22 +87,20 @@ def _place(entry: dict[str, Any]) -> str:
     return entry["task"] if entry["length"] is None else f"{entry['task']} at {entry['length']:,} tokens"
 
 
-def write_pictures(reports: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write the plot of each report that has one as a PNG file.
+def write_picture(report: dict[str, Any], folder: Path) -> Path | None:
+    """Write the plot of a search as ``budget.png``, if it has one, and return its path.
 
     Raises
     ------
     EvalError
-        A file cannot be written.
+        The file cannot be written.
     """
-    paths = []
-    for number, report in enumerate(reports, start=1):
-        picture = budget_picture(report, f"budget-{number}" if len(reports) > 1 else "budget")
-        if picture is not None:
-            path = folder / f"{picture.name}.png"
-            try:
-                path.write_bytes(picture.png())
-            except OSError as error:
-                raise EvalError(f"{path} cannot be written: {error}") from error
-            paths.append(path)
-    return paths
+    picture = budget_picture(report, "budget")
+    if picture is None:
+        return None
+    path = folder / f"{picture.name}.png"
+    try:
+        path.write_bytes(picture.png())
+    except OSError as error:
+        raise EvalError(f"{path} cannot be written: {error}") from error
+    return path

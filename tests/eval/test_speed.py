@@ -276,7 +276,8 @@ def generate_with_another_token(monkeypatch: pytest.MonkeyPatch, step: int) -> N
     def wrong(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
         run = generate(model, side, work, new_tokens)
         if side.method is not None and side.method.covers(CONTEXT):
-            run.token_ids[step] = (run.token_ids[step] + 1) % SHAPES["tiny"].vocab_size
+            for row in run.token_ids:
+                row[step] = (row[step] + 1) % SHAPES["tiny"].vocab_size
         return run
 
     monkeypatch.setattr(speed_check, "generate", wrong)
