@@ -103,7 +103,7 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
         [
             f"## Dense-equivalent budgets, {title(report)}\n",
             f"`python -m eval budget {config['benchmark']} {asked} --method {','.join(config['method'])}`\n",
-            f"{versions}; {report['date'][:10]}. Question: {config['question']}; seed {config['seed']}{protocol}. "
+            f"{versions}; {report['date'][:10]}. Question: {config['question']}; seed {report['seed']}{protocol}. "
             f"{_caption(report)}\n",
             table,
         ]

@@ -88,6 +88,6 @@ def setting(report: dict[str, Any]) -> str:
     when = "all there from the start" if rate is None else f"Poisson arrivals, {rate:g} per second"
     return (
         f"{settings['requests']} requests ({when}), each with {settings['context']:,} cached tokens and "
-        f"{settings['new_tokens']} new ones, in static batches of at most {settings['batch']}. Weights, keys and values "
-        f"are random; there is no prefill. Best dense side: {report['best_dense']}."
+        f"{settings['new_tokens']} new ones, in static batches of at most {settings['batch']}. Weights, keys and "
+        f"values are random; there is no prefill. Best dense side: {report['best_dense']}."
     )
