@@ -361,7 +361,8 @@ def test_the_plot_has_a_bar_for_each_method_and_task():
 def test_the_command_searches_plots_and_reports(tmp_path, model_dir):
     path = tmp_path / "search.yaml"
     path.write_text(
-        f"model: {model_dir}\nmethod: quest\nlimit: 1\nquestion: prefill\nsearch: {{divergence: 9.0, steps: {{quest: [64, 128]}}}}\n"
+        f"model: {model_dir}\nmethod: quest\nlimit: 1\nquestion: prefill\n"
+        "search: {divergence: 9.0, steps: {quest: [64, 128]}}\n"
         "runs: [{benchmark: passkey, lengths: 300}]\n"
     )
     out = tmp_path / "out"
