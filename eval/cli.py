@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from eval.config import DTYPES, RunConfig, make_config, read_sweep
+from eval.budget_command import budget
+from eval.config import RunConfig, make_config, read_sweep
 from eval.errors import EvalError
-from eval.extras import needs_extra
+from eval.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    MethodOption,
+    ModelOption,
+    ParameterOption,
+    SettingOption,
+    given,
+    harness_errors,
+    result_folders,
+)
 from eval.terminal import WIDTH, on_record, progress, summary_table
-from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, user_errors, visible
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from eval.runner import Processes
+from eval.throughput_command import throughput
+from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, visible
 
 app = typer.Typer(
     help="Reproduce the papers' tables: accuracy, KV reads and speed of sparse and dense attention.",
@@ -28,26 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="A hub id, a directory, a .gguf file, or smollm2 (fetched with pip)."),
-]
-MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma-separated; full (dense) always runs.")]
-BudgetOption = Annotated[
-    str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
-]
-SettingOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of the benchmark; repeatable.")
-]
-ParameterOption = Annotated[
-    list[str] | None,
-    typer.Option("--parameter", metavar="NAME=VALUE", help="Parameter of the methods; repeatable."),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
+app.command()(budget)
+app.command()(throughput)
 
 
 @app.command("list")
@@ -116,19 +104,20 @@ def run(
         "dtype": dtype,
         "device": device,
     }
-    with _user_errors():
-        configs = read_sweep(config, overrides) if config else [make_config(_given(overrides))]
+    with harness_errors():
+        configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
         run_all(configs, out, None if config is None else config.stem)
 
 
 def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
     """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one."""
+    from eval.models import Models
     from eval.runner import Processes
     from eval.runner import run as run_benchmark
 
     processes = Processes.current()
-    models = _Models(processes)
-    folders = _folders(configs, out, sweep_name)
+    models = Models(processes)
+    folders = result_folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
         with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
             summary = run_benchmark(config, folder, models, processes, on_record(update))
@@ -157,7 +146,7 @@ def make_prefixqa_file(
     """Write prefixqa's data from SQuAD's articles or from LongBench's rows, offline if the files are at hand."""
     from eval.prefixqa_data import make_prefixqa
 
-    with _user_errors():
+    with harness_errors():
         rows = make_prefixqa(out, sources or (), least_questions, longest)
         questions = sum(len(row["questions"]) for row in rows)
         typer.echo(one_line(f"{out}: {len(rows)} contexts, {questions} questions"))
@@ -171,7 +160,7 @@ def report(
     """Write plots and a self-contained HTML page for results folders."""
     from eval.report import write_report
 
-    with _user_errors():
+    with harness_errors():
         typer.echo(visible(str(write_report(directory, out))))
 
 
@@ -203,7 +192,7 @@ def table(
         "dtype": dtype,
         "device": device,
     }
-    with _user_errors():
+    with harness_errors():
         wanted = read_table(name)
         as_printed = read_sweep(wanted.path, {})
         runs = [
@@ -242,7 +231,7 @@ def speed(
     from eval.speed import SpeedConfig, measure, save, speed_table
 
     logging.set_verbosity_error()
-    with _user_errors():
+    with harness_errors():
         config = SpeedConfig(
             model=model,
             shape=shape,
@@ -288,7 +277,7 @@ def context_speed(
     from hf_sparse_attn.cli.models import resolve_device
 
     logging.set_verbosity_error()
-    with _user_errors():
+    with harness_errors():
         try:
             method = Squeezed(target_sparsity=target_sparsity, levels=levels)
         except (TypeError, ValueError) as error:
@@ -301,75 +290,3 @@ def context_speed(
         print_table(context_table(report), WIDTH)
         if out is not None:
             write_json(out, report)
-
-
-def _given(overrides: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in overrides.items() if value not in (None, (), {})}
-
-
-class _Models:
-    """Load each model once for a sweep's runs; other processes wait while the first one fetches weights."""
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._described: dict[str, tuple[PreTrainedTokenizerBase, PreTrainedConfig]] = {}
-        self._key: tuple[str, str | None, str | None] | None = None
-        self._model: PreTrainedModel | None = None
-
-    def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-        from transformers.utils import logging
-
-        from hf_sparse_attn.cli.loading import announce_download
-        from hf_sparse_attn.cli.models import load_tokenizer
-        from hf_sparse_attn.cli.progress import hidden_bars
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        if config.model not in self._described:
-            if self._processes.is_main:
-                announce_download(config.model)
-            with self._main_process_first(), hidden_bars():
-                self._described[config.model] = load_tokenizer(config.model)
-        return self._described[config.model]
-
-    def load(self, config: RunConfig) -> PreTrainedModel:
-        import torch
-
-        from hf_sparse_attn.cli.models import load_model
-        from hf_sparse_attn.cli.progress import hidden_bars
-
-        key = (config.model, config.dtype, config.device)
-        if self._model is None or key != self._key:
-            self._model = None  # frees memory first, because two models may not fit
-            device = config.device
-            if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
-                device = f"cuda:{self._processes.local_rank}"
-            dtype = getattr(torch, config.dtype) if config.dtype else None
-            with hidden_bars():
-                self._model, _ = load_model(config.model, dtype, device)
-            self._key = key
-        return self._model
-
-    @contextmanager
-    def _main_process_first(self) -> Iterator[None]:
-        if not self._processes.is_main:
-            self._processes.wait()
-        yield
-        if self._processes.is_main:
-            self._processes.wait()
-
-
-def _folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
-    if len(configs) == 1 and sweep_name is None:
-        model = Path(configs[0].model).name
-        return [out or Path("eval-results") / f"{configs[0].benchmark}-{model}"]
-    base = out or Path("eval-results") / str(sweep_name)
-    return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    from hf_sparse_attn.cli.models import ModelLoadError
-
-    with user_errors(EvalError, ModelLoadError, ImportError), needs_extra():
-        yield

@@ -141,8 +141,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:
     """Read a YAML file: settings for all runs, and under ``runs`` a list of each run's own settings.
 
-    ``overrides`` (the command line) take precedence over both. The keys of ``eval.tables`` (``paper``, ``figures``) are
-    ignored.
+    ``overrides`` (the command line) take precedence over both. The keys of ``eval.tables`` (``paper``, ``figures``) and
+    of ``eval.budget`` (``search``) are ignored.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:
         The file cannot be read, is not a mapping, or a setting is not allowed; the message names the file.
     """
     content = read_yaml(path)
-    shared = {name: value for name, value in content.items() if name not in ("runs", "paper", "figures")}
+    shared = {name: value for name, value in content.items() if name not in ("runs", "paper", "figures", "search")}
     runs = content.get("runs", [{}])
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) for run in runs):
         raise EvalError(f"{path}: runs must be a list of mappings")

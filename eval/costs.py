@@ -26,7 +26,7 @@ class Reads:
     """Dense attention's reads in the same steps."""
     kv_fraction: float | None = None
     realised_budget: float | None = None
-    """Tokens whose K and V a KV head read in a step, mean over the layers that the method makes sparse."""
+    """Tokens whose K and V a row's KV head read in a step, mean over the layers that the method makes sparse."""
     selection_hit_rate: float | None = None
     """Share of selections reused from an earlier step; None if the method reuses none, or needed none."""
 
@@ -51,7 +51,7 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
     if stats.decode_steps == 0:
         return Reads()
     per_layer = [
-        counted.tokens_read / (counted.decode_steps * layer.keys.shape[1])
+        counted.tokens_read / (counted.decode_steps * layer.keys.shape[0] * layer.keys.shape[1])
         for layer_idx, (counted, layer) in enumerate(zip(stats.layers, cache.layers, strict=True))
         if layer_idx >= cache.method.dense_layers and not layer.is_sliding
     ]

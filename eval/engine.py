@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eval.config import DENSE, RunConfig
+from eval.continuations import Continuation, DensePath, answer_sample, dense_path, follow_dense, force_sample
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
-from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, log_likelihoods, prefill
+from hf_sparse_attn.cli.greedy import end_of_sequence_ids, prefill
 from hf_sparse_attn.cli.memory import PeakMemory
 from hf_sparse_attn.cli.variants import make_methods, varied_parameters
 from hf_sparse_attn.methods import make_method
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from eval.benchmarks.base import Sample
-
-NLL_BUCKET = 64
-"""Number of positions averaged by one entry of ``nll_by_position``."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +84,6 @@ class _Context:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class _Continuation:
-    """The part of a run after the material."""
-
-    result: dict[str, Any]
-    first_token_seconds: float
-    decode_seconds: float
-    decode_steps: int
-    single_token_steps: int
-    new_tokens: int
-
-
 @contextmanager
 def _same_dense_kernels() -> Iterator[None]:
     """Disable cuDNN's attention.
@@ -125,10 +110,20 @@ class Engine:
         The model's tokenizer.
     config : RunConfig
         The run.
+    follows_dense : bool
+        Feed each method dense attention's own answer instead of letting it answer, and measure its divergence from
+        dense attention's predictions. The predictions along the answers of a material's samples are in memory
+        together: ``new tokens x vocabulary`` numbers for each sample.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        follows_dense: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.config, self.follows_dense = model, tokenizer, config, follows_dense
         self.model_seconds = 0.0
         """Time in the model and the methods; the rest is the harness's own."""
         self._stop_ids = end_of_sequence_ids(model, tokenizer)
@@ -154,6 +149,7 @@ class Engine:
         samples = [sample for _, (sample, _) in jobs]
         used = list(dict.fromkeys(variant for _, (_, variants) in jobs for variant in variants))
         prefix: _Context | None = None
+        paths: dict[int, DensePath] = {}
         for variant in used:
             context: _Context | None = None
             for number, (sample, variants) in jobs:
@@ -161,18 +157,22 @@ class Engine:
                     continue
                 try:
                     with _same_dense_kernels():
-                        if prefix is None and variant.prefills_densely:
+                        follows = self.follows_dense and not variant.is_dense
+                        if prefix is None and (variant.prefills_densely or follows):
                             prefix = self._prefill_densely(samples, used)
+                        if follows and number not in paths:
+                            assert prefix is not None
+                            paths[number] = self._walk_densely(sample, prefix)
                         if context is None:
                             context = self._prepare(samples, variant, prefix)
-                        measured = self._ask(sample, variant, context)
+                        measured = self._ask(sample, variant, context, paths.get(number) if follows else None)
                 except Exception as error:  # stored in the record: one bad sample must not end a long run
                     measured = {"error": f"{type(error).__name__}: {error}"}
                 yield number, variant, measured
 
     def _prefill_densely(self, samples: Sequence[Sample], variants: Sequence[Variant]) -> _Context:
         """Prefill the material once for all variants with a dense prefill, and keep the queries that they need."""
-        keep_queries = max(each.method.keeps_queries for each in variants if each.prefills_densely)
+        keep_queries = max((each.method.keeps_queries for each in variants if each.prefills_densely), default=0)
         # Only a patched model hands its queries to the cache.
         with sparse_attention(self.model, DENSE) if keep_queries else nullcontext():
             return self._prefill(samples, DENSE, keep_queries)
@@ -203,13 +203,20 @@ class Engine:
         peak_bytes = max(memory.peak_bytes, prefilled.peak_bytes)
         return _Context(cache, prefilled.prefill_seconds, prefilled.seconds + seconds, peak_bytes)
 
-    def _ask(self, sample: Sample, variant: Variant, context: _Context) -> dict[str, Any]:
+    def _walk_densely(self, sample: Sample, prefix: _Context) -> DensePath:
+        started = time.perf_counter()
+        caches = prefix.cache.fork(DENSE), prefix.cache.fork(DENSE)
+        path = dense_path(self.model, sample, caches, self._feeds_tokens(sample), self._ends_of(sample))
+        self.model_seconds += time.perf_counter() - started
+        return path
+
+    def _ask(self, sample: Sample, variant: Variant, context: _Context, path: DensePath | None) -> dict[str, Any]:
         """Continue the context with one sample, in a fork, so that no sample depends on the ones before it."""
         with self._patched(variant), PeakMemory(self.model.device) as memory:
             cache = context.cache.fork(variant.method)
             self._wait()
             started = time.perf_counter()
-            continued = self._force(sample, cache) if sample.forced_ids else self._answer(sample, cache)
+            continued = self._continue(sample, cache, path)
             self.model_seconds += time.perf_counter() - started
             if variant.is_dense:
                 reads = dense_reads(cache, continued.single_token_steps)
@@ -238,49 +245,17 @@ class Engine:
     def _patched(self, variant: Variant) -> AbstractContextManager[Any]:
         return nullcontext() if variant.is_dense else sparse_attention(self.model, variant.method)
 
-    def _answer(self, sample: Sample, cache: SparseCache) -> _Continuation:
-        token_by_token = self.config.question == "decode" or len(sample.question_ids) == 1
-        given = answer(
-            self.model,
-            cache,
-            sample.question_ids,
-            sample.max_new_tokens,
-            token_by_token=token_by_token,
-            stop_ids=self._stop_ids | (self._newline_ids if sample.stop_at_newline else set()),
-            min_new_tokens=sample.min_new_tokens,
-        )
-        return _Continuation(
-            result={"prediction": self.tokenizer.decode(given.token_ids, skip_special_tokens=True)},
-            first_token_seconds=given.first_token_seconds,
-            decode_seconds=given.decode_seconds,
-            decode_steps=given.decode_steps,
-            single_token_steps=given.decode_steps + (given.question_steps if token_by_token else 0),
-            new_tokens=len(given.token_ids),
-        )
+    def _continue(self, sample: Sample, cache: SparseCache, path: DensePath | None) -> Continuation:
+        token_by_token = self._feeds_tokens(sample)
+        if path is not None:
+            return follow_dense(self.model, sample, cache, path, token_by_token)
+        if sample.forced_ids:
+            return force_sample(self.model, sample, cache)
+        return answer_sample(self.model, self.tokenizer, sample, cache, token_by_token, self._ends_of(sample))
 
-    def _force(self, sample: Sample, cache: SparseCache) -> _Continuation:
-        """Measure the likelihood of the sample's own continuation."""
-        chunk = sample.forced_chunk
-        tokens = [*sample.question_ids, *sample.forced_ids]
-        started = time.perf_counter()
-        scored = log_likelihoods(self.model, cache, tokens, chunk)
-        losses = [-next(scored)]
-        first_token_seconds = time.perf_counter() - started
-        losses += [-value for value in scored]
-        decode_seconds = time.perf_counter() - started - first_token_seconds
-        losses = losses[len(sample.question_ids) - 1 :]  # of the forced tokens only
-        steps = len(tokens) - 1
-        first_position = len(sample.material_ids) + len(sample.question_ids)
-        by_position = [
-            [first_position + begin, math.fsum(bucket) / len(bucket)]
-            for begin in range(0, len(losses), NLL_BUCKET)
-            if (bucket := losses[begin : begin + NLL_BUCKET])
-        ]
-        return _Continuation(
-            result={"perplexity": math.exp(math.fsum(losses) / len(losses)), "nll_by_position": by_position},
-            first_token_seconds=first_token_seconds,
-            decode_seconds=decode_seconds,
-            decode_steps=steps - 1 if chunk == 1 else 0,
-            single_token_steps=steps if chunk == 1 else 0,
-            new_tokens=0,
-        )
+    def _feeds_tokens(self, sample: Sample) -> bool:
+        """Whether the question is fed token by token."""
+        return self.config.question == "decode" or len(sample.question_ids) == 1
+
+    def _ends_of(self, sample: Sample) -> set[int]:
+        return self._stop_ids | (self._newline_ids if sample.stop_at_newline else set())

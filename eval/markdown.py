@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from eval import budget_table, throughput_table
 from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_rows
 from eval.errors import EvalError
@@ -25,7 +26,8 @@ def results_tables(results: Path) -> str:
     ----------
     results : Path
         Holds a folder for each sweep, named after its file in ``eval/configs``, ``speed`` with reports of
-        ``python -m eval speed``, and ``contexts`` with reports of ``python -m eval context-speed``. A sweep's
+        ``python -m eval speed``, ``contexts`` with reports of ``python -m eval context-speed``, ``throughput`` with
+        reports of ``python -m eval throughput``, and ``budgets`` with folders of ``python -m eval budget``. A sweep's
         ``note.txt`` is included.
 
     Raises
@@ -43,19 +45,31 @@ def results_tables(results: Path) -> str:
     for name, summaries in sweeps.items():
         with _named(results / name, "a sweep whose runs go together"):
             parts.append(_sweep(name, summaries, results))
-    speed_reports = sorted((results / "speed").glob("*.json"))
-    if not sweeps and not speed_reports:
-        raise EvalError(f"results={str(results)!r} holds no */*/summary.json and no speed/*.json")
-    for path in speed_reports:
-        report = read_json(path, "a report of `python -m eval speed`")
-        with _named(path, "a report of `python -m eval speed`"):
-            parts.append(_speed(path.stem, report))
-    for path in sorted((results / "contexts").glob("*.json")):
-        report = read_json(path, "a report of `python -m eval context-speed`")
-        with _named(path, "a report of `python -m eval context-speed`"):
-            parts.append(context_markdown(path.stem, report, _table(HEAD, side_rows(report), left=1)))
+    for folder, pattern, command, form in _REPORTS:
+        for path in sorted((results / folder).glob(pattern)):
+            what = f"a report of `python -m eval {command}`"
+            report = read_json(path, what)
+            with _named(path, what):
+                parts.append(form(path.stem, report))
+    if not parts:
+        looked = ", ".join(f"{folder}/{pattern}" for folder, pattern, *_ in _REPORTS)
+        raise EvalError(f"results={str(results)!r} holds no results: no */*/summary.json, {looked}")
     # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _context(name: str, report: dict[str, Any]) -> str:
+    return context_markdown(name, report, _table(HEAD, side_rows(report), left=1))
+
+
+def _throughput(name: str, report: dict[str, Any]) -> str:
+    table = _table(throughput_table.HEAD, throughput_table.rows(report), left=1)
+    return throughput_table.throughput_markdown(name, report, table)
+
+
+def _budget(name: str, report: dict[str, Any]) -> str:
+    table = _table(budget_table.head(report), budget_table.rows(report), left=1)
+    return budget_table.budget_markdown(report, table)
 
 
 @contextmanager
@@ -289,3 +303,12 @@ def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int) -> str
     names = list(head)
     rule = ["---" if number < left else "---:" for number in range(len(names))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"
+
+
+_REPORTS: tuple[tuple[str, str, str, Callable[[str, dict[str, Any]], str]], ...] = (
+    ("speed", "*.json", "speed", _speed),
+    ("contexts", "*.json", "context-speed", _context),
+    ("throughput", "*.json", "throughput", _throughput),
+    ("budgets", f"**/{budget_table.RESULT}", "budget", _budget),
+)
+"""Folder, files, command, and the function that formats a file's name and content."""

@@ -43,6 +43,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
     **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
     **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
+    **dict.fromkeys(("divergence", "divergence_max", "top_agreement"), _NUMBER + _NONE),
     **dict.fromkeys(("prefill_seconds", "context_seconds", "first_token_seconds"), _NUMBER + _NONE),
     **dict.fromkeys(("ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
 }

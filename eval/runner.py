@@ -7,48 +7,24 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eval import metrics
 from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
 from eval.config import RunConfig, with_dense
 from eval.engine import Engine, Variant, make_variants
 from eval.errors import EvalError
 from eval.protocols import load_protocol
-from eval.record_check import check_record
-from eval.store import RecordKey, Store, encode_record, read_json, record_key, write_json
+from eval.records import make_record
+from eval.store import RecordKey, Store, read_json, record_key, write_json
 from eval.summary import summarise
 from hf_sparse_attn import sparse_attention
 from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-MEASURED = (
-    "prediction",
-    "perplexity",
-    "nll_by_position",
-    "prompt_tokens",
-    "question_tokens",
-    "new_tokens",
-    "kv_bytes",
-    "metadata_bytes",
-    "dense_bytes",
-    "kv_fraction",
-    "realised_budget",
-    "selection_hit_rate",
-    "prefill_seconds",
-    "context_seconds",
-    "first_token_seconds",
-    "ttft_seconds",
-    "tpot_ms",
-    "peak_memory_bytes",
-    "peak_memory_measures",
-)
-"""Fields that are null in the record of a failed sample."""
 
 
 class ModelSource(Protocol):
@@ -133,17 +109,97 @@ def run(
         The run is invalid. No record is written.
     """
     config = with_dense(config)
-    benchmark = find_benchmark(config)
     variants = make_variants(config)
+    former = _former_times(out / "summary.json")
+    with open_session(config, variants, out, source, processes) as session:
+        started = time.perf_counter()
+        session.measure([(item, variants) for item in session.items], on_record)
+        seconds = time.perf_counter() - started
+        processes.wait()
+        summary: dict[str, Any] = {}
+        if processes.is_main:
+            engine, items = session.engine, session.items
+            records = session.store.merge([key_of(item, variant) for item in items for variant in variants])
+            times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
+            summary = {
+                "config": config.as_json(),
+                **session.provenance,
+                **_summed_times(former, times),
+                "rows": len(records),
+                "errors": sum(record["error"] is not None for record in records),
+                "finished": len(records) == len(items) * len(variants),
+                "table": summarise(records),
+            }
+            write_result(out / "summary.json", summary)
+        processes.wait()
+    return summary
+
+
+@dataclass(frozen=True)
+class Session:
+    """A valid run with its model loaded and its folder claimed."""
+
+    config: RunConfig
+    items: Sequence[Item]
+    engine: Engine
+    store: Store
+    processes: Processes
+    provenance: dict[str, Any]
+    """What every record says about machine, versions, seed and protocol."""
+
+    def measure(
+        self,
+        wanted: Sequence[tuple[Item, Sequence[Variant]]],
+        on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
+    ) -> None:
+        """Append this process's share of the wanted records; existing ones are not measured again."""
+        variants = {id(item): each for item, each in wanted}
+        groups = by_material([item for item, _ in wanted])
+        share = [
+            [(item, variants[id(item)]) for item in group]
+            for group in groups[self.processes.rank :: self.processes.world_size]
+        ]
+        for record in _missing_records(self.engine, self.config, self.store, share, on_record):
+            self.store.append(record | self.provenance)
+
+
+@contextmanager
+def open_session(
+    config: RunConfig,
+    variants: Sequence[Variant],
+    out: Path,
+    source: ModelSource,
+    processes: Processes,
+    *,
+    identity: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    follows_dense: bool = False,
+) -> Iterator[Session]:
+    """Check a run, load its model, and claim its folder while the context lasts.
+
+    Parameters
+    ----------
+    config, out, source, processes
+        As for :func:`run`.
+    variants : sequence of Variant
+        The variants to check the benchmark, the model and its positions against.
+    identity : callable
+        Returns the settings that the folder belongs to, of all settings.
+    follows_dense : bool
+        See :class:`~eval.engine.Engine`.
+
+    Raises
+    ------
+    EvalError
+        The run is invalid. No record is written.
+    """
+    benchmark = find_benchmark(config)
     protocol = benchmark.protocol
     protocol_dir = Path(config.protocol_dir) if config.protocol_dir else None
     sha256 = load_protocol(protocol, protocol_dir).sha256 if protocol else None
-    provenance = {"seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
 
     store = Store(out, processes.rank, processes.world_size)
-    settings = {**config.as_json(), "protocol_sha256": sha256}
+    settings = identity({**config.as_json(), "protocol_sha256": sha256})
     store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
-    former = _former_times(out / "summary.json")
     store.records()  # reports a damaged file before the work, not after
     tokenizer, model_config = source.describe(config)
     setup = _setup(config, benchmark, model_config, tokenizer, variants)
@@ -155,35 +211,21 @@ def run(
     model = source.load(config)
     check_patchable(model, variants)
     with _claimed(store, settings, processes):
-        engine = Engine(model, tokenizer, config)
-        started = time.perf_counter()
-        share = by_material(items)[processes.rank :: processes.world_size]
-        for record in _missing_records(engine, config, store, share, variants, on_record):
-            store.append(record | engine.machine | provenance)
-        seconds = time.perf_counter() - started
-        processes.wait()
-        summary: dict[str, Any] = {}
-        if processes.is_main:
-            records = store.merge([_key(item, variant) for item in items for variant in variants])
-            times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
-            summary = {
-                "config": config.as_json(),
-                **engine.machine,
-                **provenance,
-                **_summed_times(former, times),
-                "rows": len(records),
-                "errors": sum(record["error"] is not None for record in records),
-                "finished": len(records) == len(items) * len(variants),
-                "table": summarise(records),
-            }
-            _write_summary(out / "summary.json", summary)
-        processes.wait()
-    return summary
+        engine = Engine(model, tokenizer, config, follows_dense)
+        provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
+        yield Session(config, items, engine, store, processes, provenance)
 
 
-def _write_summary(path: Path, summary: dict[str, Any]) -> None:
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result that was made from records.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be written.
+    """
     try:
-        write_json(path, summary)
+        write_json(path, result)
     except OSError as error:
         raise EvalError(f"{path} cannot be written: {error}; the records are kept") from error
 
@@ -192,22 +234,21 @@ def _missing_records(
     engine: Engine,
     config: RunConfig,
     store: Store,
-    groups: Sequence[Sequence[Item]],
-    variants: Sequence[Variant],
+    groups: Sequence[Sequence[tuple[Item, Sequence[Variant]]]],
     on_record: Callable[[int, int, dict[str, Any] | None], None],
 ) -> Iterator[dict[str, Any]]:
     """Yield the records that are missing or have an error, one after another."""
     done = {record_key(record) for record in store.records() if record["error"] is None}
     todo = [
-        [(item, [variant for variant in variants if _key(item, variant) not in done]) for item in group]
+        [(item, [variant for variant in variants if key_of(item, variant) not in done]) for item, variants in group]
         for group in groups
     ]
-    total = sum(map(len, groups)) * len(variants)
+    total = sum(len(variants) for group in groups for _, variants in group)
     count = total - sum(len(missing) for group in todo for _, missing in group)
     on_record(count, total, None)
     for group in todo:
         for item, variant, measured in _measure(engine, [(item, missing) for item, missing in group if missing]):
-            record = _make_record(config, item, variant, measured)
+            record = make_record(config, item, variant, measured)
             yield record
             count += 1
             on_record(count, total, record)
@@ -349,7 +390,8 @@ def _setup(
     )
 
 
-def _key(item: Item, variant: Variant) -> RecordKey:
+def key_of(item: Item, variant: Variant) -> RecordKey:
+    """Return the key of an item's record."""
     return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget, variant.name
 
 
@@ -371,60 +413,3 @@ def _measure(
     for number, variant, measured in engine.run(jobs):
         item, sample = built[number]
         yield item, variant, {"sample": sample, **measured}
-
-
-def _make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
-    measured = dict(measured)
-    sample: Sample | None = measured.pop("sample", None)
-    error = measured["error"]
-    score = None
-    if error is None and sample is not None and not sample.forced_ids:
-        try:
-            score = metrics.score(
-                config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes
-            )
-        except Exception as raised:  # a scoring failure is an error of this sample only
-            error = f"{type(raised).__name__}: {raised}"
-    parameters = asdict(variant.method)
-    return _recordable(
-        {
-            "benchmark": config.benchmark,
-            "task": item.task,
-            "sample_id": item.sample_id,
-            "length": item.length,
-            "depth": item.depth,
-            "method": variant.method.name,
-            "token_budget": variant.token_budget,
-            "variant": variant.name,
-            "parameters": {name: value if _fits("", value) else repr(value) for name, value in parameters.items()},
-            "question": config.question,
-            "score": score,
-            "references": None if sample is None else sample.references,
-            **dict.fromkeys(MEASURED),
-            **measured,
-            "error": error,
-        }
-    )
-
-
-def _recordable(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record, or that of a failed sample if a value cannot be stored, such as a perplexity of NaN."""
-    unfit = {name: value for name, value in record.items() if not _fits(name, value)}
-    if not unfit:
-        return record
-    named = ", ".join(f"{name}={value!r:.60}" for name, value in unfit.items())
-    return {
-        **record,
-        **dict.fromkeys(unfit),
-        "score": None,
-        "error": record["error"] or f"ValueError: {named} cannot be stored",
-    }
-
-
-def _fits(name: str, value: Any) -> bool:
-    try:
-        encode_record({name: value})
-        check_record({name: value}, required=())
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -246,7 +246,7 @@ def _tokens_in_common(side: Side, probes: Mapping[str, _Probe]) -> int | None:
     uncompiled = probes.get(f"{side.name}{UNCOMPILED}")
     if uncompiled is None:
         return None
-    pairs = zip(probes[side.name].last.token_ids, uncompiled.last.token_ids, strict=True)
+    pairs = zip(probes[side.name].last.token_ids[0], uncompiled.last.token_ids[0], strict=True)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

@@ -74,7 +74,12 @@ class SpeedConfig:
                     raise EvalError(f"{name}={entry!r} is not allowed: a whole number, at least {least}")
         if len(set(self.contexts)) != len(self.contexts):
             raise EvalError(f"contexts={list(self.contexts)} has duplicate entries")
-        self.methods()
+        for method in self.methods():
+            if self.shape is not None and method.keeps_queries:
+                raise EvalError(
+                    f"method={method.name!r} is not allowed with a shape: it needs the prompt's queries, and a cache "
+                    "that is filled without a prefill has none"
+                )
 
     def methods(self) -> list[SparseMethod]:
         """Create every method except dense attention, with every budget.

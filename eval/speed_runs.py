@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from eval.config import DENSE
 from eval.costs import sparse_reads
 from eval.errors import EvalError
+from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
 from hf_sparse_attn.methods import make_method
@@ -70,25 +71,28 @@ class Work:
     capacity: int
     """Tokens that the longest run caches, plus one."""
     input_ids: torch.Tensor
-    """[1, context], with one more token if the context is cached."""
+    """[batch, context], with one more token if the context is cached."""
     filled: SparseCache | None
     """The cached context; None if each run prefills its own."""
 
     @classmethod
-    def start(cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int]) -> Work:
-        """Create the prompt and, with ``config.shape``, the filled cache."""
+    def start(
+        cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int], batch: int = 1
+    ) -> Work:
+        """Create the prompts of a batch and, with ``config.shape``, the filled cache."""
         capacity = context + config.new_tokens + 1
         if config.shape is None:
-            return cls(model, context, capacity, _random_ids(model, context, special_ids, config.seed), None)
+            return cls(model, context, capacity, _random_ids(model, (batch, context), special_ids, config.seed), None)
         filled = _empty_cache(model, DENSE, capacity)
-        shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
+        shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
         with seeded(model.device, config.seed):
             for layer_idx, layer in enumerate(filled.sparse_layers):
                 keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv")
                 filled.update(keys, values, layer_idx)
                 for buffer in (layer.keys, layer.values):
                     buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
-        return cls(model, context, capacity, _random_ids(model, context + 1, special_ids, config.seed), filled)
+        input_ids = _random_ids(model, (batch, context + 1), special_ids, config.seed)
+        return cls(model, context, capacity, input_ids, filled)
 
     @property
     def kv_bytes(self) -> int:
@@ -106,7 +110,8 @@ class Work:
     def _context_bytes(self) -> int:
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        numbers: int = 2 * self.context * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        tokens = self.input_ids.shape[0] * self.context
+        numbers: int = 2 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim
         bits: int = torch.finfo(self.model.dtype).bits
         return numbers * bits // 8
 
@@ -119,7 +124,7 @@ class Work:
             Side(STATIC, None, self._kept(self.new_static_cache), compiled=compiles),
         ]
         for method in methods:
-            name, new_cache = f"{method.name}, {method.token_budget}", partial(self.new_cache, method)
+            name, new_cache = f"{method.name}, {_setting(method)}", partial(self.new_cache, method)
             sides.append(Side(name, method, self._kept(new_cache), compiled=compiles))
             if compiles:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self._kept(new_cache)))
@@ -197,7 +202,8 @@ class Work:
 class Run:
     """The tokens of one call of ``generate()``, with its times."""
 
-    token_ids: list[int]
+    token_ids: list[list[int]]
+    """The new tokens of each row."""
     ttft_ms: float
     token_ms: list[float]
     """Times of every token except the first."""
@@ -227,10 +233,10 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         seconds = time.perf_counter() - started
         reads = None if side.method is None else sparse_reads(model, cache)
     prompt_tokens = work.input_ids.shape[1]
-    token_ids = output[0, prompt_tokens:].tolist()
+    token_ids = output[:, prompt_tokens:].tolist()
     times = clock.marks[1:]  # without that of the prompt
     steps = int(cache.get_seq_length()) - work.context  # decode steps: each cached the token that it was fed
-    found = (len(token_ids), len(times), work.context + steps)
+    found = (len(token_ids[0]), len(times), work.context + steps)
     expected = (new_tokens, new_tokens, prompt_tokens + new_tokens - 1)
     if found != expected:
         raise EvalError(
@@ -240,10 +246,20 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     if reads is None or side.method is None:
         costs: dict[str, float | None] = {"kv_fraction": 1.0, "realised_budget": work.context + (steps + 1) / 2}
     else:
-        if not side.method.covers(work.context) and not (reads.kv_bytes or 0) < (reads.dense_bytes or 0):
+        # Other methods read as much as the queries ask for, which may be everything.
+        is_fixed = knob_of(side.method.name) is BUDGET and not side.method.covers(work.context)
+        if is_fixed and not (reads.kv_bytes or 0) < (reads.dense_bytes or 0):
             raise EvalError(f"{side.name}, context={work.context}: the patched run read as much as dense attention")
         costs = {"kv_fraction": reads.kv_fraction, "realised_budget": reads.realised_budget}
     return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds)
+
+
+def _setting(method: SparseMethod) -> str:
+    """Name what bounds the method's reads: its budget, or its threshold if it has none."""
+    if method.token_budget is not None:
+        return str(method.token_budget)
+    parameter = knob_of(method.name).parameter
+    return f"{parameter}={getattr(method, parameter)}"
 
 
 def is_cuda(model: PreTrainedModel) -> bool:
@@ -275,8 +291,10 @@ def _cut(cache: Cache, length: int) -> None:
         cache.crop(-surplus)
 
 
-def _random_ids(model: PreTrainedModel, length: int, special_ids: Collection[int], seed: int) -> torch.Tensor:
-    """Return random ordinary tokens [1, length]."""
+def _random_ids(
+    model: PreTrainedModel, shape: tuple[int, int], special_ids: Collection[int], seed: int
+) -> torch.Tensor:
+    """Return random ordinary tokens, [batch, length]."""
     allowed = torch.tensor(sorted(set(range(model.config.vocab_size)) - set(special_ids)))
-    chosen = torch.randint(len(allowed), (1, length), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.randint(len(allowed), shape, generator=torch.Generator().manual_seed(seed))
     return allowed[chosen].to(model.device)

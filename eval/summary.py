@@ -32,10 +32,10 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
-        means of ``score`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
-        ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
-        ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum of
-        ``peak_memory_bytes``.
+        means of ``score`` (0 to 1), ``divergence`` (nats), ``kv_fraction``, ``realised_budget`` (tokens),
+        ``selection_hit_rate`` (0 to 1) and ``prompt_tokens``; geometric mean of ``perplexity``, every record with the
+        same weight; medians of ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum
+        of ``peak_memory_bytes``.
     """
     measured = [record for record in records if record.get("error") is None]
 
@@ -53,6 +53,7 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "errors": len(records) - len(measured),
         "score": mean("score"),
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
+        "divergence": mean("divergence"),
         "kv_fraction": mean("kv_fraction"),
         "realised_budget": mean("realised_budget"),
         "selection_hit_rate": mean("selection_hit_rate"),

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import rc_context
 
 from eval.errors import EvalError
+from eval.report.budgets import budget_picture, budget_section, load_budgets
 from eval.report.plots import Picture, draw
 from eval.report.records import Record, Run, counted_once, load_runs
 from eval.report.sections import Section, make_sections
@@ -42,6 +43,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
         There is no record, one is malformed (the message names file and line), or ``out`` cannot be written.
     """
     runs = load_runs(directory)
+    budgets = load_budgets(directory)
     found = [record for run in runs for record in run.records]
     records = counted_once(found)
     sections = make_sections(records)
@@ -49,7 +51,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     out = directory / "report" if out is None else out
     failures = [failure for section in sections for failure in failed_samples(section)]
     try:
-        return _write_page(out, found, records, sections, styles, failures, runs)
+        return _write_page(out, found, records, sections, styles, failures, runs, budgets)
     except OSError as error:
         raise EvalError(f"out={str(out)!r} cannot be written: {error}") from error
 
@@ -62,10 +64,12 @@ def _write_page(
     styles: Styles,
     failures: Sequence[list[str]],
     runs: Sequence[Run],
+    budgets: Sequence[dict[str, Any]],
 ) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     page = _template().render(
         head=_head(records, repeated=len(found) - len(records)),
+        budgets=[_budget(report, number, out) for number, report in enumerate(budgets, start=1)],
         sections=[_section(section, styles, out) for section in sections],
         failures=failures[:_MOST_FAILURES],
         more_failures=max(0, len(failures) - _MOST_FAILURES),
@@ -135,6 +139,14 @@ def _section(section: Section, styles: Styles, out: Path) -> dict[str, Any]:
 def _pictures(section: Section, styles: Styles, out: Path) -> list[dict[str, Any]]:
     with rc_context({"text.parse_math": False}):  # names may hold dollar signs
         return [_embed(picture, out) for picture in draw(section, styles)]
+
+
+def _budget(report: dict[str, Any], number: int, out: Path) -> dict[str, Any]:
+    title, table = budget_section(report)
+    with rc_context({"text.parse_math": False}):
+        picture = budget_picture(report, f"budget-{number}")
+        pictures = [] if picture is None else [_embed(picture, out)]
+    return {"title": title, "slug": f"budget-{number}", "table": table, "pictures": pictures}
 
 
 def _embed(picture: Picture, out: Path) -> dict[str, Any]:

@@ -13,23 +13,29 @@ import pytest
 import typer.main
 
 from eval.benchmarks import BENCHMARKS
+from eval.budget import Target
+from eval.budget_command import make_target
 from eval.cli import app
 from eval.config import RunConfig, make_config
 from eval.costs import Reads
+from eval.knobs import BUDGET, KNOBS, Ladders
 from eval.metrics import tasks as scored_tasks
 from eval.protocols import _SOURCES
-from eval.runner import MEASURED, find_benchmark
+from eval.records import MEASURED
+from eval.runner import find_benchmark
 from eval.speed import SpeedConfig
 from eval.speed_shapes import SHAPES
 from eval.store import read_records
 from eval.tables import read_table, table_names
+from eval.throughput import ThroughputConfig
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.terminal import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "eval/README.md"
 BENCHMARK_PAGES = {name: ROOT / f"eval/docs/{name}.md" for name in BENCHMARKS}
-PAGES = (README, *BENCHMARK_PAGES.values())
+COMMAND_PAGES = (ROOT / "eval/docs/budget.md", ROOT / "eval/docs/throughput.md")
+PAGES = (README, *BENCHMARK_PAGES.values(), *COMMAND_PAGES)
 
 _FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -78,7 +84,7 @@ def table_column(page: Path, section: str) -> set[str]:
 
 def test_pages_have_commands_of_every_kind() -> None:
     found = {words[0] for page in PAGES for words in commands_of(page)}
-    assert found >= {"list", "run", "report", "table", "speed"}
+    assert found >= {"list", "run", "report", "table", "speed", "budget", "throughput"}
     for name, page in BENCHMARK_PAGES.items():
         assert any(words[:2] == ["run", name] for words in commands_of(page)), f"{page} has no run of {name}"
 
@@ -108,6 +114,20 @@ def test_commands_parse_and_name_what_exists(words: list[str]) -> None:
     elif name == "speed":
         budgets, contexts = numbers(given["token_budget"]), numbers(given["context"])
         SpeedConfig(model=given["model"], shape=given["shape"], contexts=contexts, token_budget=budgets)
+    elif name == "throughput":
+        ThroughputConfig(
+            given["shape"],
+            given["context"],
+            given["batch"],
+            tuple(items(given["method"])),
+            token_budget=numbers(given["token_budget"]),
+            rate=given["rate"],
+        )
+    elif name == "budget":
+        find_benchmark(make_config({"benchmark": given["benchmark"], "model": given["model"]}))
+        steps = parse_settings("--steps", given["steps"] or [])
+        Ladders(items(given["method"]), parse_settings("--parameter", given["parameter"] or []), steps)
+        make_target({}, {name: given[name] for name in ("target", "divergence")} | {"steps": steps})
 
 
 @pytest.mark.parametrize("words", [["run", "passkey", "--length", "5"], ["speed"], ["runs"]])
@@ -178,6 +198,28 @@ def test_readme_names_every_option_of_run_and_its_setting() -> None:
     assert commands == set(COMMAND_LINE.commands)
     text = README.read_text(encoding="utf-8")
     assert {field.name for field in fields(RunConfig) if f"| `{field.name}` |" not in text} == set()
+
+
+@pytest.mark.parametrize("name", ["budget", "throughput"])
+def test_a_command_s_page_names_its_own_options(name: str) -> None:
+    def options(command: str) -> set[str]:
+        parameters = COMMAND_LINE.commands[command].params
+        return {option for each in parameters for option in each.opts if option.startswith("--")}
+
+    shared = {"budget": options("run"), "throughput": {"--dtype", "--device"}}[name]
+    page = ROOT / f"eval/docs/{name}.md"
+    section = "Run"
+    assert options(name) - shared - {"--help"} == {each for each in table_column(page, section) if each[:2] == "--"}
+    assert f"](docs/{name}.md)" in README.read_text(encoding="utf-8")
+
+
+def test_the_page_of_budgets_names_every_searched_hyperparameter_and_target() -> None:
+    page = ROOT / "eval/docs/budget.md"
+    searched = {knob.parameter for knob in (BUDGET, *KNOBS.values())}
+    assert table_column(page, "What is searched") == searched
+    text = page.read_text(encoding="utf-8")
+    assert {name for name in KNOBS if f"`{name}`" not in text} == set()
+    assert {field.name for field in fields(Target) if f"| `{field.name}` |" not in text} == set()
 
 
 def test_readme_names_every_paper_table_shape_and_protocol_file() -> None:

@@ -565,7 +565,7 @@ def test_records_can_be_read_back(tmp_path, loaded, model_dir, monkeypatch):
 
 
 def test_parameters_that_json_lacks_are_kept_as_words(tmp_path, loaded, model_dir, monkeypatch):
-    monkeypatch.setattr("eval.runner.asdict", lambda method: {"cap": math.inf, "page_size": 16})
+    monkeypatch.setattr("eval.records.asdict", lambda method: {"cap": math.inf, "page_size": 16})
     assert go(tmp_path, loaded, model_dir, limit=1)["errors"] == 0
     assert {str(record["parameters"]) for record in read_records(tmp_path / "rows.jsonl")} == {
         "{'cap': 'inf', 'page_size': 16}"

@@ -1,0 +1,146 @@
+"""``python -m eval budget``: search for each method's smallest dense-equivalent setting."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eval.config import make_config, read_sweep, read_yaml
+from eval.errors import EvalError
+from eval.options import (
+    DeviceOption,
+    DtypeOption,
+    MethodOption,
+    ModelOption,
+    ParameterOption,
+    SettingOption,
+    given,
+    harness_errors,
+    result_folders,
+)
+from eval.terminal import WIDTH, on_record, progress
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split, visible
+
+if TYPE_CHECKING:
+    from eval.budget import Target
+
+
+def budget(
+    benchmark: Annotated[str | None, typer.Argument(help="See `python -m eval list`.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with a run or a sweep of runs.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Least share of dense attention's score.", show_default="0.98")
+    ] = None,
+    divergence: Annotated[
+        float | None, typer.Option(help="Instead: greatest mean KL from dense attention, in nats per token.")
+    ] = None,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METHOD=VALUES", help="Settings to choose from, such as quest=[64,128]; repeatable."),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated.", show_default="the benchmark's")] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    parameter: ParameterOption = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="In tokens, comma-separated.", show_default="the benchmark's")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per task and length.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Results folder.", show_default="eval-results/budget-BENCHMARK-MODEL, or the file's name"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of generated samples.", show_default="0")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(help="Feed the question by token (decode) or in one pass (prefill).", show_default="decode"),
+    ] = None,
+    chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off.", show_default="auto")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
+    protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
+    settings: SettingOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Find each method's smallest budget, or threshold, that is as good as dense attention, by bisection.
+
+    Every probe is stored; finished samples are skipped. Options override the file.
+    """
+    overrides = {
+        "benchmark": benchmark,
+        "tasks": split(tasks),
+        "model": model,
+        "method": split(method),
+        "parameters": parse_settings("--parameter", parameter or []),
+        "lengths": integers("--lengths", lengths),
+        "limit": limit,
+        "seed": seed,
+        "question": question,
+        "chat": chat,
+        "data_dir": data_dir,
+        "protocol_dir": protocol_dir,
+        "options": parse_settings("--set", settings or []),
+        "dtype": dtype,
+        "device": device,
+    }
+    asked = {"target": target, "divergence": divergence, "steps": parse_settings("--steps", steps or [])}
+    with harness_errors():
+        from eval.budget import search
+        from eval.budget_table import budget_table
+        from eval.models import Models
+        from eval.report.budgets import write_picture
+        from eval.runner import Processes
+
+        configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
+        wanted = make_target(_search_of(config), asked)
+        processes = Processes.current()
+        models = Models(processes)
+        folders = result_folders(configs, out, None if config is None else config.stem, kind="budget-")
+        for each, folder in zip(configs, folders, strict=True):
+            with progress(f"budgets on {each.benchmark} -> {folder}", processes.is_main) as update:
+                report = search(each, wanted, folder, models, processes, on_record(update))
+            if processes.is_main:
+                print_table(budget_table(report), WIDTH)
+                if (picture := write_picture(report, folder)) is not None:
+                    typer.echo(visible(str(picture)))
+            if not any(entry["dense"]["samples"] for entry in report["results"]):
+                raise typer.Exit(1)
+
+
+def make_target(in_file: Mapping[str, Any], asked: Mapping[str, Any]) -> Target:
+    """Return what a search must reach: the command line's settings, else the file's, else 98 % of the score.
+
+    Raises
+    ------
+    EvalError
+        A name is unknown, or a value is not allowed.
+    """
+    from eval.budget import Target
+
+    known = [field.name for field in fields(Target)]
+    for name in in_file:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise EvalError(f"search: {name!r} is unknown{hint}; known: {', '.join(known)}")
+    now = given(dict(asked))
+    criteria = ("target", "divergence")
+    kept = {name: value for name, value in in_file.items() if name not in criteria or not set(criteria) & now.keys()}
+    chosen = {**kept, **now}
+    if not set(criteria) & chosen.keys():
+        chosen["target"] = 0.98
+    if not isinstance(chosen.get("steps", {}), dict):
+        raise EvalError(f"search: steps={chosen['steps']!r} is not allowed: a mapping of methods to lists of numbers")
+    return Target(**chosen)
+
+
+def _search_of(config: Path | None) -> dict[str, Any]:
+    found = {} if config is None else read_yaml(config).get("search", {})
+    if not isinstance(found, dict):
+        raise EvalError(f"{config}: search={found!r} is not allowed: a mapping")
+    return found

