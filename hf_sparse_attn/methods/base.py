@@ -72,8 +72,8 @@ class SparseMethod:
     token_budget: int = 1024
     dense_layers: int = 0
 
-    def __init_subclass__(cls) -> None:
-        """Check that the class implements a decode step.
+    def __init_subclass__(cls, *, partial: bool = False) -> None:
+        """Check that the class implements a decode step; a ``partial`` one leaves that to its subclasses.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class SparseMethod:
             The class implements neither ``select`` nor ``decode``.
         """
         super().__init_subclass__()
-        if cls.select is SparseMethod.select and cls.decode is SparseMethod.decode:
+        if not partial and cls.select is SparseMethod.select and cls.decode is SparseMethod.decode:
             raise TypeError(f"{cls.__name__} must implement select() or decode()")
 
     def __post_init__(self) -> None:

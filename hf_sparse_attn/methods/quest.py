@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
+from hf_sparse_attn_kernels import append_and_select, select_blocks
 
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.paged import PagedMethod
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
 
-GROUP_REDUCTIONS = ("softmax", "mean", "max")
-BOUNDS_DTYPES = ("int8", "model")
 MIN_PAGES = 3
 
 
 @dataclass(frozen=True)
-class Quest(SparseMethod):
+class Quest(PagedMethod):
     """Read the pages whose keys could score highest (Quest, arXiv 2406.10774, section 3).
 
     Each page keeps the elementwise minimum m and maximum M of its keys after RoPE. A page's score,
@@ -74,8 +73,7 @@ class Quest(SparseMethod):
             A value is out of range.
         """
         super().__post_init__()
-        is_power_of_two = self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0
-        self._require("page_size", is_power_of_two, "a power of two, such as 16")
+        self._require_page_size("page_size")
         self._require(
             "token_budget", self.token_budget >= self.page_size, f"at least one page ({self.page_size} tokens)"
         )
@@ -85,8 +83,11 @@ class Quest(SparseMethod):
             0 <= self.sink_tokens <= most_sink_tokens,
             f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} minus the page being filled)",
         )
-        self._require("group_reduce", self.group_reduce in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
-        self._require("bounds_dtype", self.bounds_dtype in BOUNDS_DTYPES, f"one of {', '.join(BOUNDS_DTYPES)}")
+        self._require_scoring()
+
+    @property
+    def _page_size(self) -> int:
+        return self.page_size
 
     @property
     def num_pages(self) -> int:
@@ -101,39 +102,6 @@ class Quest(SparseMethod):
     def sink_pages(self) -> int:
         """Number of first pages, which are always read."""
         return -(-self.sink_tokens // self.page_size)
-
-    def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
-        """Allocate the page bounds under the names of the ops' arguments.
-
-        ``page_min`` and ``page_max`` are [batch, kv_heads, pages, head_dim]. 8-bit bounds add ``page_exponent``, int8
-        [batch, kv_heads, pages], and ``channel_exponent``, int8 [batch, kv_heads, head_dim].
-        """
-        batch, kv_heads, capacity, head_dim = layer.keys.shape
-        pages = -(-capacity // self.page_size)
-        dtype = torch.int8 if self.bounds_dtype == "int8" else layer.keys.dtype
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("page_min", "page_max"), (batch, kv_heads, pages, head_dim))
-        if self.bounds_dtype == "int8":
-            shapes |= {"page_exponent": (batch, kv_heads, pages), "channel_exponent": (batch, kv_heads, head_dim)}
-        return {name: torch.empty(shape, dtype=dtype, device=layer.keys.device) for name, shape in shapes.items()}
-
-    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Update the bounds of the pages that hold the last ``num_new`` tokens.
-
-        Channel exponents adapt to every call of a prompt: fixed by a short first call, such as a chat's first turn,
-        they would fit later text badly. A decode step keeps them, and a page with larger keys raises its own exponent.
-        """
-        page_bounds(
-            layer.keys,
-            seq_start=layer.seq_start,
-            seq_end=layer.seq_end,
-            page_size=self.page_size,
-            num_new=num_new,
-            **layer.metadata,
-        )
-
-    def crop_metadata(self, layer: SparseLayer) -> None:
-        """Recompute the last page, which may have lost tokens. Pages after it are never scored."""
-        self.update_metadata(layer, num_new=1)
 
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
@@ -156,24 +124,15 @@ class Quest(SparseMethod):
             num_pages=layer.max_blocks(self.page_size),
             counter=layer.counter.totals,
             finished=layer.finished,
+            statistic=self._statistic,
             **layer.metadata,
         )
         return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every page and keep the best; see :meth:`SparseMethod.select` for the arguments."""
-        scores = page_scores(
-            query,
-            seq_start=layer.seq_start,
-            seq_end=layer.seq_end,
-            page_size=self.page_size,
-            scale=scale,
-            group_reduce=self.group_reduce,
-            num_pages=layer.max_blocks(self.page_size),
-            **layer.metadata,
-        )
         block_indices, block_counts = select_blocks(
-            scores,
+            self.score_pages(query, layer, scale),
             layer.seq_start,
             layer.seq_end,
             block_size=self.page_size,
@@ -182,11 +141,3 @@ class Quest(SparseMethod):
             recent_blocks=1,
         )
         return Selection(block_indices, block_counts, self.page_size)
-
-    def metadata_bytes_read(self, layer: SparseLayer) -> torch.Tensor:
-        """Bytes of both bounds, with their exponents, of every page that holds a token."""
-        _, kv_heads, _, head_dim = layer.keys.shape
-        pages = (layer.row_lengths() + self.page_size - 1) // self.page_size  # [batch]
-        if self.bounds_dtype == "model":
-            return pages.sum() * (2 * kv_heads * head_dim * layer.keys.element_size())
-        return pages.sum() * (kv_heads * (2 * head_dim + 1)) + (pages > 0).sum() * (kv_heads * head_dim)
