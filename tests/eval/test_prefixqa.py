@@ -421,17 +421,17 @@ def test_a_run_resumes_in_the_middle_of_a_contexts_questions(tmp_path: Path, loa
 def test_a_question_that_fails_takes_no_other_with_it(
     tmp_path: Path, loaded: Loaded, qa_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock, calls = Engine._answer, []
+    stock, calls = Engine._continue, []
 
-    def failing(self: Engine, sample: Any, cache: SparseCache) -> Any:
+    def failing(self: Engine, sample: Any, cache: SparseCache, path: Any) -> Any:
         calls.append(sample)
         if len(calls) == 2:
             self.model(torch.tensor([sample.question_ids]), past_key_values=cache)
             raise MemoryError("out of memory")
-        return stock(self, sample, cache)
+        return stock(self, sample, cache, path)
 
     go(tmp_path / "sound", loaded, qa_dir)
-    monkeypatch.setattr(Engine, "_answer", failing)
+    monkeypatch.setattr(Engine, "_continue", failing)
     summary = go(tmp_path / "failing", loaded, qa_dir)
     sound, found = (read_records(tmp_path / name / "rows.jsonl") for name in ("sound", "failing"))
     assert summary["errors"] == 1

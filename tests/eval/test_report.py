@@ -122,7 +122,16 @@ def test_summary_medians_are_not_means() -> None:
 def test_summary_of_only_errors_has_no_figures() -> None:
     (entry,) = summarise([record("b", "t", 0, "full", None, error="no")])
     assert {name for name, value in entry.items() if value is None} == {
-        *("length", "token_budget", "score", "perplexity", "kv_fraction", "realised_budget", "ttft_seconds"),
+        *(
+            "length",
+            "token_budget",
+            "score",
+            "perplexity",
+            "divergence",
+            "kv_fraction",
+            "realised_budget",
+            "ttft_seconds",
+        ),
         *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
         *("context_seconds", "first_token_seconds"),
     }
