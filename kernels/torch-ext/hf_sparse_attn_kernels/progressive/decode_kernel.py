@@ -74,8 +74,9 @@ def progressive_decode_kernel(
 ):
     """Attend to a row's blocks in the order of their ranks, for all query heads of a KV head; grid (programs, pairs).
 
-    A program takes the next ticket, attends to its blocks, and writes a partial result. It adds its sums to those of
-    the pair's other programs. No program takes a further ticket once these sums prove that the earlier ones are enough. No program waits for another. The last one to end finds the exact stop, and merges the results before it.
+    A program takes the next ticket, attends to its blocks, writes a partial result, and adds its sums to those of the
+    pair's other programs. No program takes a further ticket once these sums prove that the earlier ones are enough. No
+    program waits for another. The last one to end finds the exact stop, and merges the results before it.
     """
     wait_for_previous_kernel(PDL)
     programs = tl.num_programs(0)
