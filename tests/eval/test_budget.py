@@ -25,7 +25,7 @@ from eval.knobs import BUDGET, KNOBS, Ladders, knob_of
 from eval.markdown import results_tables
 from eval.report import write_report
 from eval.report.budgets import budget_picture
-from eval.runner import Processes
+from eval.session import Processes
 from eval.store import read_records
 from hf_sparse_attn import METHODS, SparseCache
 from hf_sparse_attn.cli.models import load_model
