@@ -17,7 +17,7 @@ from eval.config import DENSE, RunConfig
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
 from eval.knobs import ANY_LENGTH, Ladder, Ladders
-from eval.runner import ModelSource, Processes, Session, key_of, open_session, write_result
+from eval.session import ModelSource, Processes, Session, key_of, open_session, write_result
 from eval.store import record_key
 from eval.summary import aggregate
 

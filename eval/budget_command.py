@@ -94,7 +94,7 @@ def budget(
         from eval.budget_table import budget_table
         from eval.models import Models
         from eval.report.budgets import write_picture
-        from eval.runner import Processes
+        from eval.session import Processes
 
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
         wanted = make_target(_search_of(config), asked)

@@ -58,7 +58,9 @@ def setting(entry: dict[str, Any]) -> str:
         return f"none: {entry['reason']}"
     value = entry["setting"]
     shown = f"{value:,}" if isinstance(value, int) else f"{value:g}" if value in (0, 1) else f"{value}"
-    return f"{entry['parameter']} {shown}{'' if entry['is_monotone'] else ' (not monotone)'}"
+    is_first = value == entry["steps"][0]
+    notes = [*(["or less read"] if is_first else []), *([] if entry["is_monotone"] else ["not monotone"])]
+    return f"{entry['parameter']} {shown}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def criterion(report: dict[str, Any]) -> str:
@@ -93,21 +95,26 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     """Return a report as Markdown, around the table of :func:`rows`."""
     config, search = report["config"], report["search"]
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    asked = (
-        "--target {}".format(search["target"])
-        if search["divergence"] is None
-        else f"--divergence {search['divergence']}"
-    )
+    kind = "target" if search["divergence"] is None else "divergence"
+    asked = f"--{kind} {search[kind]}"
     protocol = f"; protocol {report['protocol_sha256'][:12]}" if report["protocol_sha256"] else ""
     return "\n".join(
         [
             f"## Dense-equivalent budgets, {title(report)}\n",
-            f"`python -m eval budget {config['benchmark']} {asked} --method {','.join(config['method'])}`\n",
+            f"`python -m eval budget {config['benchmark']} {asked} {_options(config)}`\n",
             f"{versions}; {report['date'][:10]}. Question: {config['question']}; seed {report['seed']}{protocol}. "
             f"{_caption(report)}\n",
             table,
         ]
     )
+
+
+def _options(config: dict[str, Any]) -> str:
+    lists = {name: ",".join(map(str, config.get(name) or ())) for name in ("method", "tasks", "lengths")}
+    words = [f"--{name} {values}" for name, values in lists.items() if values]
+    words += [f"--parameter {name}={value}" for name, value in (config.get("parameters") or {}).items()]
+    words += [f"--set {name}={value}" for name, value in (config.get("options") or {}).items()]
+    return " ".join([*words, *([f"--limit {config['limit']}"] if config.get("limit") else [])])
 
 
 def _caption(report: dict[str, Any]) -> str:

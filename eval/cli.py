@@ -112,8 +112,8 @@ def run(
 def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
     """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one."""
     from eval.models import Models
-    from eval.runner import Processes
     from eval.runner import run as run_benchmark
+    from eval.session import Processes
 
     processes = Processes.current()
     models = Models(processes)

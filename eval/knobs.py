@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from eval.config import DENSE
@@ -15,7 +15,8 @@ from hf_sparse_attn.cli.variants import make_methods
 from hf_sparse_attn.methods import make_method
 
 _LEAST_BUDGET = 32
-_MOST_HALVINGS = 10
+_LEAST_SHARE = 2**-10
+_LEAST_THRESHOLD = 2**-6
 ANY_LENGTH = 1 << 20
 """Longer than any prompt that is searched for the first time: for checks before prompts are known."""
 
@@ -37,20 +38,21 @@ def _budgets(longest: int) -> list[float]:
     return [*shorter, budgets[len(shorter)]]
 
 
-def _shares(largest: float) -> list[float]:
-    """Powers of two and their midpoints below ``largest``, a power of two, in ascending order."""
-    powers = [largest / 2**power for power in range(_MOST_HALVINGS, 0, -1)]
+def _shares(least: float, below: float) -> list[float]:
+    """Powers of two and their midpoints from ``least`` to ``below``, which is left out; both are powers of two."""
+    powers = takewhile(lambda power: power < below, (least * 2**number for number in count()))
     return [value for power in powers for value in (power, power * 1.5)]
 
 
 def _thresholds(longest: int) -> list[float]:
-    """1 - x, for x from 3/4 through powers of two and midpoints to 0, which reads everything."""
-    return [*(1 - share for share in reversed(_shares(1.0))), 1.0]
+    """Powers of two and midpoints up to 1/2, from there their distances from 1, and 1, which reads everything."""
+    below, above = _shares(_LEAST_THRESHOLD, 0.5), _shares(_LEAST_SHARE, 0.5)
+    return [*below, 0.5, *(1 - share for share in reversed(above)), 1.0]
 
 
 def _sparsities(longest: int) -> list[float]:
     """1 - x, for shares x that are read, powers of two and midpoints to 1, which is everything."""
-    return [*(1 - share for share in _shares(1.0)), 0.0]
+    return [*(1 - share for share in _shares(_LEAST_SHARE, 1.0)), 0.0]
 
 
 BUDGET = Knob("token_budget", _budgets)

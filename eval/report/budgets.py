@@ -66,6 +66,7 @@ def budget_picture(report: dict[str, Any], name: str) -> Picture | None:
                 axis.annotate("none", (offset, 0), rotation=90, ha="center", va="bottom", size=8)
     names = [task if length is None else f"{task}\n{length:,}" for task, length in places]
     axis.set_xticks(at, names, rotation=0 if len(places) < 6 else 45, ha="center" if len(places) < 6 else "right")
+    axis.set_xlim(-0.7, len(places) - 0.3)
     axis.grid(visible=False, axis="x")
     axis.set_ylabel("KV cache read (% of dense)")
     legend_below(figure, [axis])

@@ -25,7 +25,7 @@ from eval.knobs import BUDGET, KNOBS, Ladders, knob_of
 from eval.markdown import results_tables
 from eval.report import write_report
 from eval.report.budgets import budget_picture
-from eval.runner import Processes
+from eval.session import Processes
 from eval.store import read_records
 from hf_sparse_attn import METHODS, SparseCache
 from hf_sparse_attn.cli.models import load_model
@@ -117,6 +117,8 @@ def test_every_knob_is_a_hyperparameter_and_its_steps_read_more_and_more():
     assert (thresholds[-1], sparsities[-1]) == (1.0, 0.0)  # everything
     assert all(0 < value < 1 for value in thresholds[:-1] + sparsities[:-1])
     assert {0.5, 0.75, 0.875, 0.9375} < {*thresholds} & {*sparsities}
+    assert {1 / 64, 0.25, 0.375, 0.625} < {*thresholds}
+    assert sparsities[0] == 1 - 1 / 1024
 
 
 def test_steps_that_a_method_refuses_are_left_out_unless_they_were_asked_for():
@@ -299,7 +301,10 @@ ENTRY: dict[str, Any] = {
 }  # fmt: skip
 NONE = ENTRY | {"method": "psa", "parameter": "threshold", "setting": None, "found": None, "reason": "no step"}
 REPORT: dict[str, Any] = {
-    "config": {"benchmark": "ruler", "model": "/x/tiny.gguf", "method": ["quest", "psa"], "question": "decode"},
+    "config": {
+        "benchmark": "ruler", "model": "/x/tiny.gguf", "method": ["quest", "psa"], "lengths": [2000], "limit": 5,
+        "question": "decode",
+    },
     "search": {"target": 0.98, "divergence": None, "steps": {}},
     "model": "/x/tiny.gguf", "dtype": "float32", "device": "a CPU", "versions": {"torch": "2"}, "seed": 3,
     "protocol": "ruler", "protocol_sha256": "abcdef" * 10, "date": "2026-01-02T00:00:00", "results": [ENTRY, NONE],
@@ -314,7 +319,7 @@ def test_results_are_tables_in_the_terminal_and_in_the_documentation(tmp_path):
         results_tables(tmp_path / "budgets")
     text = results_tables(tmp_path)
     assert "## Dense-equivalent budgets, ruler: tiny.gguf, float32, a CPU\n" in text
-    assert "`python -m eval budget ruler --target 0.98 --method quest,psa`" in text
+    assert "`python -m eval budget ruler --target 0.98 --method quest,psa --lengths 2000 --limit 5`" in text
     assert "| 2,000 | quest | token_budget 1,024 | 25.0 | 1,000 | 80.0 | 2.0 | 81.0 | 5 |" in text
     assert "| 2,000 | psa | none: no step | - | - | - | - | 81.0 | 5 |" in text
     assert "score at least 0.98 of dense attention's" in text
@@ -332,6 +337,7 @@ def test_tables_by_divergence_and_by_perplexity():
         *("token_budget 1,024 (not monotone)", "25.0", "1,000", "9.600", "9.500", "5")
     ]
     assert "inverse perplexity" in budget_table.criterion(perplexed)
+    assert budget_table.setting(ENTRY | {"setting": 512}) == "token_budget 512 (or less read)"
     for report in (REPORT, diverging, perplexed):
         assert {len(row) for row in budget_table.rows(report)} == {len(budget_table.head(report))}
 

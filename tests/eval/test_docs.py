@@ -22,7 +22,7 @@ from eval.knobs import BUDGET, KNOBS, Ladders
 from eval.metrics import tasks as scored_tasks
 from eval.protocols import _SOURCES
 from eval.records import MEASURED
-from eval.runner import find_benchmark
+from eval.session import find_benchmark
 from eval.speed import SpeedConfig
 from eval.speed_shapes import SHAPES
 from eval.store import read_records

@@ -25,7 +25,8 @@ from eval.engine import Engine, make_variants
 from eval.errors import EvalError
 from eval.prompts import encode_prompt
 from eval.report import write_report
-from eval.runner import Processes, run
+from eval.runner import run
+from eval.session import Processes
 from eval.store import read_records, record_key
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.models import load_model

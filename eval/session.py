@@ -1,0 +1,331 @@
+"""A session: a valid run with its model loaded and its folder claimed, which measures and stores records."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
+from eval.config import RunConfig
+from eval.engine import Engine, Variant
+from eval.errors import EvalError
+from eval.protocols import load_protocol
+from eval.records import make_record
+from eval.store import RecordKey, Store, record_key, write_json
+from hf_sparse_attn import sparse_attention
+from hf_sparse_attn.rope import max_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ModelSource(Protocol):
+    """The source of a run's model."""
+
+    def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+        """Return the model's tokenizer and configuration, from which samples are built."""
+
+    def load(self, config: RunConfig) -> PreTrainedModel:
+        """Return the model, which takes longer."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of an ``accelerate launch``, or a single process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def current(cls) -> Processes:
+        """Join the other processes, if any."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        from accelerate import PartialState
+
+        state = PartialState()
+        return cls(state.process_index, state.num_processes, state.local_process_index)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process merges the records and writes to the terminal."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
+
+    def agree(self, error: EvalError | None) -> None:
+        """Raise in every process if one has an error, so that none waits forever."""
+        errors: list[EvalError | None] = [error]
+        if self.world_size > 1:
+            from accelerate.utils import gather_object
+
+            errors = gather_object([error])
+        for found in errors:
+            if found is not None:
+                raise found
+
+
+@dataclass(frozen=True)
+class Session:
+    """A valid run with its model loaded and its folder claimed."""
+
+    config: RunConfig
+    items: Sequence[Item]
+    engine: Engine
+    store: Store
+    processes: Processes
+    provenance: dict[str, Any]
+    """What every record says about machine, versions, seed and protocol."""
+
+    def measure(
+        self,
+        wanted: Sequence[tuple[Item, Sequence[Variant]]],
+        on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
+    ) -> None:
+        """Append this process's share of the wanted records; existing ones are not measured again."""
+        variants = {id(item): each for item, each in wanted}
+        groups = by_material([item for item, _ in wanted])
+        share = [
+            [(item, variants[id(item)]) for item in group]
+            for group in groups[self.processes.rank :: self.processes.world_size]
+        ]
+        for record in _missing_records(self.engine, self.config, self.store, share, on_record):
+            self.store.append(record | self.provenance)
+
+
+@contextmanager
+def open_session(
+    config: RunConfig,
+    variants: Sequence[Variant],
+    out: Path,
+    source: ModelSource,
+    processes: Processes,
+    *,
+    identity: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    follows_dense: bool = False,
+) -> Iterator[Session]:
+    """Check a run, load its model, and claim its folder while the context lasts.
+
+    Parameters
+    ----------
+    config, out, source, processes
+        As for :func:`run`.
+    variants : sequence of Variant
+        The variants to check the benchmark, the model and its positions against.
+    identity : callable
+        Returns the settings that the folder belongs to, of all settings.
+    follows_dense : bool
+        See :class:`~eval.engine.Engine`.
+
+    Raises
+    ------
+    EvalError
+        The run is invalid. No record is written.
+    """
+    benchmark = find_benchmark(config)
+    protocol = benchmark.protocol
+    protocol_dir = Path(config.protocol_dir) if config.protocol_dir else None
+    sha256 = load_protocol(protocol, protocol_dir).sha256 if protocol else None
+
+    store = Store(out, processes.rank, processes.world_size)
+    settings = identity({**config.as_json(), "protocol_sha256": sha256})
+    store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
+    store.records()  # reports a damaged file before the work, not after
+    tokenizer, model_config = source.describe(config)
+    setup = _setup(config, benchmark, model_config, tokenizer, variants)
+    benchmark.check_methods([variant.method for variant in variants], setup)
+    items = benchmark.items(setup)
+    if not items:
+        raise EvalError(f"{config.benchmark} has no samples for these settings")
+    check_unique(items)
+    model = source.load(config)
+    check_patchable(model, variants)
+    with _claimed(store, settings, processes):
+        engine = Engine(model, tokenizer, config, follows_dense)
+        provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
+        yield Session(config, items, engine, store, processes, provenance)
+
+
+def _missing_records(
+    engine: Engine,
+    config: RunConfig,
+    store: Store,
+    groups: Sequence[Sequence[tuple[Item, Sequence[Variant]]]],
+    on_record: Callable[[int, int, dict[str, Any] | None], None],
+) -> Iterator[dict[str, Any]]:
+    """Yield the records that are missing or have an error, one after another."""
+    done = {record_key(record) for record in store.records() if record["error"] is None}
+    todo = [
+        [(item, [variant for variant in variants if key_of(item, variant) not in done]) for item, variants in group]
+        for group in groups
+    ]
+    total = sum(len(variants) for group in groups for _, variants in group)
+    count = total - sum(len(missing) for group in todo for _, missing in group)
+    on_record(count, total, None)
+    for group in todo:
+        for item, variant, measured in _measure(engine, [(item, missing) for item, missing in group if missing]):
+            record = make_record(config, item, variant, measured)
+            yield record
+            count += 1
+            on_record(count, total, record)
+
+
+def find_benchmark(config: RunConfig) -> Benchmark:
+    """Return the benchmark after checking its name, tasks and settings.
+
+    Raises
+    ------
+    EvalError
+        Unknown benchmark, task or setting.
+    """
+    if config.benchmark not in BENCHMARKS:
+        raise EvalError(f"benchmark {config.benchmark!r} is unknown; known: {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[config.benchmark]
+    for task in config.tasks:
+        if task not in benchmark.tasks:
+            raise EvalError(f"{benchmark.name} has no task {task!r}; it has {', '.join(benchmark.tasks)}")
+    for option in config.options:
+        if option not in benchmark.options:
+            known = ", ".join(benchmark.options) or "none"
+            raise EvalError(f"{benchmark.name} has no setting {option!r}; it has {known}")
+    return benchmark
+
+
+def check_patchable(model: PreTrainedModel, variants: Sequence[Variant]) -> None:
+    """Check that the model can be patched with every method, without changing it.
+
+    Raises
+    ------
+    EvalError
+        A method does not support the model.
+    """
+    for variant in variants:
+        try:
+            with sparse_attention(model, variant.method):
+                pass
+        except (TypeError, ValueError) as error:
+            raise EvalError(f"method {variant.method.name!r} cannot be used: {error}") from error
+
+
+def check_unique(items: Sequence[Item]) -> None:
+    """Check that all items have different keys.
+
+    Raises
+    ------
+    EvalError
+        Two items have the same task, length and sample id: the data has an example twice.
+    """
+    seen = set()
+    for item in items:
+        key = (item.task, item.length, item.sample_id)
+        if key in seen:
+            raise EvalError(f"sample {item.sample_id!r} of {item.task} is in the data twice")
+        seen.add(key)
+
+
+def by_material(items: Sequence[Item]) -> list[list[Item]]:
+    """Group consecutive items that share a material, which one process runs; other items stand alone."""
+    groups: list[list[Item]] = []
+    for item in items:
+        last = groups[-1][-1] if groups else None
+        if last is not None and item.material is not None and _material(item) == _material(last):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _material(item: Item) -> tuple[str, int | None, str | None]:
+    return item.task, item.length, item.material
+
+
+@contextmanager
+def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iterator[None]:
+    error = None
+    if processes.is_main:
+        try:
+            store.claim(config)
+        except EvalError as raised:
+            error = raised
+    processes.agree(error)
+    try:
+        yield
+    finally:
+        if processes.is_main:
+            store.release()
+
+
+def _setup(
+    config: RunConfig,
+    benchmark: Benchmark,
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    variants: Sequence[Variant],
+) -> Setup:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat == "on" and not has_template:
+        raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template")
+    positions = max_positions(model_config)
+    if any(variant.method.extends_positions for variant in variants):
+        positions = max(positions, 2 * max(config.lengths, default=0))
+    return Setup(
+        tokenizer=tokenizer,
+        max_positions=positions,
+        tasks=config.tasks or benchmark.default_tasks or benchmark.tasks,
+        lengths=config.lengths or benchmark.default_lengths,
+        limit=config.limit,
+        seed=config.seed,
+        data_dir=Path(config.data_dir) if config.data_dir else None,
+        protocol_dir=Path(config.protocol_dir) if config.protocol_dir else None,
+        chat=has_template and config.chat != "off",
+        options=config.options,
+    )
+
+
+def key_of(item: Item, variant: Variant) -> RecordKey:
+    """Return the key of an item's record."""
+    return item.task, item.length, item.sample_id, variant.method.name, variant.token_budget, variant.name
+
+
+def _measure(
+    engine: Engine, todo: Sequence[tuple[Item, Sequence[Variant]]]
+) -> Iterator[tuple[Item, Variant, dict[str, Any]]]:
+    """Build the samples of items that share a material, and run them."""
+    built: list[tuple[Item, Sample]] = []
+    jobs = []
+    for item, missing in todo:
+        try:
+            sample = item.build()
+        except Exception as error:  # stored in the sample's records: one bad sample must not end a long run
+            for variant in missing:
+                yield item, variant, {"error": f"{type(error).__name__}: {error}"}
+            continue
+        built.append((item, sample))
+        jobs.append((sample, missing))
+    for number, variant, measured in engine.run(jobs):
+        item, sample = built[number]
+        yield item, variant, {"sample": sample, **measured}
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result that was made from records.
+
+    Raises
+    ------
+    EvalError
+        The file cannot be written.
+    """
+    try:
+        write_json(path, result)
+    except OSError as error:
+        raise EvalError(f"{path} cannot be written: {error}; the records are kept") from error
