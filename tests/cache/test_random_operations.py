@@ -40,6 +40,7 @@ DEVICE = "cpu"  # the state of caches does not depend on the device, and many sm
 MAX_TOKENS = 90  # growing buffers begin with room for 64
 MAX_ROWS = 4
 LAYERS = 2
+ENOUGH = 4 * POSITIONS  # for the most that a step could read of one of the layers
 METHODS = {
     "full": Full(),
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
@@ -47,6 +48,9 @@ METHODS = {
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "toy": MassThreshold(threshold=2.0, block_size=4),
+    "quest-offloaded": Quest(
+        token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=4, offload=True, gpu_cache_tokens=ENOUGH
+    ),
 }
 MORE_METHODS = {
     "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
