@@ -137,12 +137,12 @@ def test_only_sparse_layers_are_offloaded_and_the_device_holds_less():
 def test_a_maximum_length_is_kept_without_compiling():
     model = shared_model("llama")
     with sparse_attention(model, offloaded()):
-        cache = SparseCache.for_model(model, max_cache_len=61)
+        cache = SparseCache.for_model(model, max_cache_len=71)
         assert not cache.is_compileable
-        model(random_ids(1, 60), past_key_values=cache)
-        assert {layer.capacity for layer in cache.layers} == {61}
+        model(random_ids(1, 70), past_key_values=cache)
+        assert {layer.capacity for layer in cache.layers} == {71}
         model(random_ids(1, 1), past_key_values=cache)
-        with pytest.raises(ValueError, match=r"1 new tokens do not fit: the cache holds 61 of max_cache_len=61"):
+        with pytest.raises(ValueError, match=r"1 new tokens do not fit: the cache holds 71 of max_cache_len=71"):
             model(random_ids(1, 1), past_key_values=cache)
         stats = sparse_attention_stats(model)
         model.generate(random_ids(1, 30), cache_implementation="static", **GREEDY)
@@ -204,7 +204,7 @@ def test_a_fork_for_another_method_builds_its_metadata_from_host_memory(exact):
 @torch.inference_mode()
 def test_an_unpatched_model_reads_an_offloaded_cache():
     model, ids, steps = make_model("llama", dtype=torch.float64), random_ids(2, 61), random_ids(2, 6, seed=4)
-    patch_model(model, offloaded())
+    patch_model(model, offloaded(160, token_budget=160))
     cache = SparseCache.for_model(model)
     model(ids, past_key_values=cache)
     continued(model, cache, steps[:, :3])
@@ -214,9 +214,7 @@ def test_an_unpatched_model_reads_an_offloaded_cache():
         model(token, attention_mask=torch.ones(2, 65 + number, dtype=torch.long), past_key_values=cache).logits
         for number, token in enumerate(steps[:, 3:].split(1, dim=1))
     ]
-    # Layers before the budget ran out attended to everything, so the tokens differ from dense only where they did not.
-    assert torch.cat(logits, dim=1).shape == expected.shape
-    assert torch.isfinite(torch.cat(logits)).all()
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected)
 
 
 @torch.inference_mode()
