@@ -20,6 +20,9 @@ from hf_sparse_attn.rope import max_positions
 CHECKED_TOKENS = 4
 """Number of first tokens that a method must share with dense attention if its budget covers everything."""
 
+READS_EVERYTHING = {"threshold": 1.0, "target_sparsity": 0.0}
+"""Values of hyperparameters that leave tokens out whatever the budget, with which they leave out none."""
+
 TIE_ROUNDINGS = 4
 """Logits at most this many roundings of the largest one apart tie."""
 
@@ -67,10 +70,11 @@ def check_covering(
 
 
 def covering(method: SparseMethod, work: Work, new_tokens: int) -> SparseMethod:
-    """Return the method with a budget for everything; slots are limited to the model's positions."""
+    """Return the method with a budget for everything, and without thresholds; slots are limited to the positions."""
     budget = 2 * (work.context + new_tokens)
     if method.rotates_keys:
         budget = min(work.capacity, max_positions(work.model.config))
     # A method that has both takes the budget instead of k.
     given = {field.name: getattr(method, field.name) for field in fields(method) if field.name != "k"}
-    return type(method)(**{**given, "token_budget": budget})
+    without_threshold = {name: value for name, value in READS_EVERYTHING.items() if name in given}
+    return type(method)(**{**given, **without_threshold, "token_budget": budget})

@@ -37,11 +37,16 @@ METHOD_CLASSES: dict[str, type[SparseMethod]] = {
 }
 
 SPARSE: dict[str, dict[str, float]] = {
+    "arkvale": {"page_size": 16},
     "toy-mass-threshold": {"threshold": 0.3},
+    "psa": {"block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},
 }
 """Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
-COVERING: dict[str, dict[str, float]] = {"squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8}}
+COVERING: dict[str, dict[str, float]] = {
+    "psa": {"threshold": 1.0, "block_size": 8, "microbatch": 2},
+    "squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8},
+}
 """Hyperparameters with which a method reads everything, beside a ``token_budget`` that covers everything."""
 
 

@@ -6,6 +6,8 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from hf_sparse_attn import (
+    PSA,
+    ArkVale,
     Quest,
     SparseCache,
     Squeezed,
@@ -105,6 +107,9 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
 @pytest.mark.parametrize(
     "method",
     [
+        PSA(threshold=0.8, block_size=8, microbatch=2),
+        PSA(threshold=0.9, block_size=16, microbatch=1, metadata="minmax", token_budget=64, dense_layers=1),
+        ArkVale(token_budget=64, page_size=16),
         Quest(token_budget=48, bounds_dtype="model"),
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
@@ -341,7 +346,11 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
 @families
 @pytest.mark.parametrize(
     "method",
-    [SMALL, TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5)],
+    [
+        SMALL,
+        PSA(threshold=0.8, block_size=16, microbatch=2),
+        TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
+    ],
     ids=lambda method: method.name,
 )
 def test_cuda_graphs_replay_the_step(method, family):

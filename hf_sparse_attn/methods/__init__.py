@@ -7,18 +7,34 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
-METHODS: dict[str, type[SparseMethod]] = {method.name: method for method in (Full, Quest, Squeezed, TokenSelect)}
+METHODS: dict[str, type[SparseMethod]] = {
+    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect)
+}
 
 FULL = Full()
 """Dense attention, for dense layers."""
 
-__all__ = ["FULL", "METHODS", "Full", "Quest", "Selection", "SparseMethod", "Squeezed", "TokenSelect", "make_method"]
+__all__ = [
+    "FULL",
+    "METHODS",
+    "PSA",
+    "ArkVale",
+    "Full",
+    "Quest",
+    "Selection",
+    "SparseMethod",
+    "Squeezed",
+    "TokenSelect",
+    "make_method",
+]
 
 
 def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMethod:

@@ -134,6 +134,7 @@ class PagedMethod(SparseMethod, partial=True):
             seq_end=rows.seq_end,
             page_size=self._page_size,
             num_new=num_new,
+            statistic=self._statistic,
             **layer.metadata,
         )
 

@@ -130,6 +130,7 @@ class Quest(PagedMethod):
             num_pages=layer.max_blocks(self.page_size),
             counter=layer.counter.totals,
             finished=layer.finished,
+            statistic=self._statistic,
             **layer.metadata,
         )
         return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)

@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 )
 
 from hf_sparse_attn import (
+    PSA,
+    ArkVale,
     Full,
     Quest,
     SparseAttentionStats,
@@ -44,8 +46,10 @@ OFFLOADED = {"token_budget": 92, "page_size": 4, "dense_layers": 0, "offload": T
 """Parameters that read everything, with a pool that holds one of the two layers of MAX_ROWS rows."""
 METHODS = {
     "full": Full(),
+    "psa": PSA(threshold=1.0, block_size=4, microbatch=2),
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
+    "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "toy": MassThreshold(threshold=2.0, block_size=4),
@@ -53,6 +57,7 @@ METHODS = {
 }
 MORE_METHODS = {
     "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
+    "psa-minmax": PSA(threshold=1.0, block_size=8, microbatch=1, metadata="minmax", bounds_dtype="model"),
     "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
     "quest-offloaded-fifo": Quest(**OFFLOADED, eviction="fifo", bounds_dtype="model"),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
@@ -472,7 +477,7 @@ class Operations(RuleBasedStateMachine):
             assert stats.tokens_read == self.read * LAYERS * self.model.config.num_key_value_heads
 
     @invariant()
-    @precondition(lambda self: isinstance(self.method, Quest) and self.is_settled and self.rows.length > 0)
+    @precondition(lambda self: type(self.method) is Quest and self.is_settled and self.rows.length > 0)
     def bounds_hold_every_key_of_their_page(self):
         for layer in self.cache.layers:
             if not layer.metadata or self.method.offload:  # reading the keys would store the newest ones on the host

@@ -26,7 +26,7 @@ def test_the_budget_is_read_without_keys_and_values(levels, tmp_path, contexts, 
     budget = read_budget(tmp_path / "novel")
     assert budget.target_sparsity == 0.5
     assert torch.equal(budget.prefill, context.budget.prefill)
-    assert torch.equal(budget.decode, context.budget.decode)
+    torch.testing.assert_close(budget.decode, context.budget.decode)  # a mean, which a GPU adds up in another order
     assert {"queries", "centroids"} <= names
     assert not {"keys", "values"} & names
 
@@ -50,7 +50,7 @@ def test_the_contents_have_all_bytes_and_the_counts_of_a_head(tmp_path, contexts
 def test_a_damaged_index_is_refused(tmp_path, contexts):
     contexts(0.5).save(tmp_path / "novel")
     content = (tmp_path / "novel").read_bytes()
-    centroid = contexts(0.5).layers[2].metadata["centroids"][0, 1, 3].numpy().tobytes()
+    centroid = contexts(0.5).layers[2].metadata["centroids"][0, 1, 3].cpu().numpy().tobytes()
     assert content.count(centroid) == 1
     (tmp_path / "novel").write_bytes(content.replace(centroid, centroid[::-1]))
     with pytest.raises(ValueError, match=r"the checksum of layers\.2\.centroids is wrong"):

@@ -88,7 +88,10 @@ def test_the_home_page_shows_the_picture_of_its_theme(browser: Any, address: str
     assert [source.rpartition("/")[2].partition("#")[0] for source in browser.execute_script(script)] == [shown]
 
 
-@pytest.mark.parametrize(("page", "drawing"), [("concepts", "decode-step"), ("methods/squeezed", "squeezed-lookup")])
+@pytest.mark.parametrize(
+    ("page", "drawing"),
+    [("concepts", "decode-step"), ("methods/psa", "psa-pipeline"), ("methods/squeezed", "squeezed-lookup")],
+)
 def test_a_drawing_takes_the_colours_of_the_theme(browser: Any, address: str, page: str, drawing: str) -> None:
     colours = []
     for scheme in ("light", "dark"):

@@ -306,6 +306,16 @@ def test_a_method_that_caches_keys_before_rope_is_measured_too(parameters: dict[
     assert result["checked"][1]["token_budget"] == CONTEXT + NEW_TOKENS + 1
 
 
+def test_a_method_that_finds_its_own_budget_is_checked_without_its_threshold() -> None:
+    parameters = {"block_size": 8, "microbatch": 2, "threshold": 0.9}
+    [result] = measure(config(method=("psa",), token_budget=(), parameters=parameters))["results"]
+    ours = result["sides"][-1]
+    assert (ours["method"], ours["token_budget"]) == ("psa", None)
+    assert 0 < ours["kv_fraction"] < 1
+    [checked] = result["checked"]
+    assert (checked["method"], checked["against"], checked["tokens"]) == ("psa", "dense attention", NEW_TOKENS)
+
+
 def test_keys_before_rope_are_the_filled_ones_without_a_copy() -> None:
     work = Work.start(tiny_model(), config(), CONTEXT, ())
     assert work.filled is not None

@@ -14,6 +14,8 @@ from hf_sparse_attn import (
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
+ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
+"""Of logits in float64: the models' norms work in float32, and a GPU adds up in an order that depends on the shape."""
 SMALL = {"clusters": 0.1, "coarse_clusters": 0.03, "window": 12}
 PROMPT = 160
 
@@ -131,7 +133,7 @@ def test_a_questions_tokens_share_one_choice_per_head(model):
         cache.complete_prompt()
         everything = model(question, past_key_values=cache).logits
     dense = model(torch.cat([ids, question], dim=1)).logits[:, -9:]
-    torch.testing.assert_close(everything, dense)
+    torch.testing.assert_close(everything, dense, **ROUNDING)
     assert (together - dense).abs().max() > 1e-3
 
 
@@ -150,10 +152,10 @@ def test_clusters_follow_rows_and_are_dropped_by_a_crop_into_them(model):
         fresh = SparseCache.for_model(model)
         model(ids[[0, 2]], past_key_values=fresh)
         expected = model(step, past_key_values=fresh).logits
-        torch.testing.assert_close(worked_on, expected)
+        torch.testing.assert_close(worked_on, expected, **ROUNDING)
         for position in range(12):  # growth keeps the clusters
             torch.testing.assert_close(
-                *(model(step, past_key_values=each).logits for each in (cache, fresh)), msg=f"{position}"
+                *(model(step, past_key_values=each).logits for each in (cache, fresh)), **ROUNDING, msg=f"{position}"
             )
         cache.crop(-20)
         assert (cache.layers[0].metadata["context_lengths"] > 0).all()
@@ -162,7 +164,8 @@ def test_clusters_follow_rows_and_are_dropped_by_a_crop_into_them(model):
         assert (cache.layers[0].metadata["run_starts"] == 0).all()
         exact = model(step, past_key_values=cache).logits
     kept = PROMPT + 13 - 60
-    torch.testing.assert_close(exact, model(torch.cat([ids[[0, 2], :kept], step], dim=1)).logits[:, -1:])
+    dense = model(torch.cat([ids[[0, 2], :kept], step], dim=1)).logits[:, -1:]
+    torch.testing.assert_close(exact, dense, **ROUNDING)
 
 
 @torch.inference_mode()

@@ -19,6 +19,8 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 SMALL = {
     "full": {},
     "quest": {"token_budget": 48},
+    "arkvale": {"token_budget": 48, "page_size": 16},
+    "psa": {"token_budget": 48, "block_size": 8, "microbatch": 2},
     "squeezed": {"token_budget": 48, "window": 8, "clusters": 0.1},
     "tokenselect": {"token_budget": 48, "chunk_size": 32},
 }

@@ -12,13 +12,13 @@ def _pairs(shape: Shape) -> int:
 
 def _bound_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """Bytes of both bounds of every page with their exponents, without the channel exponents."""
-    page = 2 * shape.head_dim + 1 if kind == "int8" else 2 * shape.head_dim * DTYPE.itemsize
+    page = 2 * shape.head_dim * DTYPE.itemsize if kind == "bf16" else 2 * shape.head_dim + 1
     return _pairs(shape) * settings.pages(shape) * page
 
 
 def metadata_bytes(kind: str, shape: Shape, settings: Settings) -> int:
     """Bytes of all bounds and exponents of every row and KV head."""
-    channels = _pairs(shape) * shape.head_dim if kind == "int8" else 0
+    channels = 0 if kind == "bf16" else _pairs(shape) * shape.head_dim
     return _bound_bytes(kind, shape, settings) + channels
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hf_sparse_attn_kernels as ops
 import torch
 
-from op_bench.workload import DTYPE, Bounds, Layer
+from op_bench.workload import DTYPE, STATISTICS, Bounds, Layer
 
 ERROR_MARGIN = 2.0
 """Allowed error of an output, in multiples of the error of plain attention in the inputs' precision."""
@@ -31,14 +31,15 @@ def check_prompt_bounds(layer: Layer, kind: str) -> None:
     for head in range(layer.shape.kv_heads):  # one by one: the reference holds several copies of the keys
         found = layer.bounds[kind].of_head(head)
         expected = found.clone()
-        _reference_bounds(layer, layer.keys[:, head : head + 1], expected, layer.context_end, layer.shape.length)
+        keys = layer.keys[:, head : head + 1]
+        _reference_bounds(layer, kind, keys, expected, layer.context_end, layer.shape.length)
         check_bounds(found, expected, f"page_bounds of KV head {head}")
 
 
 def check_step_bounds(layer: Layer, kind: str) -> None:
     """Raise unless the newest token is in the bounds of its page."""
     expected = layer.bounds[kind].clone()
-    _reference_bounds(layer, layer.keys, expected, layer.seq_end, 1)
+    _reference_bounds(layer, kind, layer.keys, expected, layer.seq_end, 1)
     check_bounds(layer.bounds[kind], expected, "bounds after the newest token")
 
 
@@ -158,9 +159,12 @@ def check_counter(layer: Layer, expected: tuple[int, int, int, int]) -> None:
         raise Mismatch(f"counter {found}, expected {expected}")
 
 
-def _reference_bounds(layer: Layer, keys: torch.Tensor, bounds: Bounds, end: torch.Tensor, num_new: int) -> None:
-    options = {"page_size": layer.settings.page_size, "num_new": num_new, "impl": "reference"}
-    ops.page_bounds(keys, bounds.page_min, bounds.page_max, layer.seq_start, end, **bounds.exponents, **options)
+def _reference_bounds(
+    layer: Layer, kind: str, keys: torch.Tensor, bounds: Bounds, end: torch.Tensor, num_new: int
+) -> None:
+    levels = (bounds.page_min, bounds.page_max)
+    options = {"page_size": layer.settings.page_size, "num_new": num_new, "statistic": STATISTICS[kind]}
+    ops.page_bounds(keys, *levels, layer.seq_start, end, **bounds.exponents, **options, impl="reference")
 
 
 def check_output(found: torch.Tensor, truth: torch.Tensor, rough: torch.Tensor) -> None:

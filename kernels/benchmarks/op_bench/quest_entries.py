@@ -11,7 +11,7 @@ from op_bench import floors, oracle
 from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import DECODE_SHAPES, QUICK_DECODE_SHAPES
-from op_bench.workload import BOUNDS, Layer, layer_bytes, make_layer
+from op_bench.workload import BOUNDS, STATISTICS, Layer, layer_bytes, make_layer
 
 
 def _run_prompt_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
@@ -22,7 +22,7 @@ def _run_prompt_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
 def _run_token_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
     bounds = layer.bounds[kind]
     levels = (bounds.page_min, bounds.page_max)
-    options = {"page_size": layer.settings.page_size, "num_new": 1, "impl": impl}
+    options = {"page_size": layer.settings.page_size, "num_new": 1, "statistic": STATISTICS[kind], "impl": impl}
     ops.page_bounds(layer.keys, *levels, layer.seq_start, layer.seq_end, **bounds.exponents, **options)
     return ()
 
@@ -64,6 +64,7 @@ def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs
         **bounds.exponents,
         counter=layer.counter,
         finished=layer.finished,
+        statistic=STATISTICS[kind],
         impl=impl,
     )
     return selection
@@ -151,8 +152,9 @@ def _token_counts(layer: Layer, *, sparse: bool) -> tuple[int, int]:
 
 
 def _of_kind(kind: str) -> list[Entry]:
+    """Entries of the ops that take bounds; of another statistic only those that compute it."""
     bind = partial
-    return [
+    entries = [
         Entry(
             "page_bounds",
             f"{kind}, prompt",
@@ -194,6 +196,8 @@ def _of_kind(kind: str) -> list[Entry]:
             against_dense=True,
         ),
     ]
+    computed = ("page_bounds", "append_and_select")
+    return [entry for entry in entries if STATISTICS[kind] == "minmax" or entry.op in computed]
 
 
 ENTRIES: tuple[Entry, ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from op_bench.entry import Entry, Family, Outputs
+from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST, STEP
 from op_bench.shapes import Shape
 from op_bench.squeezed_entries import SQUEEZED_DECODE, SQUEEZED_PREFILL
@@ -12,6 +13,7 @@ __all__ = [
     "CHUNK_STEP",
     "ENTRIES",
     "FAMILIES",
+    "PSA_STEP",
     "SQUEEZED_PREFILL_STEP",
     "SQUEEZED_STEP",
     "STEP",
@@ -23,7 +25,7 @@ __all__ = [
     "matching_entries",
 ]
 
-FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK, SQUEEZED_DECODE, SQUEEZED_PREFILL)
+FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK, SQUEEZED_DECODE, SQUEEZED_PREFILL, PROGRESSIVE)
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
 TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice kept"))
@@ -34,6 +36,8 @@ SQUEEZED_STEP = ("squeezed_step", "")
 """The entry of Squeezed Attention's decode step in tables."""
 SQUEEZED_PREFILL_STEP = ("squeezed_prefill", "")
 """The entry of Squeezed Attention's prefill in tables."""
+PSA_STEP = ("psa_step", "")
+"""The entry of Progressive Sparse Attention's decode step."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:

@@ -56,8 +56,8 @@ class Shape:
 class Settings:
     """Settings of the measured targets.
 
-    Quest reads 2,048 tokens in pages of 16, the first and the newest page always. TokenSelect's and Squeezed
-    Attention's are those of their papers.
+    Quest reads 2,048 tokens in pages of 16, the first and the newest page always. The others' are those
+    of their papers; Progressive Sparse Attention comes to read as many tokens as Quest.
     """
 
     token_budget: int = 2048
@@ -78,6 +78,13 @@ class Settings:
     """Last tokens of the fixed context, which are not clustered and always read."""
     tail_tokens: int = 256
     """Tokens after the fixed context in a decode step, always read. In a prefill they are the queries' tokens."""
+
+    block_size: int = 32
+    """Tokens of Progressive Sparse Attention's blocks."""
+    microbatch: int = 8
+    """Blocks that it reads at a time."""
+    threshold: float = 0.95
+    """Share of the attention weight after which it stops."""
 
     @property
     def max_blocks(self) -> int:
@@ -166,6 +173,15 @@ SQUEEZED_PREFILL_SHAPES = (
     *_shapes(32, 8, 128, 1, (128,), queries=1024),
 )
 QUICK_SQUEEZED_PREFILL_SHAPES = (Shape(32, 8, 128, 1, 131072, 1024),)
+
+
+PROGRESSIVE_SHAPES = (
+    *_shapes(32, 32, 128, 1, (32, 128, 512)),
+    *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),
+    *_shapes(32, 8, 128, 8, (8, 32, 128)),
+    *_shapes(28, 4, 128, 1, (32, 128)),
+)
+QUICK_PROGRESSIVE_SHAPES = (Shape(32, 8, 128, 1, 32768),)
 
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:

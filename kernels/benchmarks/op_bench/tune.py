@@ -10,6 +10,7 @@ import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 
 from op_bench.entry import Entry, Family
+from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import Settings, Shape
 from op_bench.squeezed_entries import SQUEEZED_DECODE
@@ -24,6 +25,7 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "sparse_decode": (QUEST, "sparse_decode"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
+    "progressive_decode": (PROGRESSIVE, "progressive_decode"),
     "runs_decode": (SQUEEZED_DECODE, "squeezed_step"),
 }
 """The op whose time decides, in its 8-bit variant if it has one.

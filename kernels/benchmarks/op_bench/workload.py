@@ -10,8 +10,9 @@ import torch
 from op_bench.shapes import Settings, Shape
 
 DTYPE = torch.bfloat16
-BOUNDS = ("int8", "bf16")
-"""Kinds of page bounds: 8-bit levels with exponents, or the keys' dtype."""
+STATISTICS = {"int8": "minmax", "bf16": "minmax", "int8 cuboid mean": "cuboid_mean"}
+"""Kinds of page bounds, 8-bit levels with exponents or in the keys' dtype, and the statistic that they hold."""
+BOUNDS = tuple(STATISTICS)
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Layer:
             self.context_end,
             page_size=self.settings.page_size,
             num_new=num_new,
+            statistic=STATISTICS[kind],
             **bounds.exponents,
             impl=impl,
         )
@@ -110,7 +112,8 @@ def layer_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes that a layer's buffers take."""
     heads = shape.batch * shape.kv_heads
     token_vectors = 2 * heads * shape.length * shape.head_dim * DTYPE.itemsize
-    bounds = 2 * heads * settings.pages(shape) * shape.head_dim * (DTYPE.itemsize + 1)
+    bound_bytes = sum(DTYPE.itemsize if kind == "bf16" else 1 for kind in BOUNDS)
+    bounds = 2 * heads * settings.pages(shape) * shape.head_dim * bound_bytes
     return token_vectors + bounds + 8 * heads * settings.pages(shape)
 
 
@@ -154,7 +157,7 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
     for kind, bounds in layer.bounds.items():
         layer.context_bounds(kind, shape.length, impl)
         levels = (bounds.page_min, bounds.page_max)
-        page = {"page_size": settings.page_size, "impl": impl}
+        page = {"page_size": settings.page_size, "statistic": STATISTICS[kind], "impl": impl}
         ops.page_bounds(keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
     levels = (layer.bounds["bf16"].page_min, layer.bounds["bf16"].page_max)
     layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, page_size=settings.page_size, impl=impl)

@@ -5,6 +5,7 @@ from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .kmeans.ops import cluster_sums, nearest_centres
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
+from .progressive.ops import progressive_decode, rank_blocks
 from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
@@ -18,6 +19,8 @@ __all__ = [
     "nearest_centres",
     "page_bounds",
     "page_scores",
+    "progressive_decode",
+    "rank_blocks",
     "runs_decode",
     "runs_prefill",
     "select_blocks",

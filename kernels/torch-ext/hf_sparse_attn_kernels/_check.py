@@ -93,6 +93,25 @@ def check_page_size(page_size: int) -> None:
         raise ValueError(f"page_size={page_size}; allowed: a power of two")
 
 
+def check_scores(scores: torch.Tensor) -> None:
+    """Check the scores of blocks."""
+    check_dims("scores", scores, "batch, kv_heads, num_blocks")
+    if scores.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"scores has dtype {scores.dtype}; allowed: torch.float32, torch.float64")
+
+
+def check_budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent: int = 0) -> None:
+    """Check that the always chosen blocks fit."""
+    check_at_least("max_blocks", max_blocks, 1)
+    check_at_least("sink_blocks", sink_blocks, 0)
+    check_at_least("recent_blocks", recent_blocks, least_recent)
+    if sink_blocks + recent_blocks > max_blocks:
+        raise ValueError(
+            f"sink_blocks={sink_blocks} and recent_blocks={recent_blocks}; allowed: together at most "
+            f"max_blocks={max_blocks}"
+        )
+
+
 def check_group(q_heads: int, kv_heads: int) -> None:
     """Check that every KV head serves the same number of query heads."""
     if q_heads % kv_heads:

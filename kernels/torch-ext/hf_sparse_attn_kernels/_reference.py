@@ -60,3 +60,24 @@ def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> l
         tokens = buffer.as_strided((last + 1, head_dim), (unit, 1))
         taken.append(tokens.index_select(0, index).view(batch, kv_heads, -1, head_dim))
     return taken
+
+
+def score_order(scores: torch.Tensor) -> torch.Tensor:
+    """Return int64 of fewer than 33 bits in the order of `scores`: equal for equal scores, NaN as -inf."""
+    scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf")).add_(0.0)  # turns -0.0 into 0.0
+    if scores.dtype == torch.float64:
+        ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]  # type: ignore[no-untyped-call]
+        return ranks
+    bits = scores.view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+
+
+def count_tokens(counter: torch.Tensor, tokens_read: torch.Tensor, length: torch.Tensor, kv_heads: int) -> None:
+    """Add the tokens read, and those that dense attention reads, to the counter of an attention op."""
+    dense = length.sum() * kv_heads
+    if counter.device.type == "cpu":
+        counter += torch.tensor([int(tokens_read), int(dense), 0, 1])
+    else:
+        counter[0] += tokens_read
+        counter[1] += dense
+        counter[3] += 1

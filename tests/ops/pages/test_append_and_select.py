@@ -16,49 +16,53 @@ def _tokens(rows, seed):
     return tuple(drawn)
 
 
-def _prefilled(lengths, int8, page_size=16, **options):
+def _prefilled(lengths, int8, page_size=16, statistic="minmax", **options):
     """Rows and the bounds of all their tokens; room for a few more is left in the buffers."""
     rows = make_rows(lengths, **options)
     bounds = empty_bounds(rows, page_size, int8=int8)
-    lengths_new = {"page_size": page_size, "num_new": 10_000}
+    lengths_new = {"page_size": page_size, "num_new": 10_000, "statistic": statistic}
     page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, impl="reference", **lengths_new, **bounds)
     return rows, bounds
 
 
-def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, num_pages=None, **options):
+def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, statistic, **options):
     """The op as its parts."""
     for row in range(len(start)):
         if end[row] > start[row]:
             keys[row, :, end[row] - 1] = new_key[row]
             values[row, :, end[row] - 1] = new_value[row]
     rows = {"seq_start": start, "seq_end": end, "page_size": page_size, "impl": impl}
-    page_bounds(keys, num_new=1, **rows, **bounds)
-    scores = page_scores(query, num_pages=num_pages, **rows, **bounds, **options)
+    page_bounds(keys, num_new=1, statistic=statistic, **rows, **bounds)
+    scores = page_scores(query, **rows, **bounds, **options)
     return select_blocks(scores, start, end, block_size=page_size, impl=impl, **BUDGET)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("lengths", "int8", "page_size", "kv_heads", "group", "head_dim", "dtype", "group_reduce"),
+    ("lengths", "int8", "page_size", "kv_heads", "group", "head_dim", "dtype", "group_reduce", "statistic"),
     [
-        ([0, 14, 15, 63], False, 16, 2, 1, 64, torch.float32, "softmax"),
-        ([200, 131], True, 16, 1, 3, 128, torch.bfloat16, "softmax"),
-        ([100, 0, 37], False, 8, 1, 7, 80, torch.float16, "mean"),
-        ([50, 30], True, 1, 2, 2, 16, torch.float32, "max"),
-        ([300], False, 32, 1, 9, 256, torch.bfloat16, "softmax"),
-        grid([0, 14, 15, 63], True, 16, 2, 1, 64, torch.float32, "softmax"),
-        grid([200, 131], False, 16, 1, 3, 128, torch.bfloat16, "softmax"),
-        grid([100, 0, 37], True, 8, 1, 7, 80, torch.float16, "mean"),
-        grid([50, 30], False, 1, 2, 2, 16, torch.float32, "max"),
-        grid([300], True, 32, 1, 9, 256, torch.bfloat16, "softmax"),
+        ([0, 14, 15, 63], False, 16, 2, 1, 64, torch.float32, "softmax", "minmax"),
+        ([200, 131], True, 16, 1, 3, 128, torch.bfloat16, "softmax", "minmax"),
+        ([100, 0, 37], False, 8, 1, 7, 80, torch.float16, "mean", "minmax"),
+        ([50, 30], True, 1, 2, 2, 16, torch.float32, "max", "minmax"),
+        ([300], False, 32, 1, 9, 256, torch.bfloat16, "softmax", "minmax"),
+        ([200, 131], True, 32, 1, 3, 128, torch.bfloat16, "softmax", "cuboid_mean"),
+        ([100, 0, 37], False, 8, 1, 7, 80, torch.float16, "mean", "representative"),
+        grid([100, 0, 37], False, 8, 1, 7, 80, torch.bfloat16, "max", "cuboid_mean"),
+        grid([200, 131], True, 32, 1, 3, 128, torch.float16, "softmax", "representative"),
+        grid([0, 14, 15, 63], True, 16, 2, 1, 64, torch.float32, "softmax", "minmax"),
+        grid([200, 131], False, 16, 1, 3, 128, torch.bfloat16, "softmax", "minmax"),
+        grid([100, 0, 37], True, 8, 1, 7, 80, torch.float16, "mean", "minmax"),
+        grid([50, 30], False, 1, 2, 2, 16, torch.float32, "max", "minmax"),
+        grid([300], True, 32, 1, 9, 256, torch.bfloat16, "softmax", "minmax"),
     ],
 )
-def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_dim, dtype, group_reduce):
+def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_dim, dtype, group_reduce, statistic):
     shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "dtype": dtype}
-    rows, bounds = _prefilled(lengths, int8, page_size, **shape)
+    rows, bounds = _prefilled(lengths, int8, page_size, statistic, **shape)
     keys, values = rows.keys.clone(), rows.values.clone()
     expected_bounds = {name: tensor.clone() for name, tensor in bounds.items()}
-    options = {"page_size": page_size, "group_reduce": group_reduce, "scale": 0.3}
+    options = {"page_size": page_size, "group_reduce": group_reduce, "scale": 0.3, "statistic": statistic}
     for step in range(2):  # 15 to 17 tokens, over the end of a page
         end = rows.end + step + 1
         query, new_key, new_value = _tokens(rows, step)
@@ -77,9 +81,18 @@ def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("group_reduce", ["softmax", "mean", "max"])
-def test_implementations_choose_the_same(int8, group_reduce):
-    rows, bounds = _prefilled([333, 20, 0], int8, group=3)
+@pytest.mark.parametrize(
+    ("group_reduce", "statistic"),
+    [
+        ("softmax", "minmax"),
+        ("mean", "minmax"),
+        ("max", "minmax"),
+        ("softmax", "cuboid_mean"),
+        ("softmax", "representative"),
+    ],
+)
+def test_implementations_choose_the_same(int8, group_reduce, statistic):
+    rows, bounds = _prefilled([333, 20, 0], int8, statistic=statistic, group=3)
     chosen, states = [], []
     for impl in IMPLS:
         state = {name: tensor.clone() for name, tensor in bounds.items()}
@@ -90,7 +103,7 @@ def test_implementations_choose_the_same(int8, group_reduce):
             chosen.append(
                 append_and_select(
                     *_tokens(rows, step), seq_start=rows.start, seq_end=end, page_size=16, group_reduce=group_reduce,
-                    impl=impl, counter=counter, **buffers, **state, **BUDGET,
+                    statistic=statistic, impl=impl, counter=counter, **buffers, **state, **BUDGET,
                 )
             )  # fmt: skip
         states.append(state | buffers | {"counter": counter})

@@ -1,4 +1,4 @@
-"""Vectors computed by Quest's released code (arXiv 2406.10774), reproduced by the ops."""
+"""Vectors computed by the released code of Quest (arXiv 2406.10774) and ArkVale, reproduced by the ops."""
 
 import pytest
 import torch
@@ -32,3 +32,19 @@ def test_quest_scores_and_pages(name, page_size, budget, impl):
     selected = torch.zeros(1, heads, pages, dtype=torch.bool, device=device).scatter_(2, indices.long(), True)
     mask = selected.repeat_interleave(page_size, dim=2)[..., :length]
     assert torch.equal(mask, tensors["token_mask"][:, :, 0].bool())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["cuboid_mean0", "cuboid_mean1"])
+def test_arkvale_bounds_and_scores(name, impl):
+    tensors = golden(name)
+    _, pages, page_size, heads, head_dim = tensors["keys"].shape
+    keys = tensors["keys"].flatten(1, 2).transpose(1, 2)  # [1, heads, length, head_dim]
+    rows = {"seq_start": int32([0]), "seq_end": int32([pages * page_size]), "page_size": page_size, "impl": impl}
+    page_min = torch.full((1, heads, pages, head_dim), float("nan"), device=device)
+    page_max = page_min.clone()
+    page_bounds(keys, page_min, page_max, num_new=pages * page_size, statistic="cuboid_mean", **rows)
+    torch.testing.assert_close(page_min.transpose(1, 2), tensors["lower"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(page_max.transpose(1, 2), tensors["upper"], rtol=1e-5, atol=1e-5)
+    scores = page_scores(tensors["query"], page_min, page_max, scale=1.0, group_reduce="mean", **rows)
+    torch.testing.assert_close(scores.transpose(1, 2), tensors["scores_per_head"], rtol=1e-5, atol=1e-4)

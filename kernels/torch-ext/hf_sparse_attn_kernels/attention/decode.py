@@ -5,10 +5,10 @@ import math
 import torch
 
 from .._check import check_triton
+from .._merge import merge_splits_kernel
 from .._triton import cdiv, dot_dtype, launch_options, multiprocessors, next_power_of_2
 from .._tuning import choice
 from .decode_kernel import decode_attention_kernel
-from .merge import merge_splits_kernel
 
 MAX_SPLITS = 128
 MERGED_AT_ONCE = 8192  # elements of partial results that the merging program holds, of at most 16 splits

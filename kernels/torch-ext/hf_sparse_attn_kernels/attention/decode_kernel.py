@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
+from .._merge import merge_if_last
 from .._rope import load_rotated
 from .._triton import wait_for_previous_kernel
-from .merge import merge_if_last
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .._reference import compute_dtype, host_lengths, rotate, row_lengths, take_tokens
+from .._reference import compute_dtype, count_tokens, host_lengths, rotate, row_lengths, take_tokens
 
 
 def sparse_decode(
@@ -34,7 +34,7 @@ def sparse_decode(
     k, v = take_tokens((keys, values), positions)
     if counter is not None:
         kv_heads = keys.shape[1]
-        _count(counter, (~invalid).sum() * (kv_heads // invalid.shape[1]), length, kv_heads)
+        count_tokens(counter, (~invalid).sum() * (kv_heads // invalid.shape[1]), length, kv_heads)
     if rope_cos is not None and rope_sin is not None:
         k = rotate(k, rope_cos[: k.shape[2]], rope_sin[: k.shape[2]])
         own_slot = (block_counts - 1).clamp_(min=0).long()[:, :, None]  # [batch, kv_heads or 1, 1]
@@ -58,7 +58,7 @@ def dense_decode(
     kv_heads, capacity = keys.shape[1:3]
     if counter is not None:
         total = row_lengths(seq_start, seq_end)
-        _count(counter, total.sum() * kv_heads, total, kv_heads)
+        count_tokens(counter, total.sum() * kv_heads, total, kv_heads)
     lengths = host_lengths(seq_start, seq_end)
     if lengths is None:
         positions = torch.arange(capacity, device=query.device)
@@ -162,13 +162,3 @@ def _attend(
     out = weights.bmm(v.to(weights.dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim).masked_fill_(nothing, 0.0)
     out = out.view(batch, q_heads, head_dim).to(query.dtype)
     return out, scores.logsumexp(dim=3).view(batch, q_heads)
-
-
-def _count(counter: torch.Tensor, tokens_read: torch.Tensor, length: torch.Tensor, kv_heads: int) -> None:
-    dense = length.sum() * kv_heads
-    if counter.device.type == "cpu":
-        counter += torch.tensor([int(tokens_read), int(dense), 0, 1])
-    else:
-        counter[0] += tokens_read
-        counter[1] += dense
-        counter[3] += 1

@@ -1,4 +1,4 @@
-"""Triton kernels of `page_bounds`: elementwise minimum and maximum of a page's keys, exact or in 8 bits."""
+"""Triton kernels of `page_bounds`: bounds of the keys of a page, in their dtype or in 8 bits."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -8,7 +8,8 @@ import triton.language as tl
 
 from .._check import check_triton
 from .._triton import cdiv, next_power_of_2
-from .levels import channel_exponent_for, lower_level, page_exponent_for, power_of_two, upper_level
+from .levels import channel_exponent_for, to_levels
+from .summaries import summarize_page, summary_options
 
 TOKENS_PER_PROGRAM = 256
 
@@ -105,7 +106,9 @@ def page_bounds_kernel(
     HEAD_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     ONE_NEW: tl.constexpr,
+    STATISTIC: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SUMMED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -122,31 +125,43 @@ def page_bounds_kernel(
     if (page * PAGE_SIZE < length) & (page < max_pages):
         dims = tl.arange(0, BLOCK_D)
         dim_mask = dims < HEAD_DIM
-        lower = tl.full((BLOCK_D,), float("inf"), tl.float32)
-        upper = tl.full((BLOCK_D,), float("-inf"), tl.float32)
         base = keys_ptr + row * keys_stride_b + head * keys_stride_h
-        for chunk in range(0, PAGE_SIZE, BLOCK_N):
-            offsets = page * PAGE_SIZE + chunk + tl.arange(0, BLOCK_N)
-            positions = (start + offsets).to(tl.int64)
-            mask = (offsets < length)[:, None] & dim_mask[None, :]
-            tile = tl.load(base + positions[:, None] * keys_stride_n + dims[None, :], mask=mask, other=0.0)
-            tile = tile.to(tl.float32)  # [BLOCK_N, BLOCK_D]
-            lower = tl.minimum(lower, tl.min(tl.where(mask, tile, float("inf")), axis=0))
-            upper = tl.maximum(upper, tl.max(tl.where(mask, tile, float("-inf")), axis=0))
+        if STATISTIC == "minmax":
+            lower = tl.full((BLOCK_D,), float("inf"), tl.float32)
+            upper = tl.full((BLOCK_D,), float("-inf"), tl.float32)
+            for chunk in range(0, PAGE_SIZE, BLOCK_N):
+                offsets = page * PAGE_SIZE + chunk + tl.arange(0, BLOCK_N)
+                positions = (start + offsets).to(tl.int64)
+                mask = (offsets < length)[:, None] & dim_mask[None, :]
+                tile = tl.load(base + positions[:, None] * keys_stride_n + dims[None, :], mask=mask, other=0.0)
+                tile = tile.to(tl.float32)  # [BLOCK_N, BLOCK_D]
+                lower = tl.minimum(lower, tl.min(tl.where(mask, tile, float("inf")), axis=0))
+                upper = tl.maximum(upper, tl.max(tl.where(mask, tile, float("-inf")), axis=0))
+        else:
+            first = page * PAGE_SIZE
+            lower, upper = summarize_page(
+                base + (start + first).to(tl.int64) * keys_stride_n,
+                length - first,
+                keys_stride_n,
+                min_ptr.dtype.element_ty,
+                STATISTIC,
+                HEAD_DIM,
+                PAGE_SIZE,
+                SUMMED,
+                BLOCK_D,
+            )
         if QUANTIZED:
             channel = channel_exponent_ptr + pair * HEAD_DIM + dims
             exponent = tl.load(channel, mask=dim_mask, other=0).to(tl.int32)
-            if ONE_NEW and length == 1:  # a row's first token sets the exponents
+            if ONE_NEW and length == 1:  # a row's first token, which equals its bounds, sets the exponents
                 partner_at = base + start.to(tl.int64) * keys_stride_n + (dims + HEAD_DIM // 2) % HEAD_DIM
                 partner = tl.load(partner_at, mask=dim_mask, other=0.0).to(tl.float32)
                 exponent = channel_exponent_for(tl.maximum(tl.abs(lower), tl.abs(partner)))
                 tl.store(channel, exponent.to(tl.int8), mask=dim_mask)
-            lower = tl.where(dim_mask, lower, 0.0) * power_of_two(-exponent)
-            upper = tl.where(dim_mask, upper, 0.0) * power_of_two(-exponent)
-            page_exponent = page_exponent_for(tl.max(tl.maximum(tl.abs(lower), tl.abs(upper))))
+            lower = tl.where(dim_mask, lower, 0.0)
+            upper = tl.where(dim_mask, upper, 0.0)
+            lower, upper, page_exponent = to_levels(lower, upper, exponent)
             tl.store(page_exponent_ptr + pair * max_pages + page, page_exponent.to(tl.int8))
-            lower = lower_level(lower * power_of_two(-page_exponent))
-            upper = upper_level(upper * power_of_two(-page_exponent))
         page64 = page.to(tl.int64)
         min_out = min_ptr + row * min_stride_b + head * min_stride_h + page64 * min_stride_p + dims
         max_out = max_ptr + row * max_stride_b + head * max_stride_h + page64 * max_stride_p + dims
@@ -165,6 +180,7 @@ def page_bounds(
     num_new: int,
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
+    statistic: str,
 ) -> None:
     """Launch `page_bounds_kernel`, after the two exponent kernels for several new tokens in 8 bits."""
     check_triton("keys", keys)
@@ -232,4 +248,5 @@ def page_bounds(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
+        **summary_options(statistic, page_size),
     )

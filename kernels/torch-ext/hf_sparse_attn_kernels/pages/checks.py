@@ -3,13 +3,13 @@
 import torch
 
 from .._check import (
-    check_at_least,
     check_contiguous,
     check_device,
     check_dtype,
     check_last_stride,
     check_shape,
 )
+from . import STATISTICS
 
 BOUNDS_AXES = "batch, kv_heads, max_pages, head_dim"
 GROUP_REDUCE = ("softmax", "mean", "max")
@@ -63,21 +63,15 @@ def check_capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> Non
         )
 
 
+def check_statistic(statistic: str) -> None:
+    """Check the name of a statistic of a page's keys."""
+    if statistic not in STATISTICS:
+        raise ValueError(f"statistic={statistic!r}; allowed: {', '.join(map(repr, STATISTICS))}")
+
+
 def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
     """Check the reduction over a group, and the number of pages to score."""
     if group_reduce not in GROUP_REDUCE:
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
     if num_pages is not None and not 1 <= num_pages <= max_pages:
         raise ValueError(f"num_pages={num_pages}; allowed: None, or 1 to max_pages={max_pages}")
-
-
-def check_budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent: int = 0) -> None:
-    """Check that the always chosen blocks fit."""
-    check_at_least("max_blocks", max_blocks, 1)
-    check_at_least("sink_blocks", sink_blocks, 0)
-    check_at_least("recent_blocks", recent_blocks, least_recent)
-    if sink_blocks + recent_blocks > max_blocks:
-        raise ValueError(
-            f"sink_blocks={sink_blocks} and recent_blocks={recent_blocks}; allowed: together at most "
-            f"max_blocks={max_blocks}"
-        )

@@ -44,6 +44,20 @@ def upper_level(x):
 
 
 @triton.jit
+def to_levels(lower, upper, exponent):
+    """Round the bounds of a page to levels, given its channels' exponents; also return the page's exponent.
+
+    Bounds of channels that do not exist are 0.
+    """
+    lower = lower * power_of_two(-exponent)
+    upper = upper * power_of_two(-exponent)
+    page_exponent = page_exponent_for(tl.max(tl.maximum(tl.abs(lower), tl.abs(upper))))
+    lower = lower_level(lower * power_of_two(-page_exponent))
+    upper = upper_level(upper * power_of_two(-page_exponent))
+    return lower, upper, page_exponent
+
+
+@triton.jit
 def levels_to_half(levels, INTERPRET: tl.constexpr):
     """Convert int8 levels to float16 exactly.
 

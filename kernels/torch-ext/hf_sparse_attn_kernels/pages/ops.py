@@ -5,6 +5,7 @@ import torch
 from .._check import (
     BUFFER_AXES,
     check_at_least,
+    check_budget,
     check_buffers,
     check_counters,
     check_dims,
@@ -13,12 +14,13 @@ from .._check import (
     check_like,
     check_page_size,
     check_query,
+    check_scores,
     check_sequence,
     check_shape,
 )
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
-from .checks import BOUNDS_AXES, check_bounds, check_budget, check_capacity, check_scoring
+from .checks import BOUNDS_AXES, check_bounds, check_capacity, check_scoring, check_statistic
 
 
 @op(launcher="bounds", writes=("page_min", "page_max", "page_exponent", "channel_exponent"))
@@ -33,16 +35,34 @@ def page_bounds(
     num_new: int,
     page_exponent: torch.Tensor | None = None,
     channel_exponent: torch.Tensor | None = None,
+    statistic: str = "minmax",
     impl: str | None = None,
 ) -> None:
-    """Update, in place, the elementwise minimum and maximum of the keys of every page with new tokens.
+    """Update, in place, the bounds of the keys of every page with new tokens: a lower and an upper vector each.
 
-    Quest, arXiv 2406.10774, section 3. Page p of row b holds the buffer positions seq_start[b] + p * page_size and
-    the page_size - 1 after it, cut at seq_end[b]. A page that holds one of the row's last `num_new` valid tokens is
-    recomputed from all of its valid tokens. Other pages, and rows without valid tokens, do not change.
+    Page p of row b holds the buffer positions seq_start[b] + p * page_size and the page_size - 1 after it, cut at
+    seq_end[b]. A page that holds one of the row's last `num_new` valid tokens is recomputed from all of its valid
+    tokens. Other pages, and rows without valid tokens, do not change. Bounds thus do not depend on how a text is split
+    into calls.
 
-    Bounds in 8 bits are levels between -127 and 127, rounded outwards so that they still bound every key of the page.
-    Channel i of page p lies between its two levels times 2 ** (channel_exponent[i] + page_exponent[p]).
+    `statistic` names what the bounds hold, elementwise over the page's n tokens:
+
+    - "minmax": the minimum m and the maximum M (Quest, arXiv 2406.10774, section 3). They bound every key of the page,
+      and a page's score bounds q.k of each. The scores of the other two are estimates.
+    - "cuboid_mean": c - delta and c + delta, where c = (M + m) / 2 and delta = sum_t |c - k_t| / n (ArkVale, NeurIPS
+      2024). This box lies within that of "minmax", and is half as wide if the keys are spread evenly.
+    - "representative": the mean of the page's representative keys, twice: the lower vector equals the upper one. They
+      are the 4 keys with the greatest k.mu, where mu is the mean of the page's keys; the lower index wins among equals,
+      and a page of fewer tokens has only those. InfLLM (arXiv 2402.04617) adds q.k of its representatives, which is 4
+      times q.k of their mean, and chooses the keys with the greatest mean q.k over the queries of a local window. A
+      rebuilt or cropped cache has no queries, so here the keys of the page stand in for them.
+
+    Means are computed in float32 (float64 for float64), each in one order of additions, the same in both
+    implementations and for every number of tokens per call.
+
+    Bounds in 8 bits are levels between -127 and 127, rounded outwards, so that they contain the exact bounds. Bound i
+    of page p is its level times 2 ** (channel_exponent[i] + page_exponent[p]). Channel exponents come from the keys,
+    whatever the statistic.
 
     - A row whose valid tokens are all new sets its channel exponents: c_i is the least with a_i <= 90 * 2 ** c_i, where
       a_i is the largest magnitude in the row of channel i and of its RoPE partner, (i + head_dim // 2) % head_dim.
@@ -70,6 +90,8 @@ def page_bounds(
         Only with int8 bounds: int8 [batch, kv_heads, max_pages], updated in place; 0 to 60.
     channel_exponent : torch.Tensor, optional
         Only with int8 bounds: int8 [batch, kv_heads, head_dim], set or raised in place; -60 to 60.
+    statistic : {"minmax", "cuboid_mean", "representative"}
+        What the bounds hold. Bounds in the dtype of `keys` are exact for "minmax", else rounded to nearest.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -78,7 +100,7 @@ def page_bounds(
     TypeError
         Unsupported dtype.
     ValueError
-        Invalid shape, stride, device or number, or head_dim > 256 with Triton.
+        Invalid shape, stride, device, number or name, or head_dim > 256 with Triton.
     RuntimeError
         impl="triton" cannot run here.
     """
@@ -93,6 +115,7 @@ def page_bounds(
     check_bounds(page_min, page_max, page_exponent, channel_exponent, shape, "keys", keys)
     check_capacity(page_min, capacity, page_size)
     check_sequence(seq_start, seq_end, batch, "keys", keys)
+    check_statistic(statistic)
 
 
 @op(launcher="scores")
@@ -114,7 +137,8 @@ def page_scores(
     """Compute an upper bound of q.k over each page, reduced over the query heads that share a KV head.
 
     Quest, arXiv 2406.10774, section 3: s_h(p) = scale * sum_i max(q_i m_i, q_i M_i), with m and M the bounds of page
-    p. Query head h reads KV head h // group, group = q_heads // kv_heads.
+    p. Query head h reads KV head h // group, group = q_heads // kv_heads. If `page_bounds` wrote another statistic
+    than minimum and maximum, the same formula gives an estimate, not an upper bound.
 
     Parameters
     ----------
@@ -216,9 +240,7 @@ def select_blocks(
     RuntimeError
         impl="triton" cannot run here.
     """
-    check_dims("scores", scores, "batch, kv_heads, num_blocks")
-    if scores.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"scores has dtype {scores.dtype}; allowed: torch.float32, torch.float64")
+    check_scores(scores)
     check_sequence(seq_start, seq_end, scores.shape[0], "scores", scores)
     check_at_least("block_size", block_size, 1)
     check_budget(max_blocks, sink_blocks, recent_blocks)
@@ -251,6 +273,7 @@ def append_and_select(
     channel_exponent: torch.Tensor | None = None,
     counter: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
+    statistic: str = "minmax",
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append one token to every row, update its page's bounds, and choose the pages to read.
@@ -295,6 +318,9 @@ def append_and_select(
     finished : torch.Tensor, optional
         Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
         them, which takes a launch.
+    statistic : {"minmax", "cuboid_mean", "representative"}
+        As for `page_bounds`. "minmax" widens the bounds of the new token's page; the others are not incremental, so
+        they are computed again from all keys of that page.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -329,4 +355,5 @@ def append_and_select(
     check_scoring(group_reduce, num_pages, page_min.shape[2])
     check_budget(max_blocks, sink_blocks, recent_blocks, least_recent=1)
     check_counters(counter, finished, query, keys.shape[1])
+    check_statistic(statistic)
     return selection_output(query, batch, kv_heads, max_blocks)

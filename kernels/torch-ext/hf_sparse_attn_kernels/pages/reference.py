@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, host_lengths, power_of_two, row_lengths
+from .._reference import compute_dtype, host_lengths, power_of_two, row_lengths, score_order
 from .reference_bounds import page_bounds
 
 _FORCED = 1 << 33  # ranks above every score's order
@@ -87,7 +87,7 @@ def select_blocks(
     num_blocks = ((row_lengths(seq_start, seq_end) + (block_size - 1)) // block_size).clamp_(max=width)[:, None]
     blocks = torch.arange(width, device=scores.device)
     is_forced = (blocks < sink_blocks) | (blocks >= num_blocks - recent_blocks)  # [batch, width]
-    order = _order(scores[..., :width]).masked_fill_(is_forced[:, None], _FORCED)
+    order = score_order(scores[..., :width]).masked_fill_(is_forced[:, None], _FORCED)
     order.masked_fill_((blocks >= num_blocks)[:, None], _ABSENT)
     # One integer to rank by: the order in the high bits, then the index, lower ones first.
     index_bits = width.bit_length()
@@ -118,16 +118,6 @@ def _top_blocks(scores: torch.Tensor, max_blocks: int, sink_blocks: int, recent_
     return is_chosen.nonzero()[:, 2].int().view(*scores.shape[:2], max_blocks)
 
 
-def _order(scores: torch.Tensor) -> torch.Tensor:
-    """Return int64 of fewer than 33 bits in the order of `scores`: equal for equal scores, NaN as -inf."""
-    scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf")).add_(0.0)  # turns -0.0 into 0.0
-    if scores.dtype == torch.float64:
-        ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]  # type: ignore[no-untyped-call]
-        return ranks
-    bits = scores.view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-
-
 def append_and_select(
     query: torch.Tensor,
     new_key: torch.Tensor,
@@ -150,13 +140,14 @@ def append_and_select(
     channel_exponent: torch.Tensor | None,
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
+    statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.append_and_select`."""
     row_bounds = (seq_start, seq_end)
     num_pages = page_min.shape[2] if num_pages is None else num_pages
     exponents: dict[str, Any] = {"page_exponent": page_exponent, "channel_exponent": channel_exponent}
     _append((keys, values), (new_key, new_value), *row_bounds)
-    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, **exponents)
+    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, statistic=statistic, **exponents)
     scores = page_scores(
         query,
         page_min,

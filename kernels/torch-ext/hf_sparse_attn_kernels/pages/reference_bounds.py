@@ -1,8 +1,10 @@
 """Torch reference of `page_bounds`."""
 
 import torch
+from torch.nn.functional import pad
 
 from .._reference import compute_dtype, host_lengths, power_of_two, row_lengths, take_tokens
+from .reference_summaries import summarize
 
 MAX_LEVEL = 127  # of bounds in 8 bits; -128 stays unused, so that levels are symmetric
 MAX_EXPONENT = 60
@@ -19,13 +21,15 @@ def page_bounds(
     num_new: int,
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
+    statistic: str,
 ) -> None:
     """Reference of `hf_sparse_attn_kernels.page_bounds`."""
     if num_new == 0:
         return
     lengths = host_lengths(seq_start, seq_end)
     if lengths is None:
-        _on_device(keys, page_min, page_max, seq_start, seq_end, page_size, num_new, page_exponent, channel_exponent)
+        exponents = (page_exponent, channel_exponent)
+        _on_device(keys, page_min, page_max, seq_start, seq_end, page_size, num_new, *exponents, statistic)
         return
     for row, (start, length) in enumerate(zip(seq_start.tolist(), lengths, strict=True)):
         if length == 0:
@@ -37,11 +41,15 @@ def page_bounds(
                 channel_exponent[row] = torch.maximum(channel_exponent[row], needed)
                 first_page = 0
         tokens = keys[row, :, start + first_page * page_size : start + length]
-        lower, upper = _extremes(tokens, page_size)  # [kv_heads, pages, head_dim]
+        if statistic == "minmax":
+            lower, upper = _extremes(tokens, page_size)  # [kv_heads, pages, head_dim]
+        else:
+            lower, upper = _summarize_pages(tokens, page_size, statistic)
         pages = slice(first_page, first_page + lower.shape[1])
         if page_exponent is not None and channel_exponent is not None:
             if length <= num_new:
-                channel_exponent[row] = _channel_exponents(lower, upper)
+                all_bounds = (lower, upper) if statistic == "minmax" else _extremes(tokens, length)
+                channel_exponent[row] = _channel_exponents(*all_bounds)
             lower, upper, exponent = _quantize(lower, upper, channel_exponent[row])
             page_exponent[row, :, pages] = exponent
         page_min[row, :, pages] = lower
@@ -58,6 +66,7 @@ def _on_device(
     num_new: int,
     page_exponent: torch.Tensor | None,
     channel_exponent: torch.Tensor | None,
+    statistic: str,
 ) -> None:
     """Update the bounds of all rows at once, with lengths known only on the device."""
     batch, kv_heads, capacity, head_dim = keys.shape
@@ -77,15 +86,19 @@ def _on_device(
     # An absent token reads the page's first one instead, which changes no minimum and no maximum.
     positions = torch.where(tokens < length, tokens, first_token) + seq_start[:, None, None]
     (taken,) = take_tokens((keys,), positions.flatten(1)[:, None])
-    lower, upper = _extremes(taken.view(batch * kv_heads, most_pages * page_size, head_dim), page_size)
-    lower, upper = lower.view(batch, kv_heads, most_pages, head_dim), upper.view(batch, kv_heads, most_pages, head_dim)
+    taken = taken.view(batch, kv_heads, most_pages, page_size, head_dim)
+    if statistic == "minmax":
+        lower, upper = taken.amin(dim=3), taken.amax(dim=3)
+    else:
+        counts = (length - first_token)[:, None, :, 0].clamp(1, page_size).expand(-1, kv_heads, -1)
+        lower, upper = summarize(taken.to(compute_dtype(keys.dtype)), counts, statistic)
 
     is_due = (length > 0)[..., None].expand(-1, kv_heads, most_pages, 1)
     updates = {page_min: lower, page_max: upper}
     if page_exponent is not None and channel_exponent is not None:
         has_older = length > num_new
         is_old = tokens < (length - num_new)  # [batch, pages, page_size]
-        new = taken.view(batch, kv_heads, most_pages, page_size, head_dim).masked_fill(is_old[:, None, ..., None], 0)
+        new = taken.masked_fill(is_old[:, None, ..., None], 0)
         needed = _channel_exponents(new.amin(dim=3), new.amax(dim=3))
         if not raises:
             needed = torch.where(has_older, channel_exponent, needed)
@@ -97,7 +110,17 @@ def _on_device(
         updates = {page_min: lower, page_max: upper, page_exponent[..., None]: level_exponent[..., None]}
     for target, update in updates.items():
         index = pages[:, None].expand_as(update)
-        target.scatter_(2, index, torch.where(is_due, update, target.gather(2, index)))
+        target.scatter_(2, index, torch.where(is_due, update.to(target.dtype), target.gather(2, index)))
+
+
+def _summarize_pages(tokens: torch.Tensor, page_size: int, statistic: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounds of `tokens` [n, tokens, head_dim] by page, [n, pages, head_dim]."""
+    length = tokens.shape[1]
+    num_pages = -(-length // page_size)
+    tokens = pad(tokens.to(compute_dtype(tokens.dtype)), (0, 0, 0, num_pages * page_size - length))
+    counts = torch.full((num_pages,), page_size, device=tokens.device)
+    counts[-1] -= num_pages * page_size - length
+    return summarize(tokens.view(tokens.shape[0], num_pages, page_size, -1), counts, statistic)
 
 
 def _extremes(tokens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

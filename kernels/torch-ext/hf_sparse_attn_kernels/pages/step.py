@@ -10,6 +10,7 @@ from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_pow
 from .._tuning import choice
 from .step_scores import append_and_score_kernel
 from .step_select import select_pages_kernel
+from .summaries import summary_options
 
 ONE_TILE_LIMIT = 16384  # keys that the selecting program keeps in registers
 
@@ -36,6 +37,7 @@ def append_and_select(
     channel_exponent: torch.Tensor | None,
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
+    statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and score in one launch, select in another."""
     check_triton("query", query)
@@ -58,6 +60,7 @@ def append_and_select(
         scale=head_dim**-0.5 if scale is None else scale,
         group_reduce=group_reduce,
         counter=counter,
+        statistic=statistic,
     )
     return _select_pages(
         scored,
@@ -101,6 +104,7 @@ def _score_pages(
     scale: float,
     group_reduce: str,
     counter: torch.Tensor | None,
+    statistic: str,
 ) -> _PageScores:
     """Launch `append_and_score_kernel`."""
     batch, q_heads, head_dim = query.shape
@@ -154,6 +158,7 @@ def _score_pages(
         INTERPRETED=INTERPRET,
         num_warps=config["warps"],
         num_stages=3,
+        **summary_options(statistic, page_size),
         **launch_options(query.device),
     )
     return _PageScores(scores, head_scores, program_lse, pages_per_program)

@@ -6,63 +6,9 @@ import triton
 import triton.language as tl
 
 from .._triton import wait_for_previous_kernel
-from .levels import channel_exponent_for, lower_level, page_exponent_for, power_of_two, upper_level
+from .levels import power_of_two
+from .step_append import append_and_summarize, append_token
 from .tiles import split_query, store_scores
-
-
-@triton.jit
-def append_token(
-    new_key_ptr,  # of the row and KV head, like all pointers here
-    new_value_ptr,
-    key_out_ptr,  # of the token's position
-    value_out_ptr,
-    min_ptr,  # of the token's page
-    max_ptr,
-    page_exponent_ptr,
-    channel_exponent_ptr,
-    offset,  # of the token in its row
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write one token's key and value, and widen its page's bounds to include the key.
-
-    Returns the bounds in levels, float32 [BLOCK_D] each, and the exponents of page and channels.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    mask = dims < HEAD_DIM
-    has_others = offset % PAGE_SIZE > 0
-    key = tl.load(new_key_ptr + dims, mask=mask, other=0.0)
-    value = tl.load(new_value_ptr + dims, mask=mask, other=0.0)
-    old_lower = tl.load(min_ptr + dims, mask=mask, other=0).to(tl.float32)
-    old_upper = tl.load(max_ptr + dims, mask=mask, other=0).to(tl.float32)
-    lower = key.to(tl.float32)
-    upper = lower
-    exponent = tl.zeros((BLOCK_D,), tl.int32)
-    page_exponent = tl.zeros((), tl.int32)
-    if QUANTIZED:
-        old_page_exponent = tl.where(has_others, tl.load(page_exponent_ptr).to(tl.int32), 0)
-        exponent = tl.load(channel_exponent_ptr + dims, mask=mask, other=0).to(tl.int32)
-        if offset == 0:  # a row's first token sets its channel exponents
-            partner = tl.load(new_key_ptr + (dims + HEAD_DIM // 2) % HEAD_DIM, mask=mask, other=0.0)
-            exponent = channel_exponent_for(tl.maximum(tl.abs(lower), tl.abs(partner.to(tl.float32))))
-            tl.store(channel_exponent_ptr + dims, exponent.to(tl.int8), mask=mask)
-        scaled = lower * power_of_two(-exponent)
-        page_exponent = tl.maximum(page_exponent_for(tl.max(tl.abs(scaled))), old_page_exponent)
-        tl.store(page_exponent_ptr, page_exponent.to(tl.int8))
-        lower = lower_level(scaled * power_of_two(-page_exponent))
-        upper = upper_level(scaled * power_of_two(-page_exponent))
-        # Rounding outwards twice equals rounding once, so the bounds equal those of all keys at once.
-        old_lower = lower_level(old_lower * power_of_two(old_page_exponent - page_exponent))
-        old_upper = upper_level(old_upper * power_of_two(old_page_exponent - page_exponent))
-    lower = tl.where(has_others, tl.minimum(lower, old_lower), lower)
-    upper = tl.where(has_others, tl.maximum(upper, old_upper), upper)
-    tl.store(key_out_ptr + dims, key, mask=mask)
-    tl.store(value_out_ptr + dims, value, mask=mask)
-    tl.store(min_ptr + dims, lower.to(min_ptr.dtype.element_ty), mask=mask)
-    tl.store(max_ptr + dims, upper.to(max_ptr.dtype.element_ty), mask=mask)
-    return lower, upper, exponent, page_exponent
 
 
 @triton.jit
@@ -86,7 +32,7 @@ def score_page(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store the score of the one page whose bounds `append_token` returned."""
+    """Store the score of the one page whose bounds were returned with its new token."""
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     in_group = heads < group
@@ -148,7 +94,9 @@ def append_and_score_kernel(
     HEAD_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     REDUCE: tl.constexpr,
+    STATISTIC: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SUMMED: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -187,21 +135,45 @@ def append_and_score_kernel(
             if length > 0:
                 position = (start + length - 1).to(tl.int64)
                 page = full_pages.to(tl.int64)
-                lower, upper, exponent, page_exponent = append_token(
-                    new_key_ptr + row * new_key_stride_b + head * new_key_stride_h,
-                    new_value_ptr + row * new_value_stride_b + head * new_value_stride_h,
-                    keys_ptr + row * keys_stride_b + head * keys_stride_h + position * keys_stride_n,
-                    values_ptr + row * values_stride_b + head * values_stride_h + position * values_stride_n,
-                    min_ptr + page * min_stride_p,
-                    max_ptr + page * max_stride_p,
-                    page_exponent_ptr + page,
-                    channel_exponent_ptr,
-                    length - 1,
-                    PAGE_SIZE,
-                    HEAD_DIM,
-                    QUANTIZED,
-                    BLOCK_D,
-                )
+                new_key_ptr += row * new_key_stride_b + head * new_key_stride_h
+                new_value_ptr += row * new_value_stride_b + head * new_value_stride_h
+                key_out_ptr = keys_ptr + row * keys_stride_b + head * keys_stride_h + position * keys_stride_n
+                value_out_ptr = values_ptr + row * values_stride_b + head * values_stride_h + position * values_stride_n
+                if STATISTIC == "minmax":
+                    lower, upper, exponent, page_exponent = append_token(
+                        new_key_ptr,
+                        new_value_ptr,
+                        key_out_ptr,
+                        value_out_ptr,
+                        min_ptr + page * min_stride_p,
+                        max_ptr + page * max_stride_p,
+                        page_exponent_ptr + page,
+                        channel_exponent_ptr,
+                        length - 1,
+                        PAGE_SIZE,
+                        HEAD_DIM,
+                        QUANTIZED,
+                        BLOCK_D,
+                    )
+                else:
+                    lower, upper, exponent, page_exponent = append_and_summarize(
+                        new_key_ptr,
+                        new_value_ptr,
+                        key_out_ptr,
+                        value_out_ptr,
+                        min_ptr + page * min_stride_p,
+                        max_ptr + page * max_stride_p,
+                        page_exponent_ptr + page,
+                        channel_exponent_ptr,
+                        length - 1,
+                        keys_stride_n,
+                        STATISTIC,
+                        PAGE_SIZE,
+                        SUMMED,
+                        HEAD_DIM,
+                        QUANTIZED,
+                        BLOCK_D,
+                    )
                 score_page(
                     query_ptr,
                     lower,

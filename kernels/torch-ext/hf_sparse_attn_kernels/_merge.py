@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .._triton import finished_last, wait_for_previous_kernel
+from ._triton import finished_last, wait_for_previous_kernel
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def merge_if_last(
 ):
     """Merge the splits if this is the last of their programs."""
     if finished_last(finished_ptr, splits):
-        _merge_splits(
+        merge_splits(
             partial_max_ptr,
             partial_sum_ptr,
             partial_out_ptr,
@@ -41,7 +41,7 @@ def merge_if_last(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     partial_max_ptr,  # of the row and KV head, like all pointers here
     partial_sum_ptr,
     partial_out_ptr,

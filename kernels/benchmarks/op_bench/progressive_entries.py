@@ -1,0 +1,152 @@
+"""The ops of Progressive Sparse Attention and its whole step: calls, bytes to move, and checks."""
+
+from __future__ import annotations
+
+import math
+
+import hf_sparse_attn_kernels as ops
+import torch
+
+from op_bench import floors, oracle
+from op_bench.dense import backends
+from op_bench.entry import Entry, Family, Outputs
+from op_bench.progressive_workload import (
+    in_blocks,
+    make_progressive_layer,
+    progressive_layer_bytes,
+)
+from op_bench.shapes import PROGRESSIVE_SHAPES, QUICK_PROGRESSIVE_SHAPES, Settings, Shape
+from op_bench.workload import Layer
+
+
+def _rank(layer: Layer, scores: torch.Tensor, impl: str | None) -> Outputs:
+    row_bounds = (layer.seq_start, layer.seq_end)
+    ranked: Outputs = ops.rank_blocks(scores, *row_bounds, block_size=layer.settings.block_size, impl=impl)
+    return ranked
+
+
+def _decode(layer: Layer, block_order: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
+    tensors = (layer.query, layer.keys, layer.values, block_order, block_counts, layer.seq_start, layer.seq_end)
+    settings, scratch = layer.settings, {"counter": layer.counter, "finished": layer.finished}
+    out, _, read_counts = ops.progressive_decode(
+        *tensors,
+        block_size=settings.block_size,
+        microbatch=settings.microbatch,
+        threshold=settings.threshold,
+        **scratch,
+        impl=impl,
+    )
+    return out, read_counts
+
+
+def _run_rank(layer: Layer, impl: str | None) -> Outputs:
+    return _rank(layer, layer.scores, impl)
+
+
+def _run_decode(layer: Layer, impl: str | None) -> Outputs:
+    return _decode(layer, layer.block_indices, layer.block_counts, impl)
+
+
+def _run_step(layer: Layer, impl: str | None) -> Outputs:
+    bounds = layer.bounds["int8"]
+    levels, row_bounds = (bounds.page_min, bounds.page_max), (layer.seq_start, layer.seq_end)
+    options = {"page_size": layer.settings.page_size, **bounds.exponents, "impl": impl}
+    ops.page_bounds(layer.keys, *levels, *row_bounds, num_new=1, **options)
+    scores = ops.page_scores(layer.query, *levels, *row_bounds, **options)
+    ranked = _rank(layer, scores, impl)
+    return (*_decode(layer, *ranked, impl), scores, *ranked)
+
+
+def _reset_counter(layer: Layer) -> None:
+    layer.counter.zero_()
+
+
+def _check_rank(layer: Layer, scores: torch.Tensor, ranked: Outputs) -> None:
+    for name, ours, theirs in zip(("order", "counts"), ranked, _rank(layer, scores, "reference"), strict=True):
+        if not torch.equal(ours, theirs):
+            raise oracle.Mismatch(f"rank_blocks: {int((ours != theirs).sum())} values of the {name} differ")
+
+
+def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor) -> None:
+    """Check where the reading stopped, against block sums in float32, then attention to what was read."""
+    out, read_counts = outputs
+    expected = blocks_needed(layer, block_order)
+    if not torch.equal(read_counts, expected):
+        wrong = int((read_counts != expected).sum())
+        raise oracle.Mismatch(f"progressive_decode: {wrong} of {expected.numel()} rows and heads stop elsewhere")
+    if not bool((expected == layer.settings.max_blocks).all()):
+        raise oracle.Mismatch(f"workload: not every row and head reads {layer.settings.max_blocks} blocks")
+    oracle.check_sparse_output(out, layer, block_order, read_counts)
+    pairs = layer.shape.batch * layer.shape.kv_heads
+    oracle.check_counter(layer, (pairs * layer.settings.token_budget, pairs * layer.shape.length, 0, 1))
+
+
+def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
+    """Return the blocks after which the estimated share of the weight exceeds the threshold, int32 [batch, kv_heads].
+
+    All blocks of the layer are complete.
+    """
+    shape, settings = layer.shape, layer.settings
+    log_odds = math.log(settings.threshold / (1 - settings.threshold))
+    needed = []
+    for head in range(shape.kv_heads):
+        query = layer.query[:, head * shape.group : (head + 1) * shape.group].float()
+        scores = query @ layer.keys[:, head].float().transpose(1, 2) * shape.head_dim**-0.5
+        sums = scores.unflatten(2, (-1, settings.block_size)).logsumexp(dim=3)  # [batch, group, blocks]
+        sums = sums.gather(2, block_order[:, head, None].long().expand_as(sums))
+        read = torch.arange(1, sums.shape[2] + 1, device=sums.device)
+        left = (sums.shape[2] - read).to(sums.dtype).log()
+        excess = sums.logcumsumexp(dim=2) - sums.cummin(dim=2)[0] - left
+        enough = (excess > log_odds).all(dim=1) & (read % settings.microbatch == 0)
+        enough[:, -1] = True
+        needed.append(enough.int().argmax(dim=1) + 1)
+    return torch.stack(needed, dim=1).int()
+
+
+def _check_step(layer: Layer, outputs: Outputs) -> None:
+    out, read_counts, scores, *ranked = outputs
+    oracle.check_step_bounds(layer, "int8")
+    oracle.check_scores(scores, layer, "int8")
+    _check_rank(layer, scores, tuple(ranked))
+    _check_decode(layer, (out, read_counts), ranked[0])
+
+
+def _rank_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the scores, the order and the counts."""
+    return 4 * shape.batch * shape.kv_heads * (2 * in_blocks(settings).pages(shape) + 1)
+
+
+def _decode_bytes(shape: Shape, settings: Settings) -> int:
+    return floors.sparse_decode_bytes(shape, in_blocks(settings))
+
+
+def _step_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes that Quest's step with pages of the same size moves: the order stays on the chip."""
+    return floors.step_bytes("int8", shape, in_blocks(settings))
+
+
+PROGRESSIVE = Family(
+    "Progressive Sparse Attention, decode steps",
+    PROGRESSIVE_SHAPES,
+    QUICK_PROGRESSIVE_SHAPES,
+    (
+        Entry(
+            "rank_blocks", "", _run_rank, lambda layer, outputs: _check_rank(layer, layer.scores, outputs), _rank_bytes
+        ),
+        Entry(
+            "progressive_decode",
+            "",
+            _run_decode,
+            lambda layer, outputs: _check_decode(layer, outputs, layer.block_indices),
+            _decode_bytes,
+            _reset_counter,
+            against_dense=True,
+        ),
+        Entry("psa_step", "", _run_step, _check_step, _step_bytes, _reset_counter, against_dense=True),
+    ),
+    make_progressive_layer,
+    progressive_layer_bytes,
+    step_bytes=_step_bytes,
+    backends=backends,
+)
+"""At the shapes of Quest's step, which reads as many tokens."""

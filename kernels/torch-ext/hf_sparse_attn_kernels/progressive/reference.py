@@ -1,0 +1,151 @@
+"""Torch references of Progressive Sparse Attention's ops; see `_reference` for the rules of all references."""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from .._reference import compute_dtype, count_tokens, host_lengths, row_lengths, score_order, take_tokens
+
+_FORCED = 1 << 40  # ranks above every score's order
+_ABSENT = -(1 << 40)
+_INF = float("inf")
+
+
+def rank_blocks(
+    scores: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    block_size: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+    recent_blocks: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.rank_blocks`."""
+    batch, kv_heads, width = scores.shape
+    max_blocks = width if max_blocks is None else max_blocks
+    lengths = host_lengths(seq_start, seq_end)
+    if lengths is not None:
+        width = min(width, max(1, -(-max(lengths) // block_size)))
+    num_blocks = _num_blocks(seq_start, seq_end, block_size).clamp_(max=width)[:, None]
+    blocks = torch.arange(width, device=scores.device)
+    age = num_blocks - 1 - blocks  # [batch, width]: 0 for the newest block
+    keys = score_order(scores[..., :width])
+    keys = torch.where((blocks < sink_blocks)[None, None], _FORCED - recent_blocks - blocks, keys)
+    keys = torch.where((age < recent_blocks)[:, None], (_FORCED - age)[:, None], keys)
+    keys.masked_fill_((age < 0)[:, None], _ABSENT)
+    order = keys.argsort(dim=-1, descending=True, stable=True)[..., :max_blocks].int()
+    counts = num_blocks.clamp(max=max_blocks).int().expand(batch, kv_heads).contiguous()
+    order.masked_fill_(blocks[:max_blocks] >= counts[..., None], -1)
+    return pad(order, (0, max_blocks - order.shape[2]), value=-1), counts
+
+
+def progressive_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_order: torch.Tensor,
+    block_counts: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    block_size: int,
+    microbatch: int,
+    threshold: float,
+    scale: float | None,
+    counter: torch.Tensor | None,
+    finished: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.progressive_decode`.
+
+    Reads one microbatch, then as many as were read before, until no row needs more.
+    """
+    batch, kv_heads, capacity, head_dim = keys.shape
+    dtype = compute_dtype(query.dtype)
+    scale = head_dim**-0.5 if scale is None else scale
+    grouped = (query.to(dtype) * scale).reshape(batch * kv_heads, -1, head_dim)
+    on_host = block_counts.device.type == "cpu"
+    listed = max(1, int(block_counts.max())) if on_host else block_order.shape[2]
+    microbatches = -(-listed // microbatch)
+
+    # A slot without a block points past every row.
+    slots = torch.arange(microbatches * microbatch, device=query.device)
+    blocks = pad(block_order.long(), (0, max(0, len(slots) - block_order.shape[2])))[..., : len(slots)]
+    blocks = blocks.masked_fill(slots >= block_counts[..., None], capacity)
+    length = row_lengths(seq_start, seq_end)
+    tokens = (blocks[..., None] * block_size + torch.arange(block_size, device=query.device)).flatten(2)
+    absent = tokens >= length[:, None, None]  # [batch, kv_heads, tokens]
+    # An absent token reads the first one listed instead; its score is masked.
+    positions = torch.where(absent, tokens[..., :1], tokens) + seq_start[:, None, None]
+    is_partial = (blocks + 1) * block_size > length[:, None, None]
+
+    search = _Search(block_counts, _num_blocks(seq_start, seq_end, block_size), microbatch, threshold)
+    scores = grouped.new_empty((batch, kv_heads, grouped.shape[1], 0))
+    first, last = 0, 1 if on_host else microbatches
+    while first < microbatches and not (on_host and search.is_over()):
+        span = slice(first * microbatch * block_size, last * microbatch * block_size)
+        (k,) = take_tokens((keys,), positions[..., span])
+        new = grouped.bmm(k.to(dtype).flatten(0, 1).transpose(1, 2)).view(batch, kv_heads, -1, k.shape[2])
+        new.masked_fill_(absent[:, :, None, span], -_INF)
+        sums = new.view(*new.shape[:3], last - first, microbatch, block_size).logsumexp(dim=5)
+        partial = is_partial[..., first * microbatch : last * microbatch]
+        search.add(sums, partial.reshape(batch, kv_heads, 1, last - first, microbatch), first)
+        scores = torch.cat((scores, new), dim=3)
+        first, last = last, min(microbatches, 2 * last)
+
+    read_counts = search.read_counts()
+    if on_host:
+        slots = slots[: max(1, int(read_counts.max()))]
+    span = slice(0, len(slots) * block_size)
+    unread = absent[..., span] | (slots >= read_counts[..., None]).repeat_interleave(block_size, dim=2)
+    if counter is not None:
+        count_tokens(counter, (~unread).sum(), length, kv_heads)
+    scores = scores[..., span].masked_fill_(unread[:, :, None], -_INF)
+    weights = scores.softmax(dim=3).flatten(0, 1)
+    (v,) = take_tokens((values,), torch.where(unread, positions[..., :1], positions[..., span]))
+    # Without a token the softmax is NaN, and so may be the tokens read instead.
+    out = weights.bmm(v.to(dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim)
+    out.masked_fill_(unread.all(dim=2)[:, :, None, None], 0.0)
+    return out.view(query.shape).to(query.dtype), scores.logsumexp(dim=3).view(query.shape[:2]), read_counts
+
+
+class _Search:
+    """The first microbatch after which each row and KV head has read enough, from the sums of the blocks, in order."""
+
+    def __init__(self, block_counts: torch.Tensor, num_blocks: torch.Tensor, microbatch: int, threshold: float) -> None:
+        self.block_counts, self.num_blocks, self.microbatch = block_counts, num_blocks, microbatch
+        # P > threshold, with P = 1 / (1 + least * left / total), in logarithms: total > odds + least + left
+        self.log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else _INF
+        self.total: torch.Tensor | None = None  # log-sum-exp of all blocks, [batch, kv_heads, group, 1]
+        self.least: torch.Tensor | None = None  # of complete blocks
+        self.seen = 0
+        self.needed = -(-block_counts.long() // microbatch)  # microbatches, until fewer are known to be enough
+
+    def add(self, sums: torch.Tensor, is_partial: torch.Tensor, first: int) -> None:
+        """Add blocks of log-sum-exp `sums` [batch, kv_heads, group, microbatches, microbatch], from `first` on."""
+        total, least = sums.logsumexp(dim=4), sums.masked_fill(is_partial, _INF).amin(dim=4)
+        if self.total is not None and self.least is not None:
+            total, least = torch.cat((self.total, total), dim=3), torch.cat((self.least, least), dim=3)
+        total, least = total.logcumsumexp(dim=3), least.cummin(dim=3)[0]
+        self.total, self.least = total[..., -1:], least[..., -1:]
+        count = sums.shape[3]
+        read = (torch.arange(first, first + count, device=sums.device) + 1) * self.microbatch
+        left = (self.num_blocks[:, None] - read).clamp_(min=0).to(sums.dtype).log()[:, None, None]
+        enough = (total[..., -count:] > self.log_odds + least[..., -count:] + left).all(dim=2)
+        here = torch.where(enough.any(dim=2), first + 1 + enough.int().argmax(dim=2), self.needed)
+        self.needed = torch.minimum(self.needed, here)
+        self.seen = first + count
+
+    def is_over(self) -> bool:
+        """Return whether no row needs blocks beyond those added. Waits for a device."""
+        return self.total is not None and int(self.needed.max()) <= self.seen
+
+    def read_counts(self) -> torch.Tensor:
+        """Return the number of blocks that each row and KV head reads."""
+        return torch.minimum(self.needed * self.microbatch, self.block_counts).int()
+
+
+def _num_blocks(seq_start: torch.Tensor, seq_end: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return the number of blocks of each row, [batch]."""
+    return (row_lengths(seq_start, seq_end) + (block_size - 1)) // block_size
