@@ -42,7 +42,7 @@ class ArkVale(Quest):
     Notes
     -----
     The page being filled is always read and counts in the budget. Its box is computed again for every new token. The
-    paper's system moves pages that are not selected to host memory; here all pages stay on the device.
+    paper's system keeps pages that are not selected in host memory; so does this one with ``offload=True``.
     """
 
     name: ClassVar[str] = "arkvale"

@@ -104,6 +104,8 @@ class PSA(PagedMethod):
             )
         self._require_scoring()
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
+        self._require("offload", not self.offload, "False: only quest and arkvale keep K and V in host memory")
+        self._require_offload()
 
     @property
     def _page_size(self) -> int:

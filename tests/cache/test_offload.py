@@ -8,6 +8,7 @@ from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
+    ArkVale,
     Quest,
     SparseCache,
     patch_model,
@@ -45,16 +46,21 @@ def exact():
         yield
 
 
-@pytest.mark.parametrize("eviction", ["lru", "fifo"])
-@pytest.mark.parametrize("tokens", [64, 200, 2000])
+@pytest.mark.parametrize(
+    ("method_class", "tokens", "eviction"),
+    [(Quest, 64, "lru"), (Quest, 200, "fifo"), (Quest, 2000, "lru"), (ArkVale, 200, "lru")],
+)
 @torch.inference_mode()
-def test_tokens_are_those_of_the_resident_method(tokens, eviction, exact):
+def test_tokens_are_those_of_the_resident_method(method_class, tokens, eviction, exact):
     model = shared_model("llama", torch.float64)
-    ids, mask = padded_batch((150, 111, 63))
+    ids, mask = padded_batch((111, 90, 63))
     runs, stats = [], []
-    for method in (resident(), offloaded(tokens, eviction=eviction)):
+    for method in (
+        method_class(**SMALL),
+        method_class(**SMALL, offload=True, gpu_cache_tokens=tokens, eviction=eviction),
+    ):
         with sparse_attention(model, method):
-            runs.append(model.generate(ids, attention_mask=mask, **{**GREEDY, "max_new_tokens": 30}))
+            runs.append(model.generate(ids, attention_mask=mask, **{**GREEDY, "max_new_tokens": 20}))
             stats.append(sparse_attention_stats(model))
     assert torch.equal(*runs)
     for name in ("decode_steps", "tokens_read", "kv_bytes", "metadata_bytes", "dense_bytes"):
@@ -314,13 +320,14 @@ def test_a_device_without_room_for_the_pool_is_a_clear_error(monkeypatch):
 
 
 @pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
-def test_kernels_read_the_pool_and_write_the_newest_blocks(bounds_dtype):
+@pytest.mark.parametrize("method_class", [Quest, ArkVale])
+def test_kernels_read_the_pool_and_write_the_newest_blocks(method_class, bounds_dtype):
     """Rows that begin before their buffer, and buffers that overlap, are nothing special to a kernel."""
     generator = torch.Generator().manual_seed(0)
-    method = offloaded(8 * 4, page_size=4, token_budget=16, dense_layers=0, bounds_dtype=bounds_dtype, sink_tokens=4)
-    shared = SharedBlocks(method.offloading, kv_heads=2)
-    of_pool = SparseLayer(method, OffloadStorage(shared), q_heads=6)
-    alone = make_layer(resident(page_size=4, token_budget=16, bounds_dtype=bounds_dtype, sink_tokens=4), q_heads=6)
+    parameters = {"token_budget": 16, "page_size": 4, "sink_tokens": 4, "dense_layers": 0, "bounds_dtype": bounds_dtype}
+    method = method_class(**parameters, offload=True, gpu_cache_tokens=32)
+    of_pool = SparseLayer(method, OffloadStorage(SharedBlocks(method.offloading, kv_heads=2)), q_heads=6)
+    alone = make_layer(method_class(**parameters), q_heads=6)
     prompt = torch.randn(2, 2, 2, 42, 16, generator=generator).to(DEVICE)
     tokens = torch.randn(9, 2, 2, 2, 16, generator=generator).to(DEVICE)
     queries = torch.randn(9, 2, 6, 16, generator=generator).to(DEVICE)
