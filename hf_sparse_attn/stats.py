@@ -58,9 +58,9 @@ class LayerCounter:
             self._host_steps += 1
             self.totals[:2] += tokens
 
-    def count_read(self, tokens: int, dense_tokens: int) -> None:
-        """Add one decode step that no op counts, with the tokens it reads and those that dense attention would."""
-        self._host_steps += 1
+    def count_read(self, tokens: int, dense_tokens: int, steps: int = 1) -> None:
+        """Add a decode step that no op counts, with the tokens it reads and those that dense attention would."""
+        self._host_steps += steps
         self._host_tokens += tokens
         self._host_dense_tokens += dense_tokens
 

@@ -148,10 +148,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Static storage uses the method at every length: one compiled step must serve them all. So do keys before RoPE on
         CUDA: kernels rotate only the keys that they read, while dense attention would rotate all of them at each step.
-        A prefix is read by the method alone.
+        A prefix is read by the method alone, and so are offloaded blocks.
         """
         kernels_rotate = self.method.rotates_keys and self.keys.is_cuda
-        if self.prefix is None and not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
+        may_be_dense = self.prefix is None and not kernels_rotate and self.storage.keeps_rows
+        if may_be_dense and self.method.covers(self.storage.planned_length(self.lengths)):
             return FULL
         return self.method
 
@@ -165,9 +166,12 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """The rows for an op that reads and writes nothing but the newest block of each, in a decode step or a crop."""
         return self.storage.newest(self.lengths)
 
-    def present(self, selection: Selection) -> Present:
-        """Return where an op finds the selected blocks of a decode step, after :meth:`append`."""
-        return self.storage.present(selection, self.lengths, self.counter)
+    def present(self, selection: Selection, continues: bool = False) -> Present:
+        """Return where an op finds the selected blocks of a decode step, after :meth:`append`.
+
+        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        """
+        return self.storage.present(selection, self.lengths, self.counter, continues)
 
     def row_lengths(self) -> torch.Tensor:
         """int32 [batch]: tokens of each row, padding excluded."""

@@ -52,6 +52,8 @@ class Present(NamedTuple):
     """int32 [batch]."""
     counter: torch.Tensor | None
     """``LayerCounter.totals`` for the op to count in; None if the step is counted already."""
+    is_empty: bool = False
+    """Whether the host knows that no block is selected."""
 
 
 class Storage(ABC):
@@ -70,6 +72,8 @@ class Storage(ABC):
     """Maximum number of tokens per row; None for no limit."""
     shared_tokens = 0
     """Leading tokens of the rows that also belong to the storage that this one was forked from."""
+    keeps_rows = True
+    """Whether decode steps may read :attr:`keys` and :attr:`values`, as dense ones do."""
     traffic: Traffic | None = None
     """What moved between host and device; None if nothing is offloaded."""
 
@@ -104,8 +108,13 @@ class Storage(ABC):
         """Return the rows for an op that reads and writes nothing but the newest block of each."""
         return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
 
-    def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Present:
-        """Return where the selected blocks of a decode step are, once its token is written."""
+    def present(
+        self, selection: Selection, lengths: Lengths, counter: LayerCounter, continues: bool = False
+    ) -> Present:
+        """Return where the selected blocks of a decode step are, once its token is written.
+
+        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        """
         bounds = (lengths.seq_start, lengths.seq_end)
         return Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals)
 

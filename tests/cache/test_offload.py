@@ -8,6 +8,7 @@ from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
+    PSA,
     ArkVale,
     Quest,
     SparseCache,
@@ -69,8 +70,34 @@ def test_tokens_are_those_of_the_resident_method(method_class, tokens, eviction,
     assert 0 < stats[1].blocks_hit < stats[1].blocks_read
 
 
+@pytest.mark.parametrize("tokens", [64, 2000])
+@pytest.mark.parametrize("threshold", [0.6, 0.95, 1.0])
 @torch.inference_mode()
-def test_bf16_logits_are_those_of_the_resident_method():
+def test_psa_reads_the_blocks_of_the_resident_method(threshold, tokens, exact, monkeypatch):
+    """The smaller pool holds one microbatch of one layer."""
+    monkeypatch.setattr(PSA, "covers", lambda self, length: False)  # which threshold=1 does, if resident
+    model = shared_model("llama", torch.float64)
+    ids, mask = padded_batch((111, 90, 63))
+    parameters = {"threshold": threshold, "block_size": 8, "microbatch": 3, "sink_tokens": 8}
+    runs, stats = [], []
+    for method in (PSA(**parameters), PSA(**parameters, offload=True, gpu_cache_tokens=tokens)):
+        with sparse_attention(model, method):
+            runs.append(model.generate(ids, attention_mask=mask, **GREEDY))
+            stats.append(sparse_attention_stats(model))
+    assert torch.equal(*runs)
+    for name in ("decode_steps", "tokens_read", "metadata_bytes", "dense_bytes", "method_counts"):
+        assert getattr(stats[0], name) == getattr(stats[1], name)
+    assert stats[1].blocks_hit == 0 if tokens == 64 else stats[1].hit_rate > 0.5
+
+
+def test_a_pool_smaller_than_a_microbatch_is_refused():
+    method = PSA(block_size=8, microbatch=16, offload=True, gpu_cache_tokens=24)
+    with pytest.raises(ValueError, match=r"needs 32 \(1 rows x 2 KV heads x 16 blocks\).* must be at least 32"):
+        patch_model(make_model("llama"), method)
+
+
+@torch.inference_mode()
+def test_bf16_logits_are_those_of_the_resident_method(exact):
     """Attention takes the blocks in the same order, so not even the rounding differs."""
     model, ids, steps = shared_model("llama", torch.bfloat16), random_ids(2, 150), random_ids(2, 20, seed=4)
     logits = []
@@ -217,7 +244,9 @@ def test_an_unpatched_model_reads_an_offloaded_cache():
     unpatch_model(model)
     expected = model(torch.cat([ids, steps], dim=1)).logits[:, -3:]
     logits = [
-        model(token, attention_mask=torch.ones(2, 65 + number, dtype=torch.long), past_key_values=cache).logits
+        model(
+            token, attention_mask=torch.ones(2, 65 + number, dtype=torch.long, device=DEVICE), past_key_values=cache
+        ).logits
         for number, token in enumerate(steps[:, 3:].split(1, dim=1))
     ]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected)
@@ -309,7 +338,7 @@ def test_a_device_without_room_for_the_pool_is_a_clear_error(monkeypatch):
     model, ids = make_model("llama"), random_ids(1, 100)
     expected = model.generate(ids, **GREEDY)
     patch_model(model, offloaded(200))
-    message = r"the pool of gpu_cache_tokens=200 takes 0\.00 GiB for keys and values, more than cpu has"
+    message = r"the pool of gpu_cache_tokens=200 takes 0\.00 GiB for keys and values, more than (cpu|cuda:0) has"
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "device_empty", fail)
         with pytest.raises(RuntimeError, match=message):

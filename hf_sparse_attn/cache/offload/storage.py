@@ -42,6 +42,7 @@ class OffloadStorage(GrowingStorage):
         Maximum number of tokens per row; None for no limit.
     """
 
+    keeps_rows = False
     traffic: Traffic
 
     def __init__(self, shared: SharedBlocks, initial_capacity: int = 0, max_tokens: int | None = None) -> None:
@@ -151,7 +152,9 @@ class OffloadStorage(GrowingStorage):
         bounds = self._memory.bounds(lengths)
         return Rows(*self._memory.newest(self._index), bounds.newest_start, bounds.newest_end)
 
-    def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Present:
+    def present(
+        self, selection: Selection, lengths: Lengths, counter: LayerCounter, continues: bool = False
+    ) -> Present:
         """Load the selected blocks that the pool lacks, and return where all of them are."""
         self._open(lengths)
         memory, (batch, kv_heads) = self._memory, self._shape[:2]
@@ -168,7 +171,8 @@ class OffloadStorage(GrowingStorage):
         at[is_loaded] = memory.first_slot + slots - pairs
         at[is_newest] = memory.newest_index(self._index)
         in_newest = (is_newest.any(axis=1) * (held - newest * self._size).repeat(kv_heads)).sum()
-        counter.count_read(len(blocks) * self._size + int(in_newest), int(held.sum()) * kv_heads)
+        dense_tokens = 0 if continues else int(held.sum()) * kv_heads
+        counter.count_read(len(blocks) * self._size + int(in_newest), dense_tokens, steps=0 if continues else 1)
         bounds = memory.bounds(lengths)
         return Present(
             *memory.buffers(self._index),
@@ -177,6 +181,7 @@ class OffloadStorage(GrowingStorage):
             bounds.pool_start,
             bounds.pool_ends[self._index],
             counter=None,
+            is_empty=not (chosen >= 0).any(),
         )
 
     def _load(self, pairs: Ints, blocks: Ints) -> Ints:
