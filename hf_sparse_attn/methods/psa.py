@@ -175,6 +175,7 @@ class PSA(PagedMethod):
             "block_size": self.block_size,
             "microbatch": self.microbatch,
             "threshold": float(self.threshold),
+            "scale": scale,
         }
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, block_counts, **parameters)
