@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
+from hf_sparse_attn_kernels import page_bounds, use_impl
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,6 +34,7 @@ from hf_sparse_attn import (
     sparse_attention,
     unpatch_model,
 )
+from hf_sparse_attn.methods.paged import PagedMethod
 from hf_sparse_attn.patched import is_patched
 from tests.methods.toy import MassThreshold, TokenTopK
 from tests.models import POSITIONS, VOCABULARY, make_model
@@ -49,7 +50,7 @@ METHODS = {
     "psa": PSA(threshold=1.0, block_size=4, microbatch=2),
     "quest": Quest(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
     "quest-exact": Quest(token_budget=POSITIONS, page_size=4, dense_layers=0, sink_tokens=0, bounds_dtype="model"),
-    "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4),
+    "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4, bounds_dtype="model"),
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "toy": MassThreshold(threshold=2.0, block_size=4),
@@ -492,6 +493,20 @@ class Operations(RuleBasedStateMachine):
                 page = torch.arange(keys.shape[1], device=DEVICE) // self.method.page_size
                 assert (lower[row][:, page] <= keys).all()
                 assert (keys <= upper[row][:, page]).all()
+
+    @invariant()
+    @precondition(lambda self: isinstance(self.method, PagedMethod) and self.is_settled and self.rows.length > 0)
+    def bounds_in_the_models_dtype_are_those_of_the_keys(self):
+        for layer in self.cache.layers:
+            if not layer.metadata or self.method.bounds_dtype != "model":
+                continue
+            anew = {name: torch.full_like(bound, float("nan")) for name, bound in layer.metadata.items()}
+            rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "num_new": layer.length}
+            page_bounds(layer.keys, **anew, **rows, page_size=self.method._page_size, statistic=self.method._statistic)
+            for row, tokens in enumerate(layer.row_lengths().tolist()):
+                pages = -(-tokens // self.method._page_size)
+                for name, bound in anew.items():
+                    assert torch.equal(layer.metadata[name][row, :, :pages], bound[row, :, :pages])
 
 
 def run(method, is_static, monkeypatch, examples):
