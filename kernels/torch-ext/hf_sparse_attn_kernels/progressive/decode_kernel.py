@@ -74,9 +74,9 @@ def progressive_decode_kernel(
 ):
     """Attend to a row's blocks in the order of their ranks, for all query heads of a KV head; grid (programs, pairs).
 
-    A program takes the next ticket, attends to its blocks, and writes a partial result. It adds its sums to those of
-    the pair's other programs, and takes no further ticket once these sums prove that the tickets taken so far are
-    enough. No program waits for another. The last one to end finds the exact stop, and merges the results before it.
+    A program takes the next ticket, attends to its blocks, writes a partial result, and adds its sums to those of the
+    pair's other programs. No program takes a further ticket once these sums prove that the earlier ones are enough. No
+    program waits for another. The last one to end finds the exact stop, and merges the results before it.
     """
     wait_for_previous_kernel(PDL)
     programs = tl.num_programs(0)
@@ -157,28 +157,34 @@ def progressive_decode_kernel(
             own_max = new_max
             own_least = tl.minimum(own_least, least)
 
-        tl.debug_barrier()  # every thread's stores come before the next ticket is taken
-        state = tl.atomic_add(state_ptr, tl.where(is_first, ONE_TICKET + HAS_SUMS, ONE_TICKET), sem="acq_rel")
-        ticket = (state // ONE_TICKET) & TICKETS_MASK
-        go_on = (ticket < tickets) & ((state & IS_ENOUGH) == 0)
-        if go_on & (is_first | ((state & HAS_SUMS) != 0)):
-            # A sum far above the unit is cut, which can only make the shared sum too small.
-            unit = tl.load(shared_ptr + heads, mask=head_mask, other=0.0, cache_modifier=".cg")
-            added = own_sum * tl.exp2(tl.minimum(own_max - unit, 64.0))
-            tl.atomic_add(shared_ptr + group + heads, added, mask=head_mask, sem="relaxed")
-            tl.atomic_min(shared_ptr + 2 * group + heads, own_least, mask=head_mask, sem="relaxed")
-            own_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-            own_sum = tl.zeros((BLOCK_G,), tl.float32)
-            own_least = tl.full((BLOCK_G,), float("inf"), tl.float32)
-            tl.debug_barrier()  # this program's sums come before the loads
-            # All tickets taken so far will be read, and P never falls: if P exceeds the threshold with the sums of some
-            # of them, it does with the sums of all. Only whole microbatches end the reading.
-            if ticket % PARTS == 0:
+        tl.debug_barrier()  # every thread's stores come before the state says so
+        state = tl.atomic_add(state_ptr, tl.where(is_first, HAS_SUMS, 0), sem="acq_rel")
+        go_on = ((state // ONE_TICKET & TICKETS_MASK) < tickets) & ((state & IS_ENOUGH) == 0)
+        if go_on:
+            # The shared sums are read before the ticket is taken: they are then sums of earlier tickets alone.
+            excess = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+            if is_first | ((state & HAS_SUMS) != 0):
+                # A sum far above the unit is cut, which can only make the shared sum too small.
+                unit = tl.load(shared_ptr + heads, mask=head_mask, other=0.0, cache_modifier=".cg")
+                added = own_sum * tl.exp2(tl.minimum(own_max - unit, 64.0))
+                tl.atomic_add(shared_ptr + group + heads, added, mask=head_mask, sem="relaxed")
+                tl.atomic_min(shared_ptr + 2 * group + heads, own_least, mask=head_mask, sem="relaxed")
+                own_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+                own_sum = tl.zeros((BLOCK_G,), tl.float32)
+                own_least = tl.full((BLOCK_G,), float("inf"), tl.float32)
+                tl.debug_barrier()  # this program's sums come before the loads
                 shared_sum = tl.load(shared_ptr + group + heads, mask=head_mask, other=1.0, cache_modifier=".cg")
                 shared_least = tl.load(shared_ptr + 2 * group + heads, mask=head_mask, other=0.0, cache_modifier=".cg")
+                excess = unit - shared_least + tl.log2(shared_sum) - log2_odds
+            tl.debug_barrier()  # every thread's loads come before the next ticket is taken
+            state = tl.atomic_add(state_ptr, ONE_TICKET, sem="acq_rel")
+            ticket = (state // ONE_TICKET) & TICKETS_MASK
+            go_on = (ticket < tickets) & ((state & IS_ENOUGH) == 0)
+            # All earlier tickets will be read, and P never falls: if P exceeds the threshold with the sums of some of
+            # them, it does with the sums of all. Only whole microbatches end the reading.
+            if go_on & (ticket % PARTS == 0):
                 left = (num_blocks - ticket * TICKET).to(tl.float32)
-                excess = unit - shared_least + tl.log2(shared_sum) - (log2_odds + tl.log2(left))
-                heads_left = tl.sum((head_mask & ((excess > MARGIN) == 0)).to(tl.int32))
+                heads_left = tl.sum((head_mask & ((excess - tl.log2(left) > MARGIN) == 0)).to(tl.int32))
                 go_on = heads_left > 0
                 if heads_left == 0:
                     tl.atomic_or(state_ptr, IS_ENOUGH, sem="relaxed")
