@@ -37,8 +37,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     fails before any work, a decode step fails when the cache is full. A compiled step cannot tell that the cache is
     full, so ``generate()`` checks for room before the prompt if it compiles.
 
-    A method with ``offload`` keeps keys and values in host memory: see
-    :class:`~hf_sparse_attn.cache.offload.storage.OffloadStorage`. Such a cache takes ``max_cache_len``, but its steps
+    A method with ``offload`` keeps keys and values in host memory. Such a cache takes ``max_cache_len``, but its steps
     are not compiled.
 
     A forward pass that fails leaves the cache as it was before that pass.

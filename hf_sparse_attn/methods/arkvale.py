@@ -38,6 +38,9 @@ class ArkVale(Quest):
     bounds_dtype
         Precision of the box: ``"int8"`` (default) keeps 8-bit levels, rounded outwards, with one exponent per page and
         one per channel; ``"model"`` keeps the model's dtype, rounded to nearest.
+    offload, gpu_cache_tokens, eviction
+        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
+        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
 
     Notes
     -----

@@ -34,7 +34,7 @@ class Selection(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """How a method keeps K and V in host memory; see :class:`~hf_sparse_attn.cache.offload.storage.OffloadStorage`."""
+    """How a method keeps K and V in host memory, by an ``OffloadStorage``."""
 
     block_size: int
     """Tokens in a block of the method's selections."""

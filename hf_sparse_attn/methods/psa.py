@@ -55,6 +55,9 @@ class PSA(PagedMethod):
         Precision of the metadata: ``"int8"`` (default), or ``"model"`` for the model's dtype.
     dense_layers
         Number of first layers that attend to the whole cache; the paper has none.
+    offload, gpu_cache_tokens, eviction
+        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
+        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
 
     Notes
     -----
