@@ -71,7 +71,7 @@ class Transfers:
         landing = self.landing(tuple(tensor.shape), tensor.dtype)
         landing.copy_(tensor, non_blocking=True)
         event = _event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         event.synchronize()
         return landing.numpy()
 
