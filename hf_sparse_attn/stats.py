@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_sparse_attn.cache.traffic import Traffic
+
 
 class LayerCounter:
     """Counter of one layer's reads, kept on its device so that decoding never waits for the host.
@@ -19,6 +21,8 @@ class LayerCounter:
     ----------
     names
         Names of the method's own counts; see ``SparseMethod.counts``.
+    traffic
+        What moves between host and device, if the method offloads.
     """
 
     totals: torch.Tensor
@@ -27,11 +31,13 @@ class LayerCounter:
     own: torch.Tensor
     """int64 [len(names)]: the method's own counts, in the order of ``names``."""
 
-    def __init__(self, names: tuple[str, ...] = ()) -> None:
+    def __init__(self, names: tuple[str, ...] = (), traffic: Traffic | None = None) -> None:
         self._names = names
+        self._traffic = traffic
         self._token_bytes = 0
         # No op counts the reads that the host knows.
         self._host_tokens = 0
+        self._host_dense_tokens = 0
         self._host_steps = 0
 
     def allocate(self, device: torch.device, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -46,11 +52,17 @@ class LayerCounter:
 
     def count_dense(self, tokens: torch.Tensor | int) -> None:
         """Add one dense decode step that no op counts; ``tokens`` are summed over rows and KV heads."""
-        self._host_steps += 1
         if isinstance(tokens, int):
-            self._host_tokens += tokens
+            self.count_read(tokens, tokens)
         else:
+            self._host_steps += 1
             self.totals[:2] += tokens
+
+    def count_read(self, tokens: int, dense_tokens: int, steps: int = 1) -> None:
+        """Add a decode step that no op counts, with the tokens it reads and those that dense attention would."""
+        self._host_steps += steps
+        self._host_tokens += tokens
+        self._host_dense_tokens += dense_tokens
 
     def count_metadata(self, read: torch.Tensor | int) -> None:
         """Add the bytes of metadata that a decode step reads."""
@@ -65,8 +77,9 @@ class LayerCounter:
             tokens_read=tokens + self._host_tokens,
             kv_bytes=(tokens + self._host_tokens) * self._token_bytes,
             metadata_bytes=metadata_bytes,
-            dense_bytes=(dense_tokens + self._host_tokens) * self._token_bytes,
+            dense_bytes=(dense_tokens + self._host_dense_tokens) * self._token_bytes,
             method_counts=dict(zip(self._names, own, strict=True)),
+            **({} if self._traffic is None else self._traffic.totals()),
         )
 
 
@@ -89,6 +102,21 @@ class LayerStats:
     """Bytes of K and V that dense attention would have read; only the window's in a sliding-window layer."""
     method_counts: dict[str, int] = field(default_factory=dict)
     """The method's own counts, keyed by the names in ``SparseMethod.counts``."""
+    blocks_read: int = 0
+    """With offloading, blocks that steps looked up in the pool on the device, summed over steps, rows and KV heads."""
+    blocks_hit: int = 0
+    """Those of them that were in the pool; the others were loaded."""
+    bytes_loaded: int = 0
+    """Bytes of K and V copied from host memory to the device, in prompts too."""
+    bytes_stored: int = 0
+    """Bytes of K and V copied to host memory."""
+    stall_seconds: float = 0.0
+    """Time in which the model waited for loads."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the blocks looked up that were in the pool; 1.0 if none was looked up."""
+        return self.blocks_hit / self.blocks_read if self.blocks_read else 1.0
 
     @property
     def kv_fraction(self) -> float:
@@ -117,5 +145,10 @@ class SparseAttentionStats(LayerStats):
             metadata_bytes=sum(layer.metadata_bytes for layer in layers),
             dense_bytes=sum(layer.dense_bytes for layer in layers),
             method_counts=dict(counts),
+            blocks_read=sum(layer.blocks_read for layer in layers),
+            blocks_hit=sum(layer.blocks_hit for layer in layers),
+            bytes_loaded=sum(layer.bytes_loaded for layer in layers),
+            bytes_stored=sum(layer.bytes_stored for layer in layers),
+            stall_seconds=sum(layer.stall_seconds for layer in layers),
             layers=layers,
         )

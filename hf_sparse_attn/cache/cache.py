@@ -12,6 +12,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
+from hf_sparse_attn.cache.offload.blocks import SharedBlocks
+from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
@@ -34,6 +36,9 @@ class SparseCache(Cache):  # type: ignore[misc]
     ``generate()`` can then compile the decode step and, on CUDA, capture it in a graph. A prompt that does not fit
     fails before any work, a decode step fails when the cache is full. A compiled step cannot tell that the cache is
     full, so ``generate()`` checks for room before the prompt if it compiles.
+
+    A method with ``offload`` keeps keys and values in host memory. Such a cache takes ``max_cache_len``, but its steps
+    are not compiled.
 
     A forward pass that fails leaves the cache as it was before that pass.
 
@@ -76,8 +81,14 @@ class SparseCache(Cache):  # type: ignore[misc]
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
 
-        def storage() -> Storage:
-            return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
+        offload = self.method.offloading
+        self._offloaded = None if offload is None else SharedBlocks(offload, config.num_key_value_heads)
+
+        def storage(method: SparseMethod) -> Storage:
+            if self._offloaded is None:
+                return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
+            room = (max_cache_len or initial_capacity, max_cache_len)
+            return GrowingStorage(*room) if method is FULL else OffloadStorage(self._offloaded, *room)
 
         self.shared = Shared()
         self._pass: ForwardPass | None = None
@@ -93,7 +104,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
                 layers[layer_idx] = SparseLayer(
-                    method_here, storage(), self.shared, config.num_attention_heads, layer_idx, keep_queries
+                    method_here, storage(method_here), self.shared, config.num_attention_heads, layer_idx, keep_queries
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -133,9 +144,15 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
-            queries than the cache keeps, or the cache has a prefix, which belongs to its method.
+            queries than the cache keeps, the methods offload differently, or the cache has a prefix, which belongs to
+            its method.
         """
         new_method = make_method(method)
+        if new_method.offloading != self.method.offloading:
+            raise ValueError(
+                f"method={new_method} keeps keys and values elsewhere than the cache of {self.method}: offload, "
+                "gpu_cache_tokens, eviction and the size of a block must agree"
+            )
         if self.prefix_tokens and new_method != self.method:
             raise ValueError(f"method={new_method} cannot read the prefix of a cache of {self.method}")
         if new_method.rotates_keys != self.method.rotates_keys:
@@ -323,6 +340,11 @@ class SparseCache(Cache):  # type: ignore[misc]
                 self._finish_prompt()
             self.expect_step()
         return forward_pass, is_dense
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ``ValueError`` if the device cannot hold at once what a step over so many rows reads."""
+        if self._offloaded is not None:
+            self._offloaded.check_rows(rows)
 
     @property
     def fed(self) -> int:

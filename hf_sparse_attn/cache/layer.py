@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import RecentQueries, followed_by
-from hf_sparse_attn.cache.storage import Storage
+from hf_sparse_attn.cache.storage import Present, Rows, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.rope import Rope, RopeTables
@@ -76,7 +76,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
         self.q_heads = q_heads
         self.layer_idx = layer_idx
-        self.counter = LayerCounter(method.counts)
+        self.counter = LayerCounter(method.counts, storage.traffic)
         self.rope_tables: RopeTables | None = None
         self.keep_queries = max(keep_queries, method.keeps_queries)
         self.recent_queries: RecentQueries | None = None
@@ -90,7 +90,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor:
-        """[batch, kv_heads, capacity, head_dim], after RoPE, or before it if the method sets ``rotates_keys``."""
+        """[batch, kv_heads, capacity, head_dim], after RoPE, or before it if the method sets ``rotates_keys``.
+
+        If the method offloads, their contents are valid in passes over several tokens only: see :attr:`newest` and
+        :meth:`present`.
+        """
         return self.storage.keys
 
     @property
@@ -144,10 +148,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Static storage uses the method at every length: one compiled step must serve them all. So do keys before RoPE on
         CUDA: kernels rotate only the keys that they read, while dense attention would rotate all of them at each step.
-        A prefix is read by the method alone.
+        A prefix is read by the method alone, and so are offloaded blocks.
         """
         kernels_rotate = self.method.rotates_keys and self.keys.is_cuda
-        if self.prefix is None and not kernels_rotate and self.method.covers(self.storage.planned_length(self.lengths)):
+        may_be_dense = self.prefix is None and not kernels_rotate and self.storage.keeps_rows
+        if may_be_dense and self.method.covers(self.storage.planned_length(self.lengths)):
             return FULL
         return self.method
 
@@ -155,6 +160,18 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def rotations(self) -> dict[str, Any]:
         """Keyword arguments of the ops with the tables of :attr:`rope`; empty if keys are cached after RoPE."""
         return {"rope_cos": self.rope.cos, "rope_sin": self.rope.sin} if self.method.rotates_keys else {}
+
+    @property
+    def newest(self) -> Rows:
+        """The rows for an op that reads and writes nothing but the newest block of each, in a decode step or a crop."""
+        return self.storage.newest(self.lengths)
+
+    def present(self, selection: Selection, continues: bool = False) -> Present:
+        """Return where an op finds the selected blocks of a decode step, after :meth:`append`.
+
+        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        """
+        return self.storage.present(selection, self.lengths, self.counter, continues)
 
     def row_lengths(self) -> torch.Tensor:
         """int32 [batch]: tokens of each row, padding excluded."""
@@ -259,6 +276,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def mark_written(self) -> None:
         """Record that all tokens in the lengths are written."""
+        self.storage.mark_written(self.lengths)
         self._held = self.lengths.known_length
 
     @property
@@ -275,6 +293,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """Rebuild the metadata of all tokens, as after the start of a row has moved."""
         self.storage.clear_metadata(self._make_metadata)
         if self.length:
+            self.storage.stage(self.lengths)
             self.method.update_metadata(self, self.length)
 
     def settle(self) -> None:
@@ -290,6 +309,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             return
         self._held = self.length
+        self.storage.cut(self.length)
         if keeps_metadata:
             self.method.crop_metadata(self)
         else:
@@ -363,7 +383,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lengths.cut(0)
         self._held = 0
         self.recent_queries = None
-        self.storage.keep_prefix(0)
+        self.storage.cut(0)
         self.storage.clear_metadata(self._make_metadata)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -385,7 +405,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lengths.cut(length)
         self._held = length
         self.recent_queries = None if self.recent_queries is None else self.recent_queries.cut(length)
-        self.storage.keep_prefix(length)
+        self.storage.cut(length)
         self.method.crop_metadata(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -408,7 +428,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = method
         fork.storage = self.storage.fork(self.held)
-        fork.counter = LayerCounter(method.counts)
+        fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared
         if self.is_initialized:
             fork.lengths = shared.lengths[self.device]
@@ -418,6 +438,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
                 for name, tensor in self.metadata.items():
                     fork.metadata[name].copy_(tensor)
             elif self.length:
+                fork.storage.stage(fork.lengths)
                 method.update_metadata(fork, self.length)
         return fork
 

@@ -66,6 +66,7 @@ class Lengths:
             self.seq_end = torch.zeros(batch, dtype=torch.int32, device=device)
         self._mark()
         self._length: int | None = 0
+        self._starts: tuple[int, ...] | None = None
         self.least_padding, self.has_padding = 0, False
 
     @property
@@ -85,9 +86,17 @@ class Lengths:
             self._length = int(self.seq_end[0])
         return self._length
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each row's first token. Waits for the device once after every change."""
+        if self._starts is None:
+            self._starts = tuple(self.seq_start.tolist())
+        return self._starts
+
     def set_padding(self, padding: Padding) -> None:
         """Set the position of each row's first token."""
         self.seq_start.copy_(padding.seq_start)
+        self._starts = None
         self.least_padding, self.has_padding = padding.least, padding.has_padding
 
     def padding(self) -> Padding:
@@ -126,6 +135,7 @@ class Lengths:
         if length == 0:
             self.least_padding, self.has_padding = 0, False
             self.seq_start.zero_()
+            self._starts = None
 
     def map(
         self,
@@ -137,6 +147,7 @@ class Lengths:
             rows = len(self.seq_start)
             self.seq_start = replace(self.seq_start, change(self.seq_start))
             self.seq_end = replace(self.seq_end, change(self.seq_end))
+        self._starts = None
         if self.has_padding and len(self.seq_start) != rows:  # the rows with the least or most padding may be gone
             self.least_padding, most = (int(bound) for bound in self.seq_start.aminmax())
             self.has_padding = most > 0

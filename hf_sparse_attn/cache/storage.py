@@ -6,18 +6,58 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 from hf_sparse_attn.cache.lengths import Lengths
+from hf_sparse_attn.cache.traffic import Traffic
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.methods.base import Selection
+    from hf_sparse_attn.stats import LayerCounter
 
 MIN_CAPACITY = 64
 DOUBLED_UP_TO = 4096
 
 
+class Rows(NamedTuple):
+    """Buffers with the bounds of their rows, as ops take them. A row may begin before its buffer does."""
+
+    keys: torch.Tensor
+    """[batch, kv_heads, n, head_dim]."""
+    values: torch.Tensor
+    """[batch, kv_heads, n, head_dim]."""
+    seq_start: torch.Tensor
+    """int32 [batch]."""
+    seq_end: torch.Tensor
+    """int32 [batch]."""
+
+
+class Present(NamedTuple):
+    """Where an op finds the selected blocks of a decode step."""
+
+    keys: torch.Tensor
+    """[batch, kv_heads, n, head_dim]."""
+    values: torch.Tensor
+    """[batch, kv_heads, n, head_dim]."""
+    block_indices: torch.Tensor
+    """As in ``Selection``, the blocks counted from ``seq_start`` in these buffers, in the order of the selection."""
+    block_counts: torch.Tensor
+    """As in ``Selection``."""
+    seq_start: torch.Tensor
+    """int32 [batch]."""
+    seq_end: torch.Tensor
+    """int32 [batch]."""
+    counter: torch.Tensor | None
+    """``LayerCounter.totals`` for the op to count in; None if the step is counted already."""
+    is_empty: bool = False
+    """Whether the host knows that no block is selected."""
+
+
 class Storage(ABC):
-    """One layer's buffers. The two kinds differ in how a buffer is enlarged and replaced."""
+    """One layer's buffers. The kinds differ in where the tokens lie, and how buffers are enlarged and replaced."""
 
     keys: torch.Tensor
     """[batch, kv_heads, capacity, head_dim]."""
@@ -32,6 +72,10 @@ class Storage(ABC):
     """Maximum number of tokens per row; None for no limit."""
     shared_tokens = 0
     """Leading tokens of the rows that also belong to the storage that this one was forked from."""
+    keeps_rows = True
+    """Whether decode steps may read :attr:`keys` and :attr:`values`, as dense ones do."""
+    traffic: Traffic | None = None
+    """What moved between host and device; None if nothing is offloaded."""
 
     def __init__(self) -> None:
         self.metadata = {}
@@ -56,6 +100,26 @@ class Storage(ABC):
     @abstractmethod
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Write tokens at the end of the rows, where ``lengths`` already includes them."""
+
+    def mark_written(self, lengths: Lengths) -> None:  # noqa: B027 - a storage without blocks has nothing to note
+        """Take note that all tokens in ``lengths`` are written, by :meth:`write` or by an op to :meth:`newest`."""
+
+    def newest(self, lengths: Lengths) -> Rows:
+        """Return the rows for an op that reads and writes nothing but the newest block of each."""
+        return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
+
+    def present(
+        self, selection: Selection, lengths: Lengths, counter: LayerCounter, continues: bool = False
+    ) -> Present:
+        """Return where the selected blocks of a decode step are, once its token is written.
+
+        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        """
+        bounds = (lengths.seq_start, lengths.seq_end)
+        return Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals)
+
+    def stage(self, lengths: Lengths) -> None:  # noqa: B027 - most storages hold every token at any time
+        """Let :attr:`keys` and :attr:`values` hold every token, which they may not after a decode step."""
 
     @abstractmethod
     def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +168,8 @@ class Storage(ABC):
         fork.metadata, fork.shared_tokens = {}, tokens
         return fork
 
-    def keep_prefix(self, length: int) -> None:
-        """Copy the buffers if tokens after ``length``, about to be overwritten, belong to another storage too."""
+    def cut(self, length: int) -> None:
+        """Take note that tokens after ``length`` are gone: copy the buffers if they belong to another storage too."""
         if length >= self.shared_tokens:
             return
         keys, values = self.keys, self.values
@@ -123,13 +187,15 @@ class GrowingStorage(Storage):
     ----------
     initial_capacity
         Tokens to allocate room for at first.
+    max_tokens
+        Maximum number of tokens per row; None for no limit.
     """
 
     is_compileable = False
-    max_tokens = None
 
-    def __init__(self, initial_capacity: int = 0) -> None:
+    def __init__(self, initial_capacity: int = 0, max_tokens: int | None = None) -> None:
         super().__init__()
+        self.max_tokens = max_tokens
         self.initial_capacity = max(initial_capacity, MIN_CAPACITY)
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -265,7 +331,7 @@ class StaticStorage(Storage):
 
     def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``change`` to the rows of every buffer, after copying shared ones."""
-        self.keep_prefix(0)
+        self.cut(0)
         super().replace_all(change)
 
     def replace(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

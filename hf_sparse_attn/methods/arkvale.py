@@ -38,11 +38,14 @@ class ArkVale(Quest):
     bounds_dtype
         Precision of the box: ``"int8"`` (default) keeps 8-bit levels, rounded outwards, with one exponent per page and
         one per channel; ``"model"`` keeps the model's dtype, rounded to nearest.
+    offload, gpu_cache_tokens, eviction
+        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
+        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
 
     Notes
     -----
     The page being filled is always read and counts in the budget. Its box is computed again for every new token. The
-    paper's system moves pages that are not selected to host memory; here all pages stay on the device.
+    paper's system keeps pages that are not selected in host memory; so does this one with ``offload=True``.
     """
 
     name: ClassVar[str] = "arkvale"

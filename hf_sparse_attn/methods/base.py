@@ -33,6 +33,23 @@ class Selection(NamedTuple):
     """Tokens in a block; 1 for methods that select single tokens."""
 
 
+class Offload(NamedTuple):
+    """How a method keeps K and V in host memory, by an ``OffloadStorage``."""
+
+    block_size: int
+    """Tokens in a block of the method's selections."""
+    blocks_at_once: int
+    """Maximum number of complete blocks that a KV head must hold at once in a step."""
+    gpu_cache_tokens: int
+    """Tokens of all offloaded layers and KV heads that the pool on the device has room for, shared by the rows."""
+    eviction: str
+    """Policy of the pool, ``"lru"`` or ``"fifo"``."""
+
+    def slots(self, layers: int, kv_heads: int) -> int:
+        """Return the number of blocks in the pool of so many layers."""
+        return self.gpu_cache_tokens // self.block_size * layers * kv_heads
+
+
 @dataclass(frozen=True)
 class SparseMethod:
     """A sparse-attention method: hyperparameters as fields, rules as methods, no state.
@@ -113,6 +130,11 @@ class SparseMethod:
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise ``ValueError`` if the method does not support a model that the package supports."""
+
+    @property
+    def offloading(self) -> Offload | None:
+        """How the cache keeps K and V in host memory; None to keep them on the device."""
+        return None
 
     @property
     def keeps_queries(self) -> int:
@@ -239,17 +261,18 @@ class SparseMethod:
         Takes and returns [batch, q_heads, head_dim]. Selected tokens get contiguous positions if ``rotates_keys``.
         """
         layer.note(selection)
+        present = layer.present(selection)
         output, _ = sparse_decode(
             query,
-            layer.keys,
-            layer.values,
-            selection.block_indices,
-            selection.block_counts,
-            layer.seq_start,
-            layer.seq_end,
+            present.keys,
+            present.values,
+            present.block_indices,
+            present.block_counts,
+            present.seq_start,
+            present.seq_end,
             block_size=selection.block_size,
             scale=scale,
-            counter=layer.counter.totals,
+            counter=present.counter,
             finished=layer.finished,
             **layer.rotations,
         )

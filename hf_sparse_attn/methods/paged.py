@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from hf_sparse_attn_kernels import page_bounds, page_scores
 
-from hf_sparse_attn.methods.base import SparseMethod
+from hf_sparse_attn.methods.base import Offload, SparseMethod
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
 
 GROUP_REDUCTIONS = ("softmax", "mean", "max")
 BOUNDS_DTYPES = ("int8", "model")
+EVICTION_POLICIES = ("lru", "fifo")
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,36 @@ class PagedMethod(SparseMethod, partial=True):
 
     A page is a block of ``_page_size`` tokens that follow one another, counted from the row's first token. A subclass
     has the fields ``group_reduce`` and ``bounds_dtype``, says how many tokens a page has, and chooses pages by
-    :meth:`score_pages`, or by an op that takes the layer's metadata.
+    :meth:`score_pages`, or by an op that takes the layer's metadata. It calls :meth:`_require_offload` in its checks.
+
+    Parameters
+    ----------
+    offload
+        Keep K and V in host memory, and load the selected pages: a context then need not fit into the device's memory.
+        Metadata and dense layers stay on the device. A keyword argument, like the next two.
+    gpu_cache_tokens
+        Only with ``offload``: tokens, of all offloaded layers and KV heads, whose K and V the device has room for
+        beside each row's newest page. The rows of a batch share it.
+    eviction
+        Which page makes room for another: ``"lru"``, the one read least recently, or ``"fifo"``, the one loaded first.
     """
+
+    _: KW_ONLY
+    offload: bool = False
+    gpu_cache_tokens: int | None = None
+    eviction: str = "lru"
+
+    @property
+    def offloading(self) -> Offload | None:
+        """How the cache keeps K and V in host memory; None to keep them on the device."""
+        if not self.offload or self.gpu_cache_tokens is None:
+            return None
+        return Offload(self._page_size, self._pages_at_once, self.gpu_cache_tokens, self.eviction)
+
+    @property
+    def _pages_at_once(self) -> int:
+        """Maximum number of full pages that a KV head must hold at once in a step, beside the newest one."""
+        raise NotImplementedError(f"{type(self).__name__} must define _pages_at_once")
 
     @property
     def _page_size(self) -> int:
@@ -56,6 +85,28 @@ class PagedMethod(SparseMethod, partial=True):
         self._require("group_reduce", self.group_reduce in GROUP_REDUCTIONS, f"one of {', '.join(GROUP_REDUCTIONS)}")
         self._require("bounds_dtype", self.bounds_dtype in BOUNDS_DTYPES, f"one of {', '.join(BOUNDS_DTYPES)}")
 
+    def _require_offload(self) -> None:
+        """Check the three parameters of offloading.
+
+        Raises
+        ------
+        TypeError
+            A value has the wrong type.
+        ValueError
+            A value is out of range, or is given without ``offload``.
+        """
+        tokens = self.gpu_cache_tokens
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"offload must be True or False, got {self.offload!r}")
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
+            raise TypeError(f"gpu_cache_tokens must be a whole number or None, got {tokens!r}")
+        self._require("eviction", self.eviction in EVICTION_POLICIES, f"one of {', '.join(EVICTION_POLICIES)}")
+        if not self.offload:
+            self._require("gpu_cache_tokens", tokens is None, "None without offload=True")
+            return
+        least = f"at least {self._page_size} (one page) with offload=True"
+        self._require("gpu_cache_tokens", tokens is not None and tokens >= self._page_size, least)
+
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the page bounds under the names of the ops' arguments.
 
@@ -76,10 +127,11 @@ class PagedMethod(SparseMethod, partial=True):
         Channel exponents adapt to every call of a prompt: fixed by a short first call, such as a chat's first turn,
         they would fit later text badly. A decode step keeps them, and a page with larger keys raises its own exponent.
         """
+        rows = layer.newest if num_new == 1 else layer
         page_bounds(
-            layer.keys,
-            seq_start=layer.seq_start,
-            seq_end=layer.seq_end,
+            rows.keys,
+            seq_start=rows.seq_start,
+            seq_end=rows.seq_end,
             page_size=self._page_size,
             num_new=num_new,
             statistic=self._statistic,

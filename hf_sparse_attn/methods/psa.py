@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from hf_sparse_attn_kernels import progressive_decode, rank_blocks
 
 from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.microbatches import attend_in_microbatches
 from hf_sparse_attn.methods.paged import PagedMethod
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class PSA(PagedMethod):
         Precision of the metadata: ``"int8"`` (default), or ``"model"`` for the model's dtype.
     dense_layers
         Number of first layers that attend to the whole cache; the paper has none.
+    offload, gpu_cache_tokens, eviction
+        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
+        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
 
     Notes
     -----
@@ -104,10 +108,15 @@ class PSA(PagedMethod):
             )
         self._require_scoring()
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
+        self._require_offload()
 
     @property
     def _page_size(self) -> int:
         return self.block_size
+
+    @property
+    def _pages_at_once(self) -> int:
+        return self.microbatch
 
     @property
     def _statistic(self) -> str:
@@ -149,6 +158,30 @@ class PSA(PagedMethod):
             sink_blocks=self.sink_blocks,
             recent_blocks=1,
         )
+        output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
+        layer.counter.count_metadata(self.metadata_bytes_read(layer))
+        self._count_blocks(layer, read_counts)
+        if layer.is_recorded:
+            layer.note(self._selection(block_order, read_counts))
+        return output
+
+    def _attend_progressively(
+        self,
+        query: torch.Tensor,
+        layer: SparseLayer,
+        block_order: torch.Tensor,
+        block_counts: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the blocks read, int32 [batch, kv_heads]."""
+        parameters: dict[str, Any] = {
+            "block_size": self.block_size,
+            "microbatch": self.microbatch,
+            "threshold": float(self.threshold),
+            "scale": scale,
+        }
+        if self.offload:
+            return attend_in_microbatches(query, layer, block_order, block_counts, **parameters)
         output, _, read_counts = progressive_decode(
             query,
             layer.keys,
@@ -157,18 +190,11 @@ class PSA(PagedMethod):
             block_counts,
             layer.seq_start,
             layer.seq_end,
-            block_size=self.block_size,
-            microbatch=self.microbatch,
-            threshold=float(self.threshold),
-            scale=scale,
             counter=layer.counter.totals,
             finished=layer.finished,
+            **parameters,
         )
-        layer.counter.count_metadata(self.metadata_bytes_read(layer))
-        self._count_blocks(layer, read_counts)
-        if layer.is_recorded:
-            layer.note(self._selection(block_order, read_counts))
-        return output
+        return output, read_counts
 
     def _most_blocks(self, layer: SparseLayer) -> int:
         """Upper bound on the blocks that a KV head reads, with room for those that are always read."""

@@ -45,6 +45,9 @@ class Quest(PagedMethod):
         Precision of the bounds. ``"int8"`` (default) keeps 8-bit levels with one exponent per page and one per channel.
         They are rounded outwards, so a score stays an upper bound. A step reads half the bytes; on real weights the
         selection keeps the same attention mass. ``"model"`` keeps exact bounds in the model's dtype, as in the paper.
+    offload, gpu_cache_tokens, eviction
+        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
+        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
 
     Notes
     -----
@@ -84,10 +87,15 @@ class Quest(PagedMethod):
             f"between 0 and {most_sink_tokens} (token_budget={self.token_budget} minus the page being filled)",
         )
         self._require_scoring()
+        self._require_offload()
 
     @property
     def _page_size(self) -> int:
         return self.page_size
+
+    @property
+    def _pages_at_once(self) -> int:
+        return self.num_pages - 1
 
     @property
     def num_pages(self) -> int:
@@ -107,14 +115,15 @@ class Quest(PagedMethod):
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Append, score and select in one op, then attend; see :meth:`SparseMethod.decode`."""
+        newest = layer.newest
         block_indices, block_counts = append_and_select(
             query,
             new_key,
             new_value,
-            layer.keys,
-            layer.values,
-            seq_start=layer.seq_start,
-            seq_end=layer.seq_end,
+            newest.keys,
+            newest.values,
+            seq_start=newest.seq_start,
+            seq_end=newest.seq_end,
             page_size=self.page_size,
             max_blocks=self.num_pages,
             sink_blocks=self.sink_pages,

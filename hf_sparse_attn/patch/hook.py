@@ -106,6 +106,7 @@ class DecoderHooks:
         cached, query_length = cache.prefix_tokens + cache.length, _tokens(kwargs).shape[1]
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
+        cache.check_rows(_tokens(kwargs).shape[0])
         cache.shared.recorder = patch.recorder
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared

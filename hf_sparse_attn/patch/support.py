@@ -56,6 +56,7 @@ def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: 
             f"dense_layers must leave at least one layer to make sparse, got {method.dense_layers} for a model of "
             f"{config.num_hidden_layers} layers"
         )
+    cache.check_rows(1)
 
 
 def check_positions(

@@ -1,0 +1,370 @@
+"""Offloaded caches: the tokens of resident ones, whatever the pool holds, and what moves is counted."""
+
+import copy
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+from transformers import DynamicCache
+
+from hf_sparse_attn import (
+    PSA,
+    ArkVale,
+    Quest,
+    SparseCache,
+    patch_model,
+    record_selections,
+    sparse_attention,
+    sparse_attention_stats,
+    unpatch_model,
+)
+from hf_sparse_attn.cache.layer import SparseLayer
+from hf_sparse_attn.cache.offload import blocks, transfers
+from hf_sparse_attn.cache.offload.blocks import SharedBlocks
+from hf_sparse_attn.cache.offload.storage import OffloadStorage
+from hf_sparse_attn.cache.storage import GrowingStorage
+from tests.cache.test_block_pool import Simulation
+from tests.layers import make_layer, step
+from tests.models import DEVICE, make_model, random_ids, shared_model
+from tests.test_contracts import GREEDY, SCENARIOS, padded_batch
+
+PAGE = 8
+SMALL = {"token_budget": 48, "page_size": PAGE}
+LAYERS, KV_HEADS, HEAD_DIM, DENSE = 4, 2, 16, 2
+
+
+def resident(**overrides):
+    return Quest(**{**SMALL, **overrides})
+
+
+def offloaded(tokens=200, **overrides):
+    return resident(offload=True, gpu_cache_tokens=tokens, **overrides)
+
+
+@pytest.fixture
+def exact():
+    with use_impl("reference"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("method_class", "tokens", "eviction"),
+    [(Quest, 64, "lru"), (Quest, 200, "fifo"), (Quest, 2000, "lru"), (ArkVale, 200, "lru")],
+)
+@torch.inference_mode()
+def test_tokens_are_those_of_the_resident_method(method_class, tokens, eviction, exact):
+    model = shared_model("llama", torch.float64)
+    ids, mask = padded_batch((111, 90, 63))
+    runs, stats = [], []
+    for method in (
+        method_class(**SMALL),
+        method_class(**SMALL, offload=True, gpu_cache_tokens=tokens, eviction=eviction),
+    ):
+        with sparse_attention(model, method):
+            runs.append(model.generate(ids, attention_mask=mask, **{**GREEDY, "max_new_tokens": 20}))
+            stats.append(sparse_attention_stats(model))
+    assert torch.equal(*runs)
+    for name in ("decode_steps", "tokens_read", "kv_bytes", "metadata_bytes", "dense_bytes"):
+        assert getattr(stats[0], name) == getattr(stats[1], name)
+    assert (stats[0].blocks_read, stats[0].bytes_loaded, stats[0].hit_rate) == (0, 0, 1.0)
+    assert 0 < stats[1].blocks_hit < stats[1].blocks_read
+
+
+@pytest.mark.parametrize("tokens", [64, 2000])
+@pytest.mark.parametrize("threshold", [0.6, 0.95, 1.0])
+@torch.inference_mode()
+def test_psa_reads_the_blocks_of_the_resident_method(threshold, tokens, exact, monkeypatch):
+    """The smaller pool holds one microbatch of one layer."""
+    monkeypatch.setattr(PSA, "covers", lambda self, length: False)  # which threshold=1 does, if resident
+    model = shared_model("llama", torch.float64)
+    ids, mask = padded_batch((111, 90, 63))
+    parameters = {"threshold": threshold, "block_size": 8, "microbatch": 3, "sink_tokens": 8}
+    runs, stats = [], []
+    for method in (PSA(**parameters), PSA(**parameters, offload=True, gpu_cache_tokens=tokens)):
+        with sparse_attention(model, method):
+            runs.append(model.generate(ids, attention_mask=mask, **GREEDY))
+            stats.append(sparse_attention_stats(model))
+    assert torch.equal(*runs)
+    for name in ("decode_steps", "tokens_read", "metadata_bytes", "dense_bytes", "method_counts"):
+        assert getattr(stats[0], name) == getattr(stats[1], name)
+    assert stats[1].blocks_hit == 0 if tokens == 64 else stats[1].hit_rate > 0.5
+
+
+def test_a_pool_smaller_than_a_microbatch_is_refused():
+    method = PSA(block_size=8, microbatch=16, offload=True, gpu_cache_tokens=24)
+    with pytest.raises(ValueError, match=r"needs 32 \(1 rows x 2 KV heads x 16 blocks\).* must be at least 32"):
+        patch_model(make_model("llama"), method)
+
+
+@torch.inference_mode()
+def test_bf16_logits_are_those_of_the_resident_method(exact):
+    """Attention takes the blocks in the same order, so not even the rounding differs."""
+    model, ids, steps = shared_model("llama", torch.bfloat16), random_ids(2, 150), random_ids(2, 20, seed=4)
+    logits = []
+    for method in (resident(), offloaded()):
+        with sparse_attention(model, method):
+            cache = SparseCache.for_model(model)
+            model(ids, past_key_values=cache)
+            logits.append([model(token, past_key_values=cache).logits for token in steps.split(1, dim=1)])
+    assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@torch.inference_mode()
+def test_full_budget_is_dense_token_for_token(scenario):
+    """Beams, several turns, chunks and drafts crop and reorder the rows."""
+    model = shared_model("llama")
+    expected = scenario(model, DynamicCache)
+    # At most 160 tokens: 19 pages beside the newest, of 6 rows, in 2 layers.
+    with sparse_attention(model, offloaded(19 * PAGE * 3, token_budget=160)):
+        assert torch.equal(scenario(model, lambda: SparseCache.for_model(model)), expected)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+@torch.inference_mode()
+def test_hits_and_bytes_are_as_predicted(eviction, exact):
+    model = shared_model("llama", torch.float64)
+    prompt, new = 150, 40
+    method = offloaded(136, eviction=eviction)  # 17 blocks x 2 layers x 2 heads
+    with sparse_attention(model, method), record_selections(model) as record:
+        model.generate(random_ids(2, prompt), **{**GREEDY, "max_new_tokens": new + 1})
+        stats = sparse_attention_stats(model)
+    simulation = Simulation(17 * 2 * KV_HEADS, eviction)
+    hits = reads = 0
+    for number in range(new):
+        newest = (prompt + number) // PAGE
+        for layer in range(DENSE, LAYERS):
+            chosen = record.selections(layer)[number].block_indices
+            pairs = [(row, head) for row in range(2) for head in range(KV_HEADS)]
+            names = [(layer, *pair, block) for pair in pairs for block in chosen[pair].tolist() if 0 <= block != newest]
+            was_there = simulation.take(names)
+            hits, reads = hits + sum(was_there), reads + len(names)
+    assert (stats.blocks_hit, stats.blocks_read) == (hits, reads)
+    assert 0.2 < stats.hit_rate == hits / reads < 0.95
+    token = 2 * 2 * KV_HEADS * HEAD_DIM * 8 * 2  # two rows, two layers, keys and values in float64
+    block = 2 * PAGE * HEAD_DIM * 8
+    assert stats.bytes_loaded == (reads - hits) * block + prompt % PAGE * token
+    full = (prompt + new) // PAGE - prompt // PAGE
+    assert stats.bytes_stored == prompt * token + full * PAGE * token
+    assert stats.stall_seconds > 0
+    assert [layer.blocks_read > 0 for layer in stats.layers] == [False, False, True, True]
+
+
+@torch.inference_mode()
+def test_only_sparse_layers_are_offloaded_and_the_device_holds_less():
+    model = shared_model("llama")
+    with sparse_attention(model, offloaded(64)):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 500), past_key_values=cache)
+        model(random_ids(1, 1), past_key_values=cache)
+    kinds = [type(layer.storage) for layer in cache.layers]
+    assert kinds == [GrowingStorage] * DENSE + [OffloadStorage] * (LAYERS - DENSE)
+    memory = cache.layers[-1].storage._memory
+    assert memory is cache.layers[-2].storage._memory
+    pool_tokens = 64 * 2 * KV_HEADS + (2 * KV_HEADS + 1) * PAGE  # slots, newest blocks, and the first block's offset
+    assert memory.memory[0].numel() == pool_tokens * HEAD_DIM
+    assert memory.staging[0].numel() == cache.layers[-1].capacity * KV_HEADS * HEAD_DIM
+
+
+@torch.inference_mode()
+def test_a_maximum_length_is_kept_without_compiling():
+    model = shared_model("llama")
+    with sparse_attention(model, offloaded()):
+        cache = SparseCache.for_model(model, max_cache_len=71)
+        assert not cache.is_compileable
+        model(random_ids(1, 70), past_key_values=cache)
+        assert {layer.capacity for layer in cache.layers} == {71}
+        model(random_ids(1, 1), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"1 new tokens do not fit: the cache holds 71 of max_cache_len=71"):
+            model(random_ids(1, 1), past_key_values=cache)
+        stats = sparse_attention_stats(model)
+        model.generate(random_ids(1, 30), cache_implementation="static", **GREEDY)
+    assert stats.decode_steps == 1
+
+
+def continued(model, cache, steps):
+    return torch.cat([model(token, past_key_values=cache).logits for token in steps.split(1, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda cache: cache.fork(cache.method)], ids=["copy", "fork"])
+@torch.inference_mode()
+def test_copies_and_forks_share_the_device_but_no_tokens(make_copy, exact):
+    """They take turns in the places of the newest blocks."""
+    model = shared_model("llama", torch.float64)
+    ids, steps = random_ids(2, 61), random_ids(2, 24, seed=4)
+    with sparse_attention(model, offloaded()):
+        alone = SparseCache.for_model(model, max_cache_len=200)
+        model(ids, past_key_values=alone)
+        expected = [continued(model, alone, part) for part in steps.split(8, dim=1)]
+        cache = SparseCache.for_model(model, max_cache_len=200)
+        model(ids, past_key_values=cache)
+        torch.testing.assert_close(continued(model, cache, steps[:, :8]), expected[0])
+        twin = make_copy(cache)
+        torch.testing.assert_close(continued(model, twin, steps[:, 8:16]), expected[1])
+        assert (twin.length, cache.length) == (77, 69)
+        torch.testing.assert_close(continued(model, cache, steps[:, 8:16]), expected[1])
+        torch.testing.assert_close(continued(model, twin, steps[:, 16:]), expected[2])
+        del twin
+        torch.testing.assert_close(continued(model, cache, steps[:, 16:]), expected[2])
+
+
+@pytest.mark.parametrize(
+    "other", [resident(), offloaded(100), offloaded(eviction="fifo"), offloaded(page_size=4)], ids=str
+)
+@torch.inference_mode()
+def test_forks_must_offload_alike(other):
+    cache = SparseCache(shared_model("llama").config, offloaded())
+    with pytest.raises(ValueError, match="offload, gpu_cache_tokens, eviction and the size of a block must agree"):
+        cache.fork(other)
+
+
+@torch.inference_mode()
+def test_a_fork_for_another_method_builds_its_metadata_from_host_memory(exact):
+    model, ids, steps = shared_model("llama", torch.float64), random_ids(2, 61), random_ids(2, 8, seed=4)
+    other = offloaded(group_reduce="max", bounds_dtype="model")
+    with sparse_attention(model, offloaded()):
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        continued(model, cache, steps)
+    with sparse_attention(model, other):
+        expected = SparseCache.for_model(model)
+        model(ids, past_key_values=expected)
+        cache.crop(-8)
+        fork = cache.fork(other)
+        torch.testing.assert_close(continued(model, fork, steps), continued(model, expected, steps))
+
+
+@torch.inference_mode()
+def test_an_unpatched_model_reads_an_offloaded_cache():
+    model, ids, steps = make_model("llama", dtype=torch.float64), random_ids(2, 61), random_ids(2, 6, seed=4)
+    patch_model(model, offloaded(160, token_budget=160))
+    cache = SparseCache.for_model(model)
+    model(ids, past_key_values=cache)
+    continued(model, cache, steps[:, :3])
+    unpatch_model(model)
+    expected = model(torch.cat([ids, steps], dim=1)).logits[:, -3:]
+    logits = [
+        model(
+            token, attention_mask=torch.ones(2, 65 + number, dtype=torch.long, device=DEVICE), past_key_values=cache
+        ).logits
+        for number, token in enumerate(steps[:, 3:].split(1, dim=1))
+    ]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected)
+
+
+@torch.inference_mode()
+def test_a_load_that_fails_leaves_no_empty_slot_behind(monkeypatch, exact):
+    model, ids, steps = shared_model("llama", torch.float64), random_ids(2, 150), random_ids(2, 8, seed=4)
+    with sparse_attention(model, offloaded()):
+        untouched, cache = SparseCache.for_model(model), SparseCache.for_model(model)
+        for each in (untouched, cache):
+            model(ids, past_key_values=each)
+        expected = continued(model, untouched, steps)
+        actual = [continued(model, cache, steps[:, :3])]
+        for error in (RuntimeError("out of memory"), KeyboardInterrupt()):
+
+            def fail(*args, error=error):
+                raise error
+
+            cache.layers[3].storage._memory.pool.forget_all()  # so that the next step must load
+            with monkeypatch.context() as patch:
+                patch.setattr(OffloadStorage, "_fill", fail)
+                with pytest.raises(type(error)):
+                    model(steps[:, 3:4], past_key_values=cache)
+            assert cache.get_seq_length() == 153
+        actual.append(continued(model, cache, steps[:, 3:]))
+    torch.testing.assert_close(torch.cat(actual, dim=1), expected)
+
+
+def test_a_pool_that_is_too_small_is_refused_before_generation_starts():
+    model = make_model("llama")
+    message = (
+        r"gpu_cache_tokens=16 gives the 2 offloaded layers a pool of 8 blocks of 8 tokens, but a step of one layer "
+        r"needs 10 \(1 rows x 2 KV heads x 5 blocks\): gpu_cache_tokens must be at least 24"
+    )
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, offloaded(16))
+    patch_model(model, offloaded(24))
+    model.generate(random_ids(1, 100), **GREEDY)
+    before = sparse_attention_stats(model)
+    with pytest.raises(ValueError, match=r"needs 30 \(3 rows x 2 KV heads x 5 blocks\).* must be at least 64"):
+        model.generate(random_ids(3, 100), **GREEDY)
+    assert sparse_attention_stats(model) == before
+    with sparse_attention(model, offloaded(64)):
+        model.generate(random_ids(3, 100), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "message"),
+    [
+        ({"gpu_cache_tokens": 100}, ValueError, "gpu_cache_tokens must be None without offload=True, got 100"),
+        (
+            {"offload": True},
+            ValueError,
+            r"gpu_cache_tokens must be at least 8 \(one page\) with offload=True, got None",
+        ),
+        ({"offload": True, "gpu_cache_tokens": 7}, ValueError, "gpu_cache_tokens must be at least 8"),
+        ({"offload": True, "gpu_cache_tokens": 1e6}, TypeError, "gpu_cache_tokens must be a whole number"),
+        ({"offload": 1, "gpu_cache_tokens": 100}, TypeError, "offload must be True or False, got 1"),
+        ({"offload": True, "gpu_cache_tokens": 99, "eviction": "mru"}, ValueError, "eviction must be one of lru, fifo"),
+    ],
+)
+def test_bad_parameters(parameters, error, message):
+    with pytest.raises(error, match=message):
+        resident(**parameters)
+
+
+@torch.inference_mode()
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(monkeypatch):
+    def fail(shape, dtype):
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr(transfers, "pinned_empty", fail)
+    pinning = transfers.Transfers(torch.device("cpu"))
+    pinning.pins = True
+    message = r"0\.5 GiB of host memory cannot be pinned \(CUDA error: out of memory\); .*half the speed"
+    with pytest.warns(RuntimeWarning, match=message):
+        tensor = pinning.host_empty((1 << 27,), torch.float32)
+    assert tensor.shape == (1 << 27,)
+    assert not pinning.pins
+    pinning.host_empty((4,), torch.float32)  # one warning is enough: others would be errors here
+
+
+@torch.inference_mode()
+def test_a_device_without_room_for_the_pool_is_a_clear_error(monkeypatch):
+    def fail(size, dtype, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, ids = make_model("llama"), random_ids(1, 100)
+    expected = model.generate(ids, **GREEDY)
+    patch_model(model, offloaded(200))
+    message = r"the pool of gpu_cache_tokens=200 takes 0\.00 GiB for keys and values, more than (cpu|cuda:0) has"
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "device_empty", fail)
+        with pytest.raises(RuntimeError, match=message):
+            model.generate(ids, **GREEDY)
+    model.generate(ids, **GREEDY)
+    unpatch_model(model)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
+@pytest.mark.parametrize("method_class", [Quest, ArkVale])
+def test_kernels_read_the_pool_and_write_the_newest_blocks(method_class, bounds_dtype):
+    """Rows that begin before their buffer, and buffers that overlap, are nothing special to a kernel."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {"token_budget": 16, "page_size": 4, "sink_tokens": 4, "dense_layers": 0, "bounds_dtype": bounds_dtype}
+    method = method_class(**parameters, offload=True, gpu_cache_tokens=32)
+    of_pool = SparseLayer(method, OffloadStorage(SharedBlocks(method.offloading, kv_heads=2)), q_heads=6)
+    alone = make_layer(method_class(**parameters), q_heads=6)
+    prompt = torch.randn(2, 2, 2, 42, 16, generator=generator).to(DEVICE)
+    tokens = torch.randn(9, 2, 2, 2, 16, generator=generator).to(DEVICE)
+    queries = torch.randn(9, 2, 6, 16, generator=generator).to(DEVICE)
+    for layer, impl in ((alone, "reference"), (of_pool, "triton")):
+        with use_impl(impl):
+            layer.update(*prompt)
+            layer.outputs = [step(layer, query, *token, 0.25) for query, token in zip(queries, tokens, strict=True)]
+    torch.testing.assert_close(of_pool.outputs, alone.outputs, rtol=1e-4, atol=1e-5)
+    assert of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read == 9 * 2 * 2 * 3
+    for name, expected in alone.metadata.items():
+        assert torch.equal(of_pool.metadata[name][:, :, :12], expected[:, :, :12])
