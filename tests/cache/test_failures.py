@@ -5,16 +5,17 @@ import torch
 from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, unpatch_model
-from tests.models import DEVICE, make_model, random_ids
+from tests.models import DEVICE, SPARSE, make_model, random_ids
 
 every_method = pytest.mark.parametrize("method_name", METHODS)
 kinds_of_storage = pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "static"])
-CHUNKED = {"tokenselect": {"chunk_size": 32}}
+# A static cache finishes a prompt after every pass, and a growing one later, so clusters would differ: none are made.
+SETTINGS = {**SPARSE, "tokenselect": {"chunk_size": 32}, "squeezed": {}}
 
 
 def make(method_name, family="llama", **overrides):
     model = make_model(family, dtype=torch.float64, **overrides)
-    return patch_model(model, method_name, token_budget=48, **CHUNKED.get(method_name, {}))
+    return patch_model(model, method_name, token_budget=48, **SETTINGS.get(method_name, {}))
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.cache.lengths import Lengths
-from tests.models import DEVICE, make_model, random_ids, shared_model
+from tests.models import DEVICE, SPARSE, make_model, random_ids, shared_model
 
 every_method = pytest.mark.parametrize("method_name", METHODS)
-CHUNKED = {"tokenselect": {"chunk_size": 32}}
+SETTINGS = {**SPARSE, "tokenselect": {"chunk_size": 32}}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_padding_first_shown_by_a_later_mask_is_obeyed(method_name, exact):
     model, ids, step = exact, random_ids(2, 150), random_ids(2, 1, seed=5)
     mask = torch.ones(2, 151, dtype=torch.long, device=DEVICE)
     mask[1, :21] = 0
-    with sparse_attention(model, method_name, token_budget=64, **CHUNKED.get(method_name, {})):
+    with sparse_attention(model, method_name, token_budget=64, **SETTINGS.get(method_name, {})):
         late, known = SparseCache.for_model(model), SparseCache.for_model(model)
         model(ids[:, :100], past_key_values=late)
         model(ids[:, :100], attention_mask=mask[:, :100], past_key_values=known)
@@ -134,7 +134,7 @@ def test_a_right_padded_forward_is_dense_under_its_mask(method_name, use_cache):
     mask[1, 90:], mask[2, 3:] = 0, 0
     ids[mask == 0] = 0
     expected = model(ids, attention_mask=mask, use_cache=use_cache).logits
-    with sparse_attention(model, method_name, token_budget=48, **CHUNKED.get(method_name, {})):
+    with sparse_attention(model, method_name, token_budget=48, **SETTINGS.get(method_name, {})):
         output = model(ids, attention_mask=mask, use_cache=use_cache)
         torch.testing.assert_close(output.logits[mask == 1], expected[mask == 1])
         if not use_cache:
@@ -190,7 +190,7 @@ def test_a_classifier_takes_padding_on_the_right(method_name):
     mask = (ids != 0).long()
     with torch.inference_mode():
         expected = model(ids, attention_mask=mask).logits
-        with sparse_attention(model, method_name, token_budget=32, **CHUNKED.get(method_name, {})):
+        with sparse_attention(model, method_name, token_budget=32, **SETTINGS.get(method_name, {})):
             torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected)
 
 

@@ -327,6 +327,6 @@ def test_every_method_is_described():
     for name, method in METHODS.items():
         assert method.name == name
         assert method.summary
-        assert method.paper.startswith("arXiv ")
+        assert method.paper.startswith(("arXiv ", "NeurIPS "))
         assert method.__doc__
         assert method.sparse_phases or name == "full"
