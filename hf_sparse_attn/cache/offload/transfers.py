@@ -53,7 +53,7 @@ class Transfers:
                     gib = np.prod(shape) * dtype.itemsize / 2**30
                     warnings.warn(
                         f"offload: {gib:.1f} GiB of host memory cannot be pinned ({str(error).splitlines()[0]}); using "
-                        "pageable memory: its copies run at about half the speed and make the host wait, so loads no "
+                        "pageable memory: its copies are slower and make the host wait, so loads no "
                         "longer overlap with attention; raise the limit on locked memory (ulimit -l) to avoid this",
                         RuntimeWarning,
                         stacklevel=2,
