@@ -498,7 +498,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: isinstance(self.method, PagedMethod) and self.is_settled and self.rows.length > 0)
     def bounds_in_the_models_dtype_are_those_of_the_keys(self):
         for layer in self.cache.layers:
-            if not layer.metadata or self.method.bounds_dtype != "model":
+            if not layer.metadata or self.method.bounds_dtype != "model" or self.method.offload:  # as above
                 continue
             anew = {name: torch.full_like(bound, float("nan")) for name, bound in layer.metadata.items()}
             rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "num_new": layer.length}
