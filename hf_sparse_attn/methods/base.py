@@ -124,6 +124,12 @@ class SparseMethod:
             if field.type in ("int", int) and field.name not in but and not is_whole:
                 raise TypeError(f"{field.name} must be a whole number, got {value!r}")
 
+    def _check_numbers(self, *parameters: str) -> None:
+        for parameter in parameters:
+            value = getattr(self, parameter)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{parameter} must be a number, got {value!r}")
+
     def _require(self, parameter: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise ValueError(f"{self.name}: {parameter} must be {allowed}, got {getattr(self, parameter)!r}")

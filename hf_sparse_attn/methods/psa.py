@@ -91,8 +91,7 @@ class PSA(PagedMethod):
             A value is out of range.
         """
         self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)):
-            raise TypeError(f"threshold must be a number, got {self.threshold!r}")
+        self._check_numbers("threshold")
         self._require("threshold", 0 < self.threshold <= 1, "above 0 and at most 1")
         self._require_page_size("block_size")
         self._require("microbatch", self.microbatch >= 1, "at least 1 block")

@@ -106,10 +106,7 @@ class Squeezed(SparseMethod):
         """
         optional = tuple(name for name in ("token_budget", "batch_tokens") if getattr(self, name) is None)
         self._check_whole_numbers(but=optional)
-        for name in ("target_sparsity", "clusters", "coarse_clusters"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+        self._check_numbers("target_sparsity", "clusters", "coarse_clusters")
         self._require("target_sparsity", 0 <= self.target_sparsity < 1, "at least 0 and below 1")
         self._require("clusters", 0 < self.clusters <= 1, "above 0 and at most 1: no more clusters than keys")
         self._require("levels", self.levels in LEVELS, "1 or 2")

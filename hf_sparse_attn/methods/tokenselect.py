@@ -104,10 +104,7 @@ class TokenSelect(SparseMethod):
             A value is out of range, or ``k`` and ``token_budget`` contradict each other.
         """
         self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
-        if isinstance(self.selection_cache_threshold, bool) or not isinstance(
-            self.selection_cache_threshold, (int, float)
-        ):
-            raise TypeError(f"selection_cache_threshold must be a number, got {self.selection_cache_threshold!r}")
+        self._check_numbers("selection_cache_threshold")
         self._require("k", self.k >= 1, "at least 1")
         self._require("n_init", self.n_init >= 0, "0 or more")
         self._require("n_local", self.n_local >= 1, "at least 1: the current token")
