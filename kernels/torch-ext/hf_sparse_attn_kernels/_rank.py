@@ -70,18 +70,19 @@ def _exchange(cube, BIT: tl.constexpr, PHASE: tl.constexpr, LOG: tl.constexpr, L
 
 
 @triton.jit
-def sort_descending(keys, LOG: tl.constexpr, LOW_BITS: tl.constexpr):
-    """Sort int64 [2 ** LOG], descending.
+def _sort_descending(keys, LOG: tl.constexpr, LOW_BITS: tl.constexpr):
+    """Sort int64 [2 ** LOG], descending; return the sorted keys, and the place of each of them.
 
-    Neighbours are compared most often. Entries of a tile that are LOW_BITS bits apart at its upper end lie in one
-    thread, so these are the neighbours: the input's order is free.
+    Neighbours are compared most often, so they should lie in one thread. Those are the entries of a tile that differ in
+    the LOW_BITS upper bits of their index, if a thread has one entry in each part of the tile. They become neighbours.
     """
     cube = tl.reshape(keys, [2] * LOG)
     for phase in tl.static_range(1, LOG + 1):
         for step in tl.static_range(phase):
             cube = _exchange(cube, phase - 1 - step, phase, LOG, LOW_BITS)
-    by_thread = tl.reshape(cube, [1 << LOW_BITS, 1 << (LOG - LOW_BITS)])
-    return tl.reshape(tl.trans(by_thread), [1 << LOG])
+    index = tl.arange(0, 1 << LOG)
+    places = ((index << LOW_BITS) | (index >> (LOG - LOW_BITS))) & ((1 << LOG) - 1)
+    return tl.reshape(cube, [1 << LOG]), places
 
 
 @triton.jit
@@ -97,12 +98,12 @@ def write_span(
     ONE_SPAN: tl.constexpr,
 ):
     """Write the span's keys in descending order; a row's only span gives the order of the blocks itself."""
-    keys = sort_descending(keys, LOG_SPAN, LOW_BITS)
-    places = tl.arange(0, SPAN)
+    keys, places = _sort_descending(keys, LOG_SPAN, LOW_BITS)
     if ONE_SPAN:
         tl.store(order_ptr + places, tl.where(places < count, _block_of(keys), -1), mask=places < max_blocks)
         for first in range(SPAN, max_blocks, SPAN):
-            tl.store(order_ptr + first + places, tl.full((SPAN,), -1, tl.int32), mask=first + places < max_blocks)
+            slots = first + tl.arange(0, SPAN)
+            tl.store(order_ptr + slots, tl.full((SPAN,), -1, tl.int32), mask=slots < max_blocks)
     else:
         tl.store(sorted_ptr + places, keys)
 

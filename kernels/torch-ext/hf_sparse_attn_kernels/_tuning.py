@@ -62,7 +62,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     ],
     "rank": [
         {"span": span, "per_thread": per_thread}
-        for span, per_thread in ((1024, 4), (1024, 8), (512, 4), (2048, 4), (2048, 8), (4096, 8))
+        for span, per_thread in ((1024, 4), (1024, 2), (1024, 8), (512, 4), (2048, 4), (2048, 8), (4096, 8))
     ],
     "sparse_decode": _attention_candidates(
         (128, 1, 4, 3, 0), (128, 1, 4, 3, 1), (64, 4, 4, 3, 0), (64, 8, 4, 1, 1), (64, 8, 4, 2, 1), (32, 8, 4, 1, 1)

@@ -50,7 +50,8 @@ def rank_pages_kernel(
         tl.store(counts_ptr + pair, count)
     if (span == 0) | (span * SPAN < row_pages):
         padded_pages = (num_pages + 15) // 16 * 16
-        pages = span * SPAN + tl.arange(0, SPAN)
+        # Without wider loads a thread's entries are spread over the tile, as the sort wants them.
+        pages = tl.max_contiguous(span * SPAN + tl.arange(0, SPAN), 1)
         if REDUCE == "softmax":
             scores = group_softmax(
                 head_scores_ptr + pair * GROUP * padded_pages,
@@ -65,9 +66,7 @@ def rank_pages_kernel(
                 BLOCK_T,
             )
         else:
-            # The mask changes only at multiples of 16, which keeps the loads vectorized.
-            mask = pages < (row_pages + 15) // 16 * 16
-            scores = tl.load(scores_ptr + pair * padded_pages + pages, mask=mask, other=0.0)
+            scores = tl.load(scores_ptr + pair * padded_pages + pages, mask=pages < row_pages, other=0.0)
         write_span(
             rank_keys(scores, pages, row_pages, sink_blocks, recent_blocks),
             sorted_ptr + (pair * tl.num_programs(0) + span) * SPAN,

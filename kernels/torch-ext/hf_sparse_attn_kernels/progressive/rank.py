@@ -41,7 +41,8 @@ def rank_spans_kernel(
     if span == 0:
         tl.store(counts_ptr + pair, count)
     if (span == 0) | (span * SPAN < num_blocks):
-        blocks = span * SPAN + tl.arange(0, SPAN)
+        # Without wider loads a thread's entries are spread over the tile, as the sort wants them.
+        blocks = tl.max_contiguous(span * SPAN + tl.arange(0, SPAN), 1)
         scores = tl.load(scores_ptr + pair * width + blocks, mask=blocks < num_blocks, other=0.0)
         write_span(
             rank_keys(scores, blocks, num_blocks, sink_blocks, recent_blocks),
