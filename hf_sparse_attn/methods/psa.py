@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import progressive_decode, rank_blocks
+from hf_sparse_attn_kernels import append_and_rank, progressive_decode
 
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.methods.microbatches import attend_in_microbatches
@@ -143,22 +143,31 @@ class PSA(PagedMethod):
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Append the token, rank the blocks, and attend to them until the rest is small.
+        """Append the token and rank the blocks in one op, then attend to them until the rest is small.
 
         See :meth:`SparseMethod.decode` for the arguments.
         """
-        layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
-        block_order, block_counts = rank_blocks(
-            self.score_pages(query, layer, scale),
-            layer.seq_start,
-            layer.seq_end,
-            block_size=self.block_size,
+        newest = layer.newest
+        block_order, block_counts = append_and_rank(
+            query,
+            new_key,
+            new_value,
+            newest.keys,
+            newest.values,
+            seq_start=newest.seq_start,
+            seq_end=newest.seq_end,
+            page_size=self.block_size,
             max_blocks=self._most_blocks(layer),
             sink_blocks=self.sink_blocks,
             recent_blocks=1,
+            scale=scale,
+            group_reduce=self.group_reduce,
+            num_pages=layer.max_blocks(self.block_size),
+            counter=layer.counter.totals,
+            statistic=self._statistic,
+            **layer.metadata,
         )
         output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
-        layer.counter.count_metadata(self.metadata_bytes_read(layer))
         self._count_blocks(layer, read_counts)
         if layer.is_recorded:
             layer.note(self._selection(block_order, read_counts))

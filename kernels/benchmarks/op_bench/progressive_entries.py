@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import hf_sparse_attn_kernels as ops
 import torch
@@ -15,8 +16,12 @@ from op_bench.progressive_workload import (
     make_progressive_layer,
     progressive_layer_bytes,
 )
+from op_bench.quest_entries import take_newest_token_away
 from op_bench.shapes import PROGRESSIVE_SHAPES, QUICK_PROGRESSIVE_SHAPES, Settings, Shape
-from op_bench.workload import Layer
+from op_bench.workload import STATISTICS, Layer
+
+KIND = "int8"
+"""Kind of the page bounds."""
 
 
 def _rank(layer: Layer, scores: torch.Tensor, impl: str | None) -> Outputs:
@@ -47,18 +52,38 @@ def _run_decode(layer: Layer, impl: str | None) -> Outputs:
     return _decode(layer, layer.block_indices, layer.block_counts, impl)
 
 
+def _run_append_and_rank(layer: Layer, impl: str | None) -> Outputs:
+    bounds = layer.bounds[KIND]
+    ranked: Outputs = ops.append_and_rank(
+        layer.query,
+        layer.new_key,
+        layer.new_value,
+        layer.keys,
+        layer.values,
+        bounds.page_min,
+        bounds.page_max,
+        layer.seq_start,
+        layer.seq_end,
+        page_size=layer.settings.page_size,
+        **bounds.exponents,
+        counter=layer.counter,
+        statistic=STATISTICS[KIND],
+        impl=impl,
+    )
+    return ranked
+
+
 def _run_step(layer: Layer, impl: str | None) -> Outputs:
-    bounds = layer.bounds["int8"]
-    levels, row_bounds = (bounds.page_min, bounds.page_max), (layer.seq_start, layer.seq_end)
-    options = {"page_size": layer.settings.page_size, **bounds.exponents, "impl": impl}
-    ops.page_bounds(layer.keys, *levels, *row_bounds, num_new=1, **options)
-    scores = ops.page_scores(layer.query, *levels, *row_bounds, **options)
-    ranked = _rank(layer, scores, impl)
-    return (*_decode(layer, *ranked, impl), scores, *ranked)
+    ranked = _run_append_and_rank(layer, impl)
+    return (*_decode(layer, *ranked, impl), *ranked)
 
 
 def _reset_counter(layer: Layer) -> None:
     layer.counter.zero_()
+
+
+def _take_newest_token_away(layer: Layer) -> None:
+    take_newest_token_away(KIND, layer)
 
 
 def _check_rank(layer: Layer, scores: torch.Tensor, ranked: Outputs) -> None:
@@ -67,7 +92,37 @@ def _check_rank(layer: Layer, scores: torch.Tensor, ranked: Outputs) -> None:
             raise oracle.Mismatch(f"rank_blocks: {int((ours != theirs).sum())} values of the {name} differ")
 
 
-def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor) -> None:
+def _check_appended_and_ranked(layer: Layer, ranked: Outputs) -> None:
+    """Check the token, its page's bounds, and the order of the blocks, in which scores that rounding may swap tie."""
+    oracle.check_appended(layer)
+    oracle.check_step_bounds(layer, KIND)
+    scores = oracle.reference_scores(layer, KIND)
+    (order, counts), (expected_order, expected_counts) = ranked, _rank(layer, scores, "reference")
+    if not torch.equal(counts, expected_counts):
+        raise oracle.Mismatch("append_and_rank: counts differ from the reference's")
+    if not torch.equal(order.sort(dim=-1)[0], expected_order.sort(dim=-1)[0]):
+        raise oracle.Mismatch("append_and_rank: the order does not hold every block once")
+    if not torch.equal(order[..., 0], expected_order[..., 0]):
+        raise oracle.Mismatch("append_and_rank: the newest block is not the first")
+    ours, theirs = (scores.gather(2, blocks[..., 1:].long()) for blocks in (order, expected_order))
+    apart, rounding = float((ours - theirs).abs().max()), oracle.score_rounding(scores)
+    if not apart <= rounding:
+        raise oracle.Mismatch(
+            f"append_and_rank: scores in order differ from the reference's by {apart:.2e}, ties allowed to "
+            f"{rounding:.2e}"
+        )
+
+
+def _check_append_and_rank(layer: Layer, outputs: Outputs) -> None:
+    _check_appended_and_ranked(layer, outputs)
+    oracle.check_counter(layer, (0, 0, _metadata_bytes(layer), 0))
+
+
+def _metadata_bytes(layer: Layer) -> int:
+    return floors.metadata_bytes(KIND, layer.shape, layer.settings)
+
+
+def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor, metadata_bytes: int = 0) -> None:
     """Check where the reading stopped, against block sums in float32, then attention to what was read."""
     out, read_counts = outputs
     expected = blocks_needed(layer, block_order)
@@ -78,7 +133,8 @@ def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor) -> 
         raise oracle.Mismatch(f"workload: not every row and head reads {layer.settings.max_blocks} blocks")
     oracle.check_sparse_output(out, layer, block_order, read_counts)
     pairs = layer.shape.batch * layer.shape.kv_heads
-    oracle.check_counter(layer, (pairs * layer.settings.token_budget, pairs * layer.shape.length, 0, 1))
+    tokens = (pairs * layer.settings.token_budget, pairs * layer.shape.length)
+    oracle.check_counter(layer, (*tokens, metadata_bytes, 1))
 
 
 def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
@@ -104,16 +160,20 @@ def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
 
 
 def _check_step(layer: Layer, outputs: Outputs) -> None:
-    out, read_counts, scores, *ranked = outputs
-    oracle.check_step_bounds(layer, "int8")
-    oracle.check_scores(scores, layer, "int8")
-    _check_rank(layer, scores, tuple(ranked))
-    _check_decode(layer, (out, read_counts), ranked[0])
+    out, read_counts, *ranked = outputs
+    _check_appended_and_ranked(layer, tuple(ranked))
+    _check_decode(layer, (out, read_counts), ranked[0], _metadata_bytes(layer))
 
 
 def _rank_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the scores, the order and the counts."""
     return 4 * shape.batch * shape.kv_heads * (2 * in_blocks(settings).pages(shape) + 1)
+
+
+def _append_and_rank_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of all metadata, the query, the new token, the order and the counts; the scores stay on the chip."""
+    every_block = replace(in_blocks(settings), token_budget=shape.length)
+    return floors.append_and_select_bytes(KIND, shape, every_block)
 
 
 def _decode_bytes(shape: Shape, settings: Settings) -> int:
@@ -122,7 +182,7 @@ def _decode_bytes(shape: Shape, settings: Settings) -> int:
 
 def _step_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes that Quest's step with pages of the same size moves: the order stays on the chip."""
-    return floors.step_bytes("int8", shape, in_blocks(settings))
+    return floors.step_bytes(KIND, shape, in_blocks(settings))
 
 
 PROGRESSIVE = Family(
@@ -142,7 +202,15 @@ PROGRESSIVE = Family(
             _reset_counter,
             against_dense=True,
         ),
-        Entry("psa_step", "", _run_step, _check_step, _step_bytes, _reset_counter, against_dense=True),
+        Entry(
+            "append_and_rank",
+            "",
+            _run_append_and_rank,
+            _check_append_and_rank,
+            _append_and_rank_bytes,
+            _take_newest_token_away,
+        ),
+        Entry("psa_step", "", _run_step, _check_step, _step_bytes, _take_newest_token_away, against_dense=True),
     ),
     make_progressive_layer,
     progressive_layer_bytes,

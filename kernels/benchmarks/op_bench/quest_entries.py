@@ -102,7 +102,8 @@ def _spoil_token_bounds(kind: str, layer: Layer) -> None:
             tensor[:, :, -1] = float("nan") if tensor.is_floating_point() else 77
 
 
-def _take_newest_token_away(kind: str, layer: Layer) -> None:
+def take_newest_token_away(kind: str, layer: Layer) -> None:
+    """Undo a step: take the newest token out of the buffers and the bounds, and reset the counter."""
     layer.keys[:, :, -1] = float("nan")
     layer.values[:, :, -1] = float("nan")
     layer.context_bounds(kind, 1, "reference")
@@ -184,7 +185,7 @@ def _of_kind(kind: str) -> list[Entry]:
             bind(_run_append_and_select, kind),
             bind(_check_append_and_select, kind),
             bind(floors.append_and_select_bytes, kind),
-            prepare=bind(_take_newest_token_away, kind),
+            prepare=bind(take_newest_token_away, kind),
         ),
         Entry(
             "quest_step",
@@ -192,7 +193,7 @@ def _of_kind(kind: str) -> list[Entry]:
             bind(_run_step, kind),
             bind(_check_step, kind),
             bind(floors.step_bytes, kind),
-            prepare=bind(_take_newest_token_away, kind),
+            prepare=bind(take_newest_token_away, kind),
             against_dense=True,
         ),
     ]

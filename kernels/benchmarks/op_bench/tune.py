@@ -22,6 +22,7 @@ MOST_TOKENS = 1 << 24
 TIMED_WITH: dict[str, tuple[Family, str]] = {
     "score": (QUEST, "append_and_select"),
     "select": (QUEST, "append_and_select"),
+    "rank": (PROGRESSIVE, "append_and_rank"),
     "sparse_decode": (QUEST, "sparse_decode"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),

@@ -4,12 +4,14 @@ from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .kmeans.ops import cluster_sums, nearest_centres
-from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
+from .pages.ops import page_bounds, page_scores, select_blocks
+from .pages.step_ops import append_and_rank, append_and_select
 from .progressive.ops import progressive_decode, rank_blocks
 from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
+    "append_and_rank",
     "append_and_select",
     "centroid_weights",
     "cluster_sums",

@@ -8,6 +8,10 @@ masks and gathers that the lengths make unnecessary.
 import math
 
 import torch
+from torch.nn.functional import pad
+
+_FORCED = 1 << 40  # ranks above every score's order
+_ABSENT = -(1 << 40)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -81,3 +85,32 @@ def count_tokens(counter: torch.Tensor, tokens_read: torch.Tensor, length: torch
         counter[0] += tokens_read
         counter[1] += dense
         counter[3] += 1
+
+
+def rank_blocks(
+    scores: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    block_size: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+    recent_blocks: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.rank_blocks`, for the families that rank."""
+    batch, kv_heads, width = scores.shape
+    max_blocks = width if max_blocks is None else max_blocks
+    lengths = host_lengths(seq_start, seq_end)
+    if lengths is not None:
+        width = min(width, max(1, -(-max(lengths) // block_size)))
+    num_blocks = ((row_lengths(seq_start, seq_end) + (block_size - 1)) // block_size).clamp_(max=width)[:, None]
+    blocks = torch.arange(width, device=scores.device)
+    age = num_blocks - 1 - blocks  # [batch, width]: 0 for the newest block
+    keys = score_order(scores[..., :width])
+    keys = torch.where((blocks < sink_blocks)[None, None], _FORCED - recent_blocks - blocks, keys)
+    keys = torch.where((age < recent_blocks)[:, None], (_FORCED - age)[:, None], keys)
+    keys.masked_fill_((age < 0)[:, None], _ABSENT)
+    order = keys.argsort(dim=-1, descending=True, stable=True)[..., :max_blocks].int()
+    counts = num_blocks.clamp(max=max_blocks).int().expand(batch, kv_heads).contiguous()
+    order.masked_fill_(blocks[:max_blocks] >= counts[..., None], -1)
+    return pad(order, (0, max_blocks - order.shape[2]), value=-1), counts

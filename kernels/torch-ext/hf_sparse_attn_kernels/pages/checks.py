@@ -5,8 +5,12 @@ import torch
 from .._check import (
     check_contiguous,
     check_device,
+    check_dims,
     check_dtype,
     check_last_stride,
+    check_like,
+    check_page_size,
+    check_sequence,
     check_shape,
 )
 from . import STATISTICS
@@ -75,3 +79,33 @@ def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> N
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
     if num_pages is not None and not 1 <= num_pages <= max_pages:
         raise ValueError(f"num_pages={num_pages}; allowed: None, or 1 to max_pages={max_pages}")
+
+
+def check_step(
+    query: torch.Tensor,
+    token: tuple[torch.Tensor, torch.Tensor],
+    keys: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    exponents: tuple[torch.Tensor | None, torch.Tensor | None],
+    row_bounds: tuple[torch.Tensor, torch.Tensor],
+    *,
+    page_size: int,
+    group_reduce: str,
+    num_pages: int | None,
+    statistic: str,
+) -> None:
+    """Check a token to append, and the bounds that a decode step updates and scores."""
+    batch, kv_heads, capacity, head_dim = keys.shape
+    for name, tensor in zip(("new_key", "new_value"), token, strict=True):
+        check_shape(name, tensor, "batch, kv_heads, head_dim", (batch, kv_heads, head_dim))
+        check_like(name, tensor, "query", query)
+        check_last_stride(name, tensor)
+    check_page_size(page_size)
+    page_min, page_max = bounds
+    check_dims("page_min", page_min, BOUNDS_AXES)
+    shape = (batch, kv_heads, page_min.shape[2], head_dim)
+    check_bounds(page_min, page_max, *exponents, shape, "query", query)
+    check_capacity(page_min, capacity, page_size)
+    check_sequence(*row_bounds, batch, "query", query)
+    check_scoring(group_reduce, num_pages, page_min.shape[2])
+    check_statistic(statistic)

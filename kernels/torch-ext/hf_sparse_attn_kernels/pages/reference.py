@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, host_lengths, power_of_two, row_lengths, score_order
+from .._reference import compute_dtype, host_lengths, power_of_two, rank_blocks, row_lengths, score_order
 from .reference_bounds import page_bounds
 
 _FORCED = 1 << 33  # ranks above every score's order
@@ -143,31 +143,110 @@ def append_and_select(
     statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.append_and_select`."""
-    row_bounds = (seq_start, seq_end)
-    num_pages = page_min.shape[2] if num_pages is None else num_pages
-    exponents: dict[str, Any] = {"page_exponent": page_exponent, "channel_exponent": channel_exponent}
-    _append((keys, values), (new_key, new_value), *row_bounds)
-    page_bounds(keys, page_min, page_max, *row_bounds, page_size=page_size, num_new=1, statistic=statistic, **exponents)
-    scores = page_scores(
+    scores = _append_and_score(
         query,
-        page_min,
-        page_max,
+        (new_key, new_value),
+        (keys, values),
+        (page_min, page_max),
+        (seq_start, seq_end),
+        {"page_exponent": page_exponent, "channel_exponent": channel_exponent},
+        page_size=page_size,
+        scale=scale,
+        group_reduce=group_reduce,
+        num_pages=num_pages,
+        counter=counter,
+        statistic=statistic,
+    )
+    return select_blocks(
+        scores,
+        seq_start,
+        seq_end,
+        block_size=page_size,
+        max_blocks=max_blocks,
+        sink_blocks=sink_blocks,
+        recent_blocks=recent_blocks,
+    )
+
+
+def append_and_rank(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+    recent_blocks: int,
+    scale: float | None,
+    group_reduce: str,
+    num_pages: int | None,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    statistic: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.append_and_rank`."""
+    scores = _append_and_score(
+        query,
+        (new_key, new_value),
+        (keys, values),
+        (page_min, page_max),
+        (seq_start, seq_end),
+        {"page_exponent": page_exponent, "channel_exponent": channel_exponent},
+        page_size=page_size,
+        scale=scale,
+        group_reduce=group_reduce,
+        num_pages=num_pages,
+        counter=counter,
+        statistic=statistic,
+    )
+    return rank_blocks(
+        scores,
+        seq_start,
+        seq_end,
+        block_size=page_size,
+        max_blocks=max_blocks,
+        sink_blocks=sink_blocks,
+        recent_blocks=recent_blocks,
+    )
+
+
+def _append_and_score(
+    query: torch.Tensor,
+    token: tuple[torch.Tensor, torch.Tensor],
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    row_bounds: tuple[torch.Tensor, torch.Tensor],
+    exponents: dict[str, Any],
+    *,
+    page_size: int,
+    scale: float | None,
+    group_reduce: str,
+    num_pages: int | None,
+    counter: torch.Tensor | None,
+    statistic: str,
+) -> torch.Tensor:
+    """Append a token to every row, and score all pages."""
+    _append(buffers, token, *row_bounds)
+    page_bounds(buffers[0], *bounds, *row_bounds, page_size=page_size, num_new=1, statistic=statistic, **exponents)
+    num_pages = bounds[0].shape[2] if num_pages is None else num_pages
+    if counter is not None:
+        _count_metadata(counter, bounds[0], *row_bounds, page_size, num_pages)
+    return page_scores(
+        query,
+        *bounds,
         *row_bounds,
         page_size=page_size,
         scale=scale,
         group_reduce=group_reduce,
         num_pages=num_pages,
         **exponents,
-    )
-    if counter is not None:
-        _count_metadata(counter, page_min, *row_bounds, page_size, num_pages)
-    return select_blocks(
-        scores,
-        *row_bounds,
-        block_size=page_size,
-        max_blocks=max_blocks,
-        sink_blocks=sink_blocks,
-        recent_blocks=recent_blocks,
     )
 
 

@@ -40,15 +40,12 @@ def append_and_select(
     statistic: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and score in one launch, select in another."""
-    check_triton("query", query)
     q_heads, head_dim = query.shape[1:]
     kv_heads, max_pages = page_min.shape[1:3]
     group = q_heads // kv_heads
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     num_pages = max_pages if num_pages is None else num_pages
-    if group == 1:
-        group_reduce = "max"  # all three keep the order of a single head
-    scored = _score_pages(
+    scored = score_pages(
         query,
         (new_key, new_value),
         (keys, values),
@@ -73,12 +70,11 @@ def append_and_select(
         max_blocks=max_blocks,
         sink_blocks=sink_blocks,
         recent_blocks=recent_blocks,
-        group_reduce=group_reduce,
         finished=finished,
     )
 
 
-class _PageScores(NamedTuple):
+class PageScores(NamedTuple):
     """Results of the first launch, read by the second."""
 
     scores: torch.Tensor
@@ -89,9 +85,11 @@ class _PageScores(NamedTuple):
     """float32 [batch * kv_heads, group, programs]: log-sum-exp over each program's pages, for a softmax."""
     pages_per_program: int
     """Pages of every program except the first, which scores the page of the new token."""
+    group_reduce: str
+    """Reduction over the group that the scores have had, or for "softmax" still need."""
 
 
-def _score_pages(
+def score_pages(
     query: torch.Tensor,
     token: tuple[torch.Tensor, torch.Tensor],
     buffers: tuple[torch.Tensor, torch.Tensor],
@@ -105,11 +103,14 @@ def _score_pages(
     group_reduce: str,
     counter: torch.Tensor | None,
     statistic: str,
-) -> _PageScores:
+) -> PageScores:
     """Launch `append_and_score_kernel`."""
+    check_triton("query", query)
     batch, q_heads, head_dim = query.shape
     kv_heads, max_pages = bounds[0].shape[1:3]
     pairs, group = batch * kv_heads, q_heads // kv_heads
+    if group == 1:
+        group_reduce = "max"  # all three keep the order of a single head
     block_d = max(16, next_power_of_2(head_dim))
     config = choice("score", query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
     # Two tiles of bounds take at most 64 KiB together.
@@ -161,11 +162,11 @@ def _score_pages(
         **summary_options(statistic, page_size),
         **launch_options(query.device),
     )
-    return _PageScores(scores, head_scores, program_lse, pages_per_program)
+    return PageScores(scores, head_scores, program_lse, pages_per_program, group_reduce)
 
 
 def _select_pages(
-    scored: _PageScores,
+    scored: PageScores,
     row_bounds: tuple[torch.Tensor, torch.Tensor],
     *,
     kv_heads: int,
@@ -176,7 +177,6 @@ def _select_pages(
     max_blocks: int,
     sink_blocks: int,
     recent_blocks: int,
-    group_reduce: str,
     finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch `select_pages_kernel`."""
@@ -188,7 +188,7 @@ def _select_pages(
     span = next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
     block_c = max(128, next_power_of_2(max_blocks) * span)
     two_levels = num_pages >= config["two_levels_from"] and 2 * block_c <= num_pages
-    one_program = not two_levels and group_reduce != "softmax"
+    one_program = not two_levels and scored.group_reduce != "softmax"
     program_p = max(config["reduced"], span)
     programs = 1 if one_program else cdiv(num_pages, program_p)
     keys = cdiv(num_pages, span) if two_levels else num_pages
@@ -220,7 +220,7 @@ def _select_pages(
         programs_before,
         scored.pages_per_program,
         GROUP=group,
-        REDUCE=group_reduce,
+        REDUCE=scored.group_reduce,
         PAGE_SIZE=page_size,
         PROGRAM_P=program_p,
         ONE_PROGRAM=one_program,

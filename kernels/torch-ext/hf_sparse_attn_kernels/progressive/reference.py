@@ -5,40 +5,11 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, count_tokens, host_lengths, row_lengths, score_order, take_tokens
+from .._reference import compute_dtype, count_tokens, rank_blocks, row_lengths, take_tokens
 
-_FORCED = 1 << 40  # ranks above every score's order
-_ABSENT = -(1 << 40)
+__all__ = ["progressive_decode", "rank_blocks"]
+
 _INF = float("inf")
-
-
-def rank_blocks(
-    scores: torch.Tensor,
-    seq_start: torch.Tensor,
-    seq_end: torch.Tensor,
-    *,
-    block_size: int,
-    max_blocks: int | None,
-    sink_blocks: int,
-    recent_blocks: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `hf_sparse_attn_kernels.rank_blocks`."""
-    batch, kv_heads, width = scores.shape
-    max_blocks = width if max_blocks is None else max_blocks
-    lengths = host_lengths(seq_start, seq_end)
-    if lengths is not None:
-        width = min(width, max(1, -(-max(lengths) // block_size)))
-    num_blocks = _num_blocks(seq_start, seq_end, block_size).clamp_(max=width)[:, None]
-    blocks = torch.arange(width, device=scores.device)
-    age = num_blocks - 1 - blocks  # [batch, width]: 0 for the newest block
-    keys = score_order(scores[..., :width])
-    keys = torch.where((blocks < sink_blocks)[None, None], _FORCED - recent_blocks - blocks, keys)
-    keys = torch.where((age < recent_blocks)[:, None], (_FORCED - age)[:, None], keys)
-    keys.masked_fill_((age < 0)[:, None], _ABSENT)
-    order = keys.argsort(dim=-1, descending=True, stable=True)[..., :max_blocks].int()
-    counts = num_blocks.clamp(max=max_blocks).int().expand(batch, kv_heads).contiguous()
-    order.masked_fill_(blocks[:max_blocks] >= counts[..., None], -1)
-    return pad(order, (0, max_blocks - order.shape[2]), value=-1), counts
 
 
 def progressive_decode(
