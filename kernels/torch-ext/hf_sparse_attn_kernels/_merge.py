@@ -55,27 +55,82 @@ def merge_splits(
     MERGE_G: tl.constexpr,
 ):
     """Merge the splits of a group of query heads by their log-sum-exp, BLOCK_S splits at a time."""
-    heads = tl.arange(0, MERGE_G)
-    dims = tl.arange(0, BLOCK_D)
-    top = tl.full((MERGE_G,), float("-inf"), tl.float32)
-    total = tl.zeros((MERGE_G,), tl.float32)
-    out = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+    top, total, out = no_splits(BLOCK_D, MERGE_G)
     for first in range(0, splits, BLOCK_S):
         every = first + tl.arange(0, BLOCK_S)
-        at = every[:, None] * group + heads[None, :]  # [BLOCK_S, MERGE_G]
-        mask = (every < splits)[:, None] & (heads < group)[None, :]
-        part_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-        part_at = partial_out_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :]
-        parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
-        maxima = tl.load(partial_max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(partial_sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(maxima, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(maxima - shift[None, :])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(sums * weights, axis=0)
-        out = out * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
-        top = new_top
+        top, total, out = add_splits(
+            partial_max_ptr,
+            partial_sum_ptr,
+            partial_out_ptr,
+            every,
+            every < splits,
+            top,
+            total,
+            out,
+            group,
+            HEAD_DIM,
+            BLOCK_D,
+            MERGE_G,
+        )
+    write_merged(out_ptr, lse_ptr, top, total, out, group, HEAD_DIM, BLOCK_D, MERGE_G)
+
+
+@triton.jit
+def no_splits(BLOCK_D: tl.constexpr, MERGE_G: tl.constexpr):
+    """Return the running maximum, sum and output before the first split."""
+    top = tl.full((MERGE_G,), float("-inf"), tl.float32)
+    return top, tl.zeros((MERGE_G,), tl.float32), tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+
+
+@triton.jit
+def add_splits(
+    partial_max_ptr,  # of the row and KV head, like all pointers here
+    partial_sum_ptr,
+    partial_out_ptr,
+    splits,  # indices of those to add
+    is_split,  # which of them exist
+    top,
+    total,
+    out,
+    group,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_G: tl.constexpr,
+):
+    """Return the running maximum, sum and output after some more splits."""
+    heads = tl.arange(0, MERGE_G)
+    dims = tl.arange(0, BLOCK_D)
+    at = splits[:, None] * group + heads[None, :]  # [splits, MERGE_G]
+    mask = is_split[:, None] & (heads < group)[None, :]
+    part_mask = mask[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+    part_at = partial_out_ptr + at[:, :, None] * HEAD_DIM + dims[None, None, :]
+    parts = tl.load(part_at, mask=part_mask, other=0.0, cache_modifier=".cg")
+    maxima = tl.load(partial_max_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    sums = tl.load(partial_sum_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    new_top = tl.maximum(top, tl.max(maxima, axis=0))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(maxima - shift[None, :])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(sums * weights, axis=0)
+    out = out * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+    return new_top, total, out
+
+
+@triton.jit
+def write_merged(
+    out_ptr,  # of the row and KV head, like the next
+    lse_ptr,
+    top,
+    total,
+    out,
+    group,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_G: tl.constexpr,
+):
+    """Divide the output by the sum, and write it and the log-sum-exp."""
+    heads = tl.arange(0, MERGE_G)
+    dims = tl.arange(0, BLOCK_D)
     safe_total = tl.where(total > 0, total, 1.0)
     out = out / safe_total[:, None]
     mask = (heads < group)[:, None] & (dims < HEAD_DIM)[None, :]

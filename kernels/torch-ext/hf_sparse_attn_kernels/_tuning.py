@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
-    # Tokens in a tile, tokens that a program attends to before it looks at what is left (a microbatch at most),
+    # Tokens in a tile, tokens that a program attends to before it looks whether more are needed (a microbatch at most),
     # programs for each multiprocessor, warps in a program, and tiles in flight.
     "progressive_decode": {"block_n": 64, "ticket": 128, "per_multiprocessor": 2, "warps": 4, "stages": 3},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and waves of programs: in
@@ -82,13 +82,16 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             "stages": stages,
         }
         for block_n, ticket, per_multiprocessor, warps, stages in (
-            (64, 128, 2, 4, 3),
             (64, 64, 2, 4, 1),
             (64, 64, 4, 4, 1),
+            (32, 64, 2, 4, 2),
+            (64, 128, 2, 4, 2),
             (64, 128, 4, 4, 2),
             (64, 256, 2, 4, 3),
-            (128, 128, 1, 4, 1),
-            (128, 256, 1, 4, 2),
+            (64, 256, 4, 4, 2),
+            (32, 256, 4, 4, 3),
+            (32, 256, 8, 4, 2),
+            (128, 128, 2, 4, 1),
             (128, 256, 2, 8, 2),
         )
     ],

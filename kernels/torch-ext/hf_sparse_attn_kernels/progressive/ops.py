@@ -15,6 +15,8 @@ from .._check import (
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
 
+RESTS = ("least", "last")
+
 
 @op(launcher="rank")
 def rank_blocks(
@@ -89,6 +91,8 @@ def progressive_decode(
     microbatch: int,
     threshold: float,
     scale: float | None = None,
+    rest: str = "least",
+    forced_blocks: int = 0,
     counter: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
     impl: str | None = None,
@@ -99,11 +103,13 @@ def progressive_decode(
     read in the order of `block_order`, `microbatch` blocks at a time. After r blocks, with A_i the sum of exp(scale
     q.k) over the tokens of block i, each query head estimates the share of its attention weight that has been read:
 
-        P = sum_i A_i / (sum_i A_i + min_i A_i * blocks left)
+        P = sum_i A_i / (sum_i A_i + R * blocks left)
 
-    The sum and the minimum are over the blocks read, the minimum over complete blocks only: the newest block may have
-    few tokens yet. P is 0 while no complete block has been read. All blocks of the row that have not been read are
-    left, those that `block_order` leaves out included. Reading stops after the first microbatch after which P exceeds
+    The sum is over the blocks read. All blocks of the row that have not been read are left, those that `block_order`
+    leaves out included, and R estimates the A_i of each. With `rest="least"`, as in the paper, R is the least A_i of
+    the complete blocks read: the newest block may have few tokens yet. With `rest="last"`, R is the least mean A_i of a
+    microbatch read; its mean is over its complete blocks that are not among the first `forced_blocks` of the order. P
+    is 0 while there is no such block. Reading stops after the first microbatch after which P exceeds
     `threshold` for all query heads of the group, or when all `block_counts` blocks are read. P never falls from one
     microbatch to the next. Query head h reads KV head h // group, group = q_heads // kv_heads.
 
@@ -128,6 +134,10 @@ def progressive_decode(
         Share of the attention weight to read, above 0 and at most 1. With 1, all `block_counts` blocks are read.
     scale : float, optional
         Factor on q.k. Default: head_dim ** -0.5.
+    rest : str, optional
+        Estimate of what a block weighs that has not been read: "least" or "last", as above.
+    forced_blocks : int, optional
+        Leading entries of `block_order` that are there whatever they score, at least 0; for `rest="last"`.
     counter : torch.Tensor, optional
         int64 [4], added to in place: [0] += the tokens attended to, over rows and KV heads, [1] += those that dense
         attention reads, [3] += 1.
@@ -169,6 +179,9 @@ def progressive_decode(
     check_at_least("microbatch", microbatch, 1)
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold!r}; allowed: a number above 0 and at most 1")
+    if rest not in RESTS:
+        raise ValueError(f"rest={rest!r}; allowed: {' or '.join(map(repr, RESTS))}")
+    check_at_least("forced_blocks", forced_blocks, 0)
     check_counters(counter, finished, query, kv_heads)
     return (
         output(query, query.shape, query.dtype),

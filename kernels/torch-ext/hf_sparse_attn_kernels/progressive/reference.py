@@ -25,6 +25,8 @@ def progressive_decode(
     microbatch: int,
     threshold: float,
     scale: float | None,
+    rest: str,
+    forced_blocks: int,
     counter: torch.Tensor | None,
     finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,9 +51,11 @@ def progressive_decode(
     absent = tokens >= length[:, None, None]  # [batch, kv_heads, tokens]
     # An absent token reads the first one listed instead; its score is masked.
     positions = torch.where(absent, tokens[..., :1], tokens) + seq_start[:, None, None]
-    is_partial = (blocks + 1) * block_size > length[:, None, None]
+    is_left_out = (blocks + 1) * block_size > length[:, None, None]  # of the estimate of the rest
+    if rest == "last":
+        is_left_out |= slots < forced_blocks
 
-    search = _Search(block_counts, _num_blocks(seq_start, seq_end, block_size), microbatch, threshold)
+    search = _Search(block_counts, _num_blocks(seq_start, seq_end, block_size), microbatch, threshold, rest)
     scores = grouped.new_empty((batch, kv_heads, grouped.shape[1], 0))
     first, last = 0, 1 if on_host else microbatches
     while first < microbatches and not (on_host and search.is_over()):
@@ -60,8 +64,8 @@ def progressive_decode(
         new = grouped.bmm(k.to(dtype).flatten(0, 1).transpose(1, 2)).view(batch, kv_heads, -1, k.shape[2])
         new.masked_fill_(absent[:, :, None, span], -_INF)
         sums = new.view(*new.shape[:3], last - first, microbatch, block_size).logsumexp(dim=5)
-        partial = is_partial[..., first * microbatch : last * microbatch]
-        search.add(sums, partial.reshape(batch, kv_heads, 1, last - first, microbatch), first)
+        left_out = is_left_out[..., first * microbatch : last * microbatch]
+        search.add(sums, left_out.reshape(batch, kv_heads, 1, last - first, microbatch), first)
         scores = torch.cat((scores, new), dim=3)
         first, last = last, min(microbatches, 2 * last)
 
@@ -84,18 +88,29 @@ def progressive_decode(
 class _Search:
     """The first microbatch after which each row and KV head has read enough, from the sums of the blocks, in order."""
 
-    def __init__(self, block_counts: torch.Tensor, num_blocks: torch.Tensor, microbatch: int, threshold: float) -> None:
-        self.block_counts, self.num_blocks, self.microbatch = block_counts, num_blocks, microbatch
+    def __init__(
+        self, block_counts: torch.Tensor, num_blocks: torch.Tensor, microbatch: int, threshold: float, rest: str
+    ) -> None:
+        self.block_counts, self.num_blocks, self.microbatch, self.rest = block_counts, num_blocks, microbatch, rest
         # P > threshold, with P = 1 / (1 + least * left / total), in logarithms: total > odds + least + left
         self.log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else _INF
         self.total: torch.Tensor | None = None  # log-sum-exp of all blocks, [batch, kv_heads, group, 1]
-        self.least: torch.Tensor | None = None  # of complete blocks
+        self.least: torch.Tensor | None = None  # of a block, or of a microbatch's mean
         self.seen = 0
         self.needed = -(-block_counts.long() // microbatch)  # microbatches, until fewer are known to be enough
 
-    def add(self, sums: torch.Tensor, is_partial: torch.Tensor, first: int) -> None:
-        """Add blocks of log-sum-exp `sums` [batch, kv_heads, group, microbatches, microbatch], from `first` on."""
-        total, least = sums.logsumexp(dim=4), sums.masked_fill(is_partial, _INF).amin(dim=4)
+    def add(self, sums: torch.Tensor, is_left_out: torch.Tensor, first: int) -> None:
+        """Add blocks of log-sum-exp `sums` [batch, kv_heads, group, microbatches, microbatch], from `first` on.
+
+        The estimate of the rest leaves out `is_left_out` [batch, kv_heads, 1, microbatches, microbatch].
+        """
+        total = sums.logsumexp(dim=4)
+        if self.rest == "least":
+            least = sums.masked_fill(is_left_out, _INF).amin(dim=4)
+        else:
+            counted = (~is_left_out).sum(dim=4)
+            least = sums.masked_fill(is_left_out, -_INF).logsumexp(dim=4) - counted.to(sums.dtype).log()
+            least.masked_fill_(counted == 0, _INF)
         if self.total is not None and self.least is not None:
             total, least = torch.cat((self.total, total), dim=3), torch.cat((self.least, least), dim=3)
         total, least = total.logcumsumexp(dim=3), least.cummin(dim=3)[0]
