@@ -25,8 +25,10 @@ def test_the_budget_is_read_without_keys_and_values(levels, tmp_path, contexts, 
     monkeypatch.setattr("hf_sparse_attn.context.contents.read_layer", watched)
     budget = read_budget(tmp_path / "novel")
     assert budget.target_sparsity == 0.5
-    assert torch.equal(budget.prefill, context.budget.prefill)
-    torch.testing.assert_close(budget.decode, context.budget.decode)  # a mean, which a GPU adds up in another order
+    # Shares of the same whole numbers of tokens: a GPU multiplies by the reciprocal of the length, and adds up
+    # a mean in another order. One token more or less would differ by 1 / CONTEXT_TOKENS.
+    torch.testing.assert_close(budget.prefill, context.budget.prefill)
+    torch.testing.assert_close(budget.decode, context.budget.decode)
     assert {"queries", "centroids"} <= names
     assert not {"keys", "values"} & names
 

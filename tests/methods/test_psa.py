@@ -10,7 +10,7 @@ from hf_sparse_attn_kernels import use_impl
 from hf_sparse_attn import PSA, record_selections, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord
 from tests.layers import make_layer, step
-from tests.models import make_model, random_ids, shared_model
+from tests.models import DEVICE, make_model, random_ids, shared_model
 
 HEAD_DIM, KV_HEADS, GROUP = 10, 3, 3
 SCALE = 0.4
@@ -72,9 +72,9 @@ def decoded(method, length, impl="reference", max_cache_len=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     layer = make_layer(method, max_cache_len, padding=PADDING)
     dtype = torch.float64 if impl == "reference" else torch.float32
-    keys, values = torch.randn(2, len(PADDING), KV_HEADS, length, HEAD_DIM, generator=generator).to(dtype)
-    keys *= torch.tensor([2.5, 1.0, 0.125])[:, None, None]
-    query = torch.randn(len(PADDING), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(dtype)
+    keys, values = torch.randn(2, len(PADDING), KV_HEADS, length, HEAD_DIM, generator=generator).to(DEVICE, dtype)
+    keys *= torch.tensor([2.5, 1.0, 0.125], device=DEVICE)[:, None, None]
+    query = torch.randn(len(PADDING), KV_HEADS * GROUP, HEAD_DIM, generator=generator).to(DEVICE, dtype)
     layer._shared.recorder = record = SelectionRecord()
     with use_impl(impl):
         layer.update(keys[:, :, :-1], values[:, :, :-1])

@@ -11,11 +11,9 @@ from hf_sparse_attn import (
     sparse_attention,
     sparse_attention_stats,
 )
-from tests.models import DEVICE, make_model, random_ids, shared_model
+from tests.models import DEVICE, ROUNDING, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
-ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
-"""Of logits in float64: the models' norms work in float32, and a GPU adds up in an order that depends on the shape."""
 SMALL = {"clusters": 0.1, "coarse_clusters": 0.03, "window": 12}
 PROMPT = 160
 
