@@ -4,6 +4,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import (
     _op,
+    append_and_rank,
     append_and_select,
     dense_decode,
     page_bounds,
@@ -36,11 +37,12 @@ def _step(query, new_key, new_value, keys, values, seq_start, seq_end, counter, 
     chosen = append_and_select(
         query, new_key, new_value, keys, values, page_size=16, counter=counter, **rows, **bounds, **BUDGET
     )
+    ranked = append_and_rank(query, new_key, new_value, keys, values, page_size=16, counter=counter, **rows, **bounds)
     sparse, _ = sparse_decode(query, keys, values, *chosen, block_size=16, counter=counter, **rows)
     dense, lse = dense_decode(query, keys, values, **rows)
     page_bounds(keys, page_size=16, num_new=2, **rows, **bounds)
     scores = page_scores(query, page_size=16, **rows, **bounds)
-    return sparse, dense, lse, scores, *select_blocks(scores, block_size=16, **rows, **BUDGET)
+    return sparse, dense, lse, scores, *ranked, *select_blocks(scores, block_size=16, **rows, **BUDGET)
 
 
 def _tokens(seed):
@@ -120,6 +122,7 @@ def test_schemas_declare_what_is_written_and_fakes_what_is_returned(int8):
         "append_and_select": {
             "new_key": new_key, "new_value": new_value, "page_size": 16, **counted, **bounds, **BUDGET
         },
+        "append_and_rank": {"new_key": new_key, "new_value": new_value, "page_size": 16, **counted, **bounds},
         "sparse_decode": {"block_size": 16, **blocks, **counted},
         "dense_decode": counted,
     }  # fmt: skip

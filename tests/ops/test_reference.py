@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import (
+    _reference,
+    append_and_rank,
     append_and_select,
     dense_decode,
     page_bounds,
@@ -20,7 +22,7 @@ from tests.ops.helpers import device, empty_bounds, int32, make_rows
 @pytest.fixture
 def lengths_on_device(monkeypatch):
     """Take the path of tensors whose lengths the host does not know."""
-    for module in (attention, bounds, pages):
+    for module in (_reference, attention, bounds, pages):
         monkeypatch.setattr(module, "host_lengths", lambda start, end: None)
 
 
@@ -42,10 +44,11 @@ def _run(lengths, int8, dtype, kv_heads, group):
     new_key, new_value = (rows.query[:, : kv_heads * group : group].contiguous() + n for n in range(2))
     tokens = (rows.query, new_key, new_value, rows.keys, rows.values)
     chosen = append_and_select(*tokens, page_size=16, counter=counter, **bounds, **budget, **options)
+    ranked = append_and_rank(*tokens, page_size=16, counter=counter, **bounds, **options)
     decode = {"counter": counter, **options}
     sparse = sparse_decode(rows.query, rows.keys, rows.values, *chosen, block_size=16, **decode)
     dense = dense_decode(rows.query, rows.keys, rows.values, **decode)
-    return [rows.keys, rows.values, *bounds.values(), scores, *selected, *chosen, *sparse, *dense, counter]
+    return [rows.keys, rows.values, *bounds.values(), scores, *selected, *chosen, *ranked, *sparse, *dense, counter]
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -49,40 +49,24 @@ def _block_of(keys):
 
 
 @triton.jit
-def _bit_is_set(AXIS_BIT: tl.constexpr, LOG: tl.constexpr):
-    """Return whether a bit of the index in a hypercube [2] * LOG is set; it varies along one axis."""
-    return tl.reshape(tl.arange(0, 2), [1] * (LOG - 1 - AXIS_BIT) + [2] + [1] * AXIS_BIT) == 1
-
-
-@triton.jit
-def _exchange(cube, BIT: tl.constexpr, PHASE: tl.constexpr, LOG: tl.constexpr, LOW_BITS: tl.constexpr):
-    """Compare entries that differ in bit BIT of their place, and swap those out of order: a step of the sort.
-
-    After its last step, phase PHASE has sorted groups of 2 ** PHASE, every other one ascending, the last phase all
-    descending.
-    """
-    AXIS_BIT: tl.constexpr = (BIT + LOG - LOW_BITS) % LOG
-    partner = tl.sum(cube, axis=LOG - 1 - AXIS_BIT, keep_dims=True) - cube
-    swaps = (cube < partner) != _bit_is_set(AXIS_BIT, LOG)
-    if PHASE < LOG:
-        swaps = swaps != _bit_is_set((PHASE + LOG - LOW_BITS) % LOG, LOG)
-    return tl.where(swaps, partner, cube)
-
-
-@triton.jit
 def _sort_descending(keys, LOG: tl.constexpr, LOW_BITS: tl.constexpr):
-    """Sort int64 [2 ** LOG], descending; return the sorted keys, and the place of each of them.
+    """Sort int64 [2 ** LOG] by a bitonic network, descending; return the sorted keys, and the place of each of them.
 
     Neighbours are compared most often, so they should lie in one thread. Those are the entries of a tile that differ in
     the LOW_BITS upper bits of their index, if a thread has one entry in each part of the tile. They become neighbours.
     """
-    cube = tl.reshape(keys, [2] * LOG)
-    for phase in tl.static_range(1, LOG + 1):
-        for step in tl.static_range(phase):
-            cube = _exchange(cube, phase - 1 - step, phase, LOG, LOW_BITS)
     index = tl.arange(0, 1 << LOG)
     places = ((index << LOW_BITS) | (index >> (LOG - LOW_BITS))) & ((1 << LOG) - 1)
-    return tl.reshape(cube, [1 << LOG]), places
+    places = tl.reshape(places, [2] * LOG)
+    keys = tl.reshape(keys, [2] * LOG)
+    for phase in tl.static_range(1, LOG + 1):
+        # Sorts groups of 2 ** phase, every other one ascending; the last one is descending.
+        for step in tl.static_range(phase):
+            # Compares places that differ in bit phase - 1 - step, which is an axis.
+            partner = tl.sum(keys, axis=LOG - 1 - (LOG - LOW_BITS + phase - 1 - step) % LOG, keep_dims=True) - keys
+            takes_lower = ((places >> (phase - 1 - step)) ^ (places >> phase)) & 1
+            keys = tl.where((keys < partner) != (takes_lower == 1), partner, keys)
+    return tl.reshape(keys, [1 << LOG]), tl.reshape(places, [1 << LOG])
 
 
 @triton.jit

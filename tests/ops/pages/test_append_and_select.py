@@ -3,26 +3,9 @@ import torch
 from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
 
 from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, grid, int32, make_rows
+from tests.ops.pages.steps import new_tokens, prefilled
 
 BUDGET = {"max_blocks": 5, "sink_blocks": 1, "recent_blocks": 1}
-
-
-def _tokens(rows, seed):
-    """A query, key and value to append to every row, as views that are not contiguous."""
-    batch, kv_heads, _, head_dim = rows.keys.shape
-    generator = torch.Generator().manual_seed(seed)
-    heads = (rows.query.shape[1], kv_heads, kv_heads)
-    drawn = (torch.randn(batch, 2, n, head_dim, generator=generator).to(device, rows.keys.dtype)[:, 1] for n in heads)
-    return tuple(drawn)
-
-
-def _prefilled(lengths, int8, page_size=16, statistic="minmax", **options):
-    """Rows and the bounds of all their tokens; room for a few more is left in the buffers."""
-    rows = make_rows(lengths, **options)
-    bounds = empty_bounds(rows, page_size, int8=int8)
-    lengths_new = {"page_size": page_size, "num_new": 10_000, "statistic": statistic}
-    page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, impl="reference", **lengths_new, **bounds)
-    return rows, bounds
 
 
 def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, statistic, **options):
@@ -59,13 +42,13 @@ def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl,
 )
 def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_dim, dtype, group_reduce, statistic):
     shape = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "dtype": dtype}
-    rows, bounds = _prefilled(lengths, int8, page_size, statistic, **shape)
+    rows, bounds = prefilled(lengths, int8, page_size, statistic, **shape)
     keys, values = rows.keys.clone(), rows.values.clone()
     expected_bounds = {name: tensor.clone() for name, tensor in bounds.items()}
     options = {"page_size": page_size, "group_reduce": group_reduce, "scale": 0.3, "statistic": statistic}
     for step in range(2):  # 15 to 17 tokens, over the end of a page
         end = rows.end + step + 1
-        query, new_key, new_value = _tokens(rows, step)
+        query, new_key, new_value = new_tokens(rows, step)
         indices, counts = append_and_select(
             query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=end, impl=impl,
             **bounds, **options, **BUDGET,
@@ -92,7 +75,7 @@ def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_
     ],
 )
 def test_implementations_choose_the_same(int8, group_reduce, statistic):
-    rows, bounds = _prefilled([333, 20, 0], int8, statistic=statistic, group=3)
+    rows, bounds = prefilled([333, 20, 0], int8, statistic=statistic, group=3)
     chosen, states = [], []
     for impl in IMPLS:
         state = {name: tensor.clone() for name, tensor in bounds.items()}
@@ -102,7 +85,7 @@ def test_implementations_choose_the_same(int8, group_reduce, statistic):
             end = torch.where(rows.end > rows.start, rows.end + step + 1, rows.end)
             chosen.append(
                 append_and_select(
-                    *_tokens(rows, step), seq_start=rows.start, seq_end=end, page_size=16, group_reduce=group_reduce,
+                    *new_tokens(rows, step), seq_start=rows.start, seq_end=end, page_size=16, group_reduce=group_reduce,
                     statistic=statistic, impl=impl, counter=counter, **buffers, **state, **BUDGET,
                 )
             )  # fmt: skip
@@ -122,7 +105,7 @@ def test_a_row_from_its_first_token_on(impl, int8):
     bounds = empty_bounds(rows, 4, int8=int8)
     tokens = []
     for length in range(1, 10):
-        query, new_key, new_value = _tokens(rows, length)
+        query, new_key, new_value = new_tokens(rows, length)
         tokens.append(new_key)
         indices, counts = append_and_select(
             query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=rows.start + length,
@@ -146,11 +129,11 @@ def test_a_row_from_its_first_token_on(impl, int8):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("num_pages", [None, 3])
 def test_counter_adds_the_bytes_scored(impl, int8, num_pages):
-    rows, bounds = _prefilled([40, 15, 0, 16, 1], int8, kv_heads=3, dtype=torch.bfloat16)
+    rows, bounds = prefilled([40, 15, 0, 16, 1], int8, kv_heads=3, dtype=torch.bfloat16)
     end = torch.where(rows.end > rows.start, rows.end + 1, rows.end)
     counter = torch.tensor([5, 6, 7, 8], device=device)
     append_and_select(
-        *_tokens(rows, 0), rows.keys, rows.values, seq_start=rows.start, seq_end=end, page_size=16, counter=counter,
+        *new_tokens(rows, 0), rows.keys, rows.values, seq_start=rows.start, seq_end=end, page_size=16, counter=counter,
         num_pages=num_pages, impl=impl, **bounds, **BUDGET,
     )  # fmt: skip
     expected = 7
@@ -169,7 +152,7 @@ def test_rows_without_tokens_write_nothing(impl, int8):
     bounds = empty_bounds(rows, 16, int8=int8)
     keys = rows.keys.clone()
     indices, counts = append_and_select(
-        *_tokens(rows, 0), rows.keys, rows.values, seq_start=int32([7, 8]), seq_end=int32([7, 0]), page_size=16,
+        *new_tokens(rows, 0), rows.keys, rows.values, seq_start=int32([7, 8]), seq_end=int32([7, 0]), page_size=16,
         impl=impl, **bounds, **BUDGET,
     )  # fmt: skip
     assert (indices == -1).all()
@@ -196,8 +179,8 @@ def test_rows_without_tokens_write_nothing(impl, int8):
     ],
 )
 def test_errors_name_the_argument(change, error, message):
-    rows, bounds = _prefilled([20], int8=False)
-    query, new_key, new_value = _tokens(rows, 0)
+    rows, bounds = prefilled([20], int8=False)
+    query, new_key, new_value = new_tokens(rows, 0)
     arguments = {
         "query": query,
         "new_key": new_key,

@@ -1,10 +1,11 @@
 import pytest
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import rank_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.helpers import IMPLS, check_schema, device, int32
+from tests.ops.helpers import IMPLS, check_schema, device, grid, int32
 
 NAN, INF = float("nan"), float("inf")
 
@@ -134,12 +135,31 @@ def test_errors_name_the_argument(change, error, message):
         rank_blocks(**arguments)
 
 
+CANDIDATES = tuning.CANDIDATES["rank"]
+
+
 @pytest.mark.parametrize("max_blocks", [None, 40])
-def test_more_blocks_than_one_span(max_blocks):
+@pytest.mark.parametrize(
+    ("choice", "width"),
+    [
+        ({"span": 128, "per_thread": 1}, 300),
+        grid({"span": 128, "per_thread": 8}, 300),
+        *((choice, 1300) if choice == CANDIDATES[0] else grid(choice, 1300) for choice in CANDIDATES),
+    ],
+    ids=str,
+)
+def test_no_choice_changes_the_order(choice, width, max_blocks):
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 1, 1300, generator=generator)
-    scores[0, 0, 200:900] = scores[0, 0, 7]  # ties over several spans
-    scores[1, 0, 300:] = scores[1, 0, 300:].round()
+    scores = torch.randn(2, 1, width, generator=generator)
+    scores[0, 0, width // 6 : width // 2] = scores[0, 0, 7]  # ties over several spans
+    scores[1, 0, width // 4 :] = scores[1, 0, width // 4 :].round()
     scores[1, 0, ::97] = NAN
-    _check(scores, [1290, 515], 1, max_blocks=max_blocks, sink_blocks=3, recent_blocks=5)
-    _check(scores, [20, 0], 1, max_blocks=max_blocks)
+    with tuning.forced(rank=choice):
+        _check(scores, [width - 10, width // 2], 1, max_blocks=max_blocks, sink_blocks=3, recent_blocks=5)
+        _check(scores, [20, 0], 1, max_blocks=max_blocks)
+
+
+def test_most_blocks_come_first_anyway():
+    scores = torch.randn(2, 1, 300, generator=torch.Generator().manual_seed(0))
+    with tuning.forced(rank={"span": 128}):
+        _check(scores, [300, 256], 1, max_blocks=330, sink_blocks=140, recent_blocks=150)

@@ -1,0 +1,24 @@
+"""Rows with bounds of all their tokens, and tokens to append to them."""
+
+import torch
+from hf_sparse_attn_kernels import page_bounds
+
+from tests.ops.helpers import device, empty_bounds, make_rows
+
+
+def new_tokens(rows, seed):
+    """A query, key and value to append to every row, as views that are not contiguous."""
+    batch, kv_heads, _, head_dim = rows.keys.shape
+    generator = torch.Generator().manual_seed(seed)
+    heads = (rows.query.shape[1], kv_heads, kv_heads)
+    drawn = (torch.randn(batch, 2, n, head_dim, generator=generator).to(device, rows.keys.dtype)[:, 1] for n in heads)
+    return tuple(drawn)
+
+
+def prefilled(lengths, int8, page_size=16, statistic="minmax", **options):
+    """Rows and the bounds of all their tokens; room for a few more is left in the buffers."""
+    rows = make_rows(lengths, **options)
+    bounds = empty_bounds(rows, page_size, int8=int8)
+    lengths_new = {"page_size": page_size, "num_new": 10_000, "statistic": statistic}
+    page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, impl="reference", **lengths_new, **bounds)
+    return rows, bounds
