@@ -24,6 +24,8 @@ def attend_in_microbatches(
     microbatch: int,
     threshold: float,
     scale: float,
+    rest: str,
+    forced_blocks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as ``progressive_decode`` does, to blocks that the host loads as far as they are read.
 
@@ -39,7 +41,7 @@ def attend_in_microbatches(
         An offloaded layer, which holds the query's token already. Its counter counts the step.
     block_order, block_counts
         As ``rank_blocks`` returns them, int32 [batch, kv_heads, n] and [batch, kv_heads].
-    block_size, microbatch, threshold, scale
+    block_size, microbatch, threshold, scale, rest, forced_blocks
         As for ``progressive_decode``.
 
     Returns
@@ -85,12 +87,22 @@ def attend_in_microbatches(
         former, total = total, torch.logaddexp(total, sums.logsumexp(dim=3))
         weights = (sums - total[..., None]).exp()
         output = output * (former - total).exp()[..., None] + (weights[..., None] * outputs).sum(dim=3)
-        is_partial = (blocks + 1) * block_size > lengths
-        is_left_out = is_partial | (blocks < 0)
-        least = torch.minimum(least, sums.masked_fill(is_left_out[:, :, None], math.inf).amin(dim=3))
+        is_left_out = ((blocks + 1) * block_size > lengths) | (blocks < 0)
+        if rest == "last":
+            is_left_out |= torch.arange(first, first + blocks.shape[2], device=query.device) < forced_blocks
+        least = torch.minimum(least, _estimate_of_rest(sums, is_left_out[:, :, None], rest))
         read_counts = read_counts + counts
         left = (num_blocks - read_counts[..., None]).clamp_min(0).to(dtype).log()
         has_enough = (total > log_odds + least + left).all(dim=2)
         goes_on = goes_on & ~has_enough & (read_counts < block_counts)
     output = output.masked_fill(read_counts[:, :, None, None] == 0, 0.0)  # NaN in a row without tokens
     return output.view(query.shape).to(query.dtype), read_counts
+
+
+def _estimate_of_rest(sums: torch.Tensor, is_left_out: torch.Tensor, rest: str) -> torch.Tensor:
+    """Return the least, or the mean, of blocks of log-sum-exp ``sums`` [..., blocks]; infinite if all are left out."""
+    if rest == "least":
+        return sums.masked_fill(is_left_out, math.inf).amin(dim=3)
+    counted = (~is_left_out).sum(dim=3)
+    mean = sums.masked_fill(is_left_out, -math.inf).logsumexp(dim=3) - counted.to(sums.dtype).log()
+    return mean.masked_fill(counted == 0, math.inf)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
 
 METADATA = ("cuboid_mean", "minmax", "representative")
+RESTS = ("least", "last")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class PSA(PagedMethod):
         Precision of the metadata: ``"int8"`` (default), or ``"model"`` for the model's dtype.
     dense_layers
         Number of first layers that attend to the whole cache; the paper has none.
+    rest
+        What each block that is left is taken to weigh. ``"least"`` (default, as in the paper) is ``AS_min``, which one
+        block may make small by chance. ``"last"`` is the least mean weight that a microbatch had, without the blocks
+        that are always read: the last microbatch shows best what the next ones weigh.
     offload, gpu_cache_tokens, eviction
         Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
         for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
@@ -79,6 +84,7 @@ class PSA(PagedMethod):
     group_reduce: str = "softmax"
     bounds_dtype: str = "int8"
     dense_layers: int = 0
+    rest: str = "least"
 
     def __post_init__(self) -> None:
         """Check the hyperparameters.
@@ -96,6 +102,7 @@ class PSA(PagedMethod):
         self._require_page_size("block_size")
         self._require("microbatch", self.microbatch >= 1, "at least 1 block")
         self._require("metadata", self.metadata in METADATA, f"one of {', '.join(METADATA)}")
+        self._require("rest", self.rest in RESTS, " or ".join(map(repr, RESTS)))
         self._require("sink_tokens", self.sink_tokens >= 0, "0 or more")
         if self.token_budget is not None:
             least = (self.sink_blocks + 1) * self.block_size
@@ -187,6 +194,8 @@ class PSA(PagedMethod):
             "microbatch": self.microbatch,
             "threshold": float(self.threshold),
             "scale": scale,
+            "rest": self.rest,
+            "forced_blocks": self.sink_blocks + 1,  # a row with fewer reads them all
         }
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, block_counts, **parameters)

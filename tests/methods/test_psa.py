@@ -49,6 +49,8 @@ def papers_loop(queries, keys, values, order, method):
     cap = len(order) if method.token_budget is None else method.token_budget // method.block_size
     accumulated = [0.0] * len(queries)
     least = [math.inf] * len(queries)
+    counted = [[] for _ in queries]  # weights of the microbatch that the estimate by means is made of
+    forced = 1 + math.ceil(method.sink_tokens / method.block_size)
     read = []
     for block in order[:cap]:
         tokens = slice(block * method.block_size, (block + 1) * method.block_size)
@@ -56,8 +58,14 @@ def papers_loop(queries, keys, values, order, method):
         for head, query in enumerate(queries):
             weight = (SCALE * keys[tokens] @ query).exp().sum().item()
             accumulated[head] += weight
-            if len(keys[tokens]) == method.block_size:
+            is_complete = len(keys[tokens]) == method.block_size
+            if method.rest == "least" and is_complete:
                 least[head] = min(least[head], weight)
+            if method.rest == "last" and is_complete and len(read) > forced:
+                counted[head].append(weight)
+            if len(read) % method.microbatch == 0 and counted[head]:
+                least[head] = min(least[head], sum(counted[head]) / len(counted[head]))
+                counted[head] = []
         left = len(order) - len(read)
         if len(read) % method.microbatch == 0 and all(
             total > method.threshold * (total + low * left) for total, low in zip(accumulated, least, strict=True)
@@ -98,6 +106,9 @@ def decoded(method, length, impl="reference", max_cache_len=None, seed=0):
         {"threshold": 0.95, "microbatch": 4, "token_budget": 83},
         {"threshold": 1.0, "microbatch": 3},
         {"threshold": 1, "microbatch": 1, "token_budget": 40},
+        {"threshold": 0.9, "microbatch": 2, "rest": "last"},
+        {"threshold": 0.8, "microbatch": 3, "rest": "last", "sink_tokens": 0},
+        {"threshold": 0.8, "microbatch": 1, "rest": "last", "sink_tokens": 24},
     ],
     ids=str,
 )
@@ -247,6 +258,7 @@ def test_what_fits_into_one_microbatch_is_covered():
         ({"block_size": 0}, r"block_size must be a power of two"),
         ({"microbatch": 0}, r"microbatch must be at least 1 block, got 0"),
         ({"metadata": "mean"}, r"metadata must be one of cuboid_mean, minmax, representative, got 'mean'"),
+        ({"rest": "mean"}, r"rest must be 'least' or 'last', got 'mean'"),
         ({"sink_tokens": -1}, r"sink_tokens must be 0 or more, got -1"),
         ({"token_budget": 63}, r"token_budget must be None, or at least 64: .* sink_tokens=16.* blocks of 32, got 63"),
         ({"token_budget": 0, "sink_tokens": 0}, r"token_budget must be None, or at least 32"),

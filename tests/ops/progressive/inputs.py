@@ -34,6 +34,8 @@ def make_progressive(
     dtype: torch.dtype = torch.float32,
     peak: float = 2.0,
     seed: int = 0,
+    rest: str = "least",
+    forced_blocks: int = 0,
 ) -> Progressive:
     """Rows whose attention is peaked by row, the last one flat, with their blocks ranked by noisy exact scores."""
     rows = make_rows(lengths, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, seed=seed)
@@ -71,6 +73,8 @@ def make_progressive(
             "block_size": block_size,
             "microbatch": microbatch,
             "threshold": threshold,
+            "rest": rest,
+            "forced_blocks": forced_blocks,
         },
     )
 
@@ -133,20 +137,28 @@ def _read_until_enough(
     count = arguments["block_counts"][row, kv_head].item()
     order = arguments["block_order"][row, kv_head, :count].tolist()
     sums: dict[int, list[float]] = {head: [] for head in heads}  # log A_i
-    least = dict.fromkeys(heads, INF)
+    is_counted: list[bool] = []  # in the estimate of the rest
+    means: dict[int, list[float]] = {head: [] for head in heads}  # log, of the microbatches
     for read, block in enumerate(order, start=1):
         k = _tokens(rows, row, kv_head, block, block_size)[0].double()
         for head in heads:
-            log_sum = ((k @ rows.query[row, head].double()) * scale).logsumexp(dim=0).item()
-            sums[head].append(log_sum)
-            if (block + 1) * block_size <= length:
-                least[head] = min(least[head], log_sum)
+            sums[head].append(((k @ rows.query[row, head].double()) * scale).logsumexp(dim=0).item())
+        is_forced = arguments["rest"] == "last" and read <= arguments["forced_blocks"]
+        is_counted.append((block + 1) * block_size <= length and not is_forced)
         if read % arguments["microbatch"] or read == count or threshold == 1:
             continue
-        odds = []  # log of P / (1 - P), with P = 1 / (1 + exp(least + log left - total))
+        odds = []  # log of P / (1 - P), with P = 1 / (1 + exp(estimate + log left - total))
         for head in heads:
-            total = torch.tensor(sums[head], dtype=torch.float64).logsumexp(dim=0).item()
-            odds.append(total - least[head] - math.log(num_blocks - read) if num_blocks > read else INF)
+            every = torch.tensor(sums[head], dtype=torch.float64)
+            if arguments["rest"] == "least":
+                estimate = every[is_counted].min().item() if any(is_counted) else INF
+            else:
+                newest = slice(read - arguments["microbatch"], read)
+                counted = every[newest][is_counted[newest]]
+                if len(counted):
+                    means[head].append(counted.logsumexp(dim=0).item() - math.log(len(counted)))
+                estimate = min(means[head], default=INF)
+            odds.append(every.logsumexp(dim=0).item() - estimate - math.log(num_blocks - read))
         distance = min(odds) - math.log(threshold / (1 - threshold))
         margin[row, kv_head] = min(margin[row, kv_head].item(), abs(distance))
         if distance > 0:

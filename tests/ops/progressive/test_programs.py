@@ -6,6 +6,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import progressive_decode, rank_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from tests.ops.helpers import IMPLS, device, grid
 from tests.ops.progressive.inputs import make_progressive, one_block_at_a_time
@@ -16,19 +17,31 @@ CHOICES = [
     *(candidate if candidate in (CANDIDATES[0], CANDIDATES[-1]) else grid(candidate) for candidate in CANDIDATES),
     dict(zip(NAMES, (16, 16, 1, 4, 1), strict=True)),  # one block a ticket
     dict(zip(NAMES, (16, 1000, 16, 4, 2), strict=True)),  # more programs than tickets
-    dict(zip(NAMES, (16, 32, 0, 4, 1), strict=True)),  # one program
+    dict(zip(NAMES, (16, 32, 0, 4, 1), strict=True)),  # as few programs as a microbatch has tickets
 ]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
 @pytest.mark.parametrize("block_size", [16, grid(48)])
-def test_no_choice_changes_a_result(choice, block_size):
+@pytest.mark.parametrize("rest", ["least", "last"])
+def test_no_choice_changes_a_result(choice, block_size, rest):
     case = make_progressive(
-        [350, 200, 111, 0], block_size=block_size, microbatch=4, threshold=0.8, group=3, head_dim=32
+        [350, 200, 111, 0],
+        block_size=block_size,
+        microbatch=4,
+        threshold=0.8,
+        group=3,
+        head_dim=32,
+        rest=rest,
+        forced_blocks=1,
     )
+    _check_twice(case, choice, lengths=350 + 200 + 111)
+
+
+def _check_twice(case, choice, lengths):
     expected = one_block_at_a_time(case)
     counter = torch.zeros(4, dtype=torch.int64, device=device)
-    finished = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    finished = torch.zeros(*case.arguments["block_counts"].shape, dtype=torch.int32, device=device)
     with tuning.forced(progressive_decode=choice):
         for _ in range(2):
             out, lse, read_counts = progressive_decode(
@@ -37,13 +50,42 @@ def test_no_choice_changes_a_result(choice, block_size):
     assert not finished.any()
     assert torch.equal(read_counts, expected.read_counts)
     torch.testing.assert_close((out.double(), lse.double()), (expected.out, expected.lse), rtol=1e-4, atol=1e-5)
-    assert counter.tolist() == [2 * expected.tokens, 2 * 2 * (350 + 200 + 111), 0, 2]
+    assert counter.tolist() == [2 * expected.tokens, 2 * 2 * lengths, 0, 2]
+
+
+@pytest.mark.parametrize("order", ["last program first", "shuffled"])
+@pytest.mark.parametrize("rest", ["least", "last"])
+@pytest.mark.parametrize(("microbatch", "ticket"), [(1, 16), (4, 16), (4, 32), (3, 48)])
+def test_programs_may_run_in_any_order(order, rest, microbatch, ticket, monkeypatch):
+    """Rows go on for several rounds after the first wave, in which some programs find results that others do not."""
+    if device.type == "cpu":
+        _reorder_programs(order, monkeypatch)
+    options = {"microbatch": microbatch, "rest": rest, "forced_blocks": 1, "peak": 0.5, "threshold": 0.7}
+    case = make_progressive([600, 500, 300], head_dim=16, group=2, **options)
+    choice = dict(zip(NAMES, (16, ticket, 3, 4, 1), strict=True))  # 24 programs on the device that is assumed
+    _check_twice(case, choice, lengths=600 + 500 + 300)
+
+
+def _reorder_programs(order, monkeypatch):
+    """Let the interpreter run the programs of each launch in another order."""
+    builder = interpreter.interpreter_builder
+    set_grid_idx, generator = builder.set_grid_idx, torch.Generator().manual_seed(0)
+    orders = {}
+
+    def set_another(x, y, z):
+        if (x, y, z) == (0, 0, 0):
+            orders["x"] = torch.randperm(builder.grid_dim[0], generator=generator).tolist()
+        set_grid_idx(orders["x"][x] if order == "shuffled" else builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_another)
 
 
 @pytest.mark.parametrize("threshold", [0.8, 1.0])
-def test_rows_that_have_enough_cost_nothing_more(threshold, monkeypatch):
-    """Tickets are taken up to the stop; on a device also those under way when it is proved."""
-    case = make_progressive([450, 300, 150], microbatch=4, threshold=threshold, group=2, head_dim=32)
+@pytest.mark.parametrize("rest", ["least", "last"])
+def test_rows_that_have_enough_cost_nothing_more(threshold, rest, monkeypatch):
+    """One program per row and KV head takes the tickets up to the stop, and no other."""
+    options = {"microbatch": 2, "threshold": threshold, "rest": rest, "group": 2, "head_dim": 32}
+    case = make_progressive([450, 300, 150], **options)
     expected = one_block_at_a_time(case)
     allocated, new_empty = [], torch.Tensor.new_empty
 
@@ -52,14 +94,12 @@ def test_rows_that_have_enough_cost_nothing_more(threshold, monkeypatch):
         return allocated[-1]
 
     monkeypatch.setattr(torch.Tensor, "new_empty", record)
-    with tuning.forced(progressive_decode={"ticket": 32}):
-        progressive_decode(**case.arguments, impl="triton")
-    (partial_max, _, _) = next(tensor for tensor in allocated if tensor.dim() == 4 and tensor.shape[0] == 3)
-    taken = (~partial_max.isnan()).all(dim=2).sum(dim=1).view(3, 2)  # two blocks each
-    needed = (expected.read_counts + 1) // 2
-    assert (taken >= needed).all()
-    if device.type == "cpu":  # the interpreter runs one program after another
-        assert torch.equal(taken.int(), needed)
+    with tuning.forced(progressive_decode={"ticket": 32, "per_multiprocessor": 0}):
+        _, _, read_counts = progressive_decode(**case.arguments, impl="triton")
+    (_, _, partial_max, _) = next(tensor for tensor in allocated if tensor.dim() == 4 and tensor.shape[0] == 4)
+    taken = (~partial_max.isnan()).all(dim=2).sum(dim=1).view(3, 2)  # microbatches
+    assert torch.equal(read_counts, expected.read_counts)
+    assert torch.equal(taken.int(), (expected.read_counts + 1) // 2)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -132,6 +172,8 @@ def test_properties(data):
         "max_blocks": data.draw(st.none() | st.integers(1, 13)),
         "peak": data.draw(st.sampled_from([0.0, 0.5, 4.0])),
         "seed": data.draw(st.integers(0, 9)),
+        "rest": data.draw(st.sampled_from(["least", "last"])),
+        "forced_blocks": data.draw(st.integers(0, 4)),
     }
     case = make_progressive(lengths, block_size=block_size, microbatch=microbatch, head_dim=16, group=2, **options)
     expected = one_block_at_a_time(case)

@@ -65,8 +65,47 @@ def test_matches_one_block_at_a_time(lengths, block_size, microbatch, threshold,
         torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
 
 
-def test_reference_is_exact_in_float64():
-    case = make_progressive([400, 250, 100], group=3, dtype=torch.float64, threshold=0.8)
+@pytest.mark.parametrize(
+    ("lengths", "microbatch", "forced_blocks", "options"),
+    [
+        ([500, 300, 111, 63, 1, 0], 2, 0, {}),
+        ([400, 300, 200], 3, 4, {"group": 3, "head_dim": 80, "dtype": torch.bfloat16, "sink_blocks": 3}),
+        ([333, 250], 4, 6, {"block_size": 8, "group": 7, "threshold": 0.7}),
+        ([700, 500], 1, 2, {"block_size": 48, "threshold": 0.6}),
+        ([300, 111], 2, 100, {}),  # there are no other blocks
+        ([400, 300], 4, 3, {"max_blocks": 9, "threshold": 0.95}),
+    ],
+    ids=str,
+)
+def test_the_rest_may_be_estimated_by_the_microbatches_means(lengths, microbatch, forced_blocks, options):
+    options = {"rest": "last", "forced_blocks": forced_blocks, "threshold": 0.8, **options}
+    case = make_progressive(lengths, microbatch=microbatch, **options)
+    expected = one_block_at_a_time(case)
+    assert expected.margin.min() > NEAR
+    allowed = 2 * _eager_error(case, expected) + 1e-6
+    for impl in IMPLS:
+        out, lse, read_counts = progressive_decode(**case.arguments, impl=impl)
+        assert torch.equal(read_counts, expected.read_counts), impl
+        assert (out.double() - expected.out).abs().max().item() <= allowed, impl
+        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_estimates_of_the_rest_differ(impl):
+    """The least block of those read weighs less than the mean block of a microbatch, so its estimate stops earlier."""
+    case = make_progressive([500, 400], threshold=0.8, group=2, peak=1.0)
+    (_, _, least), (_, _, last), (_, _, without_forced) = (
+        progressive_decode(**(case.arguments | {"rest": rest, "forced_blocks": forced}), impl=impl)
+        for rest, forced in (("least", 9), ("last", 0), ("last", 9))
+    )
+    assert (least <= last).all()
+    assert (least < last).any()
+    assert (last <= without_forced).all()
+
+
+@pytest.mark.parametrize("rest", ["least", "last"])
+def test_reference_is_exact_in_float64(rest):
+    case = make_progressive([400, 250, 100], group=3, dtype=torch.float64, threshold=0.8, rest=rest, forced_blocks=1)
     expected = one_block_at_a_time(case, scale=0.2)
     out, lse, read_counts = progressive_decode(**case.arguments, scale=0.2, impl="reference")
     assert torch.equal(read_counts, expected.read_counts)
@@ -119,6 +158,8 @@ def test_schema():
         ({"threshold": 0.0}, ValueError, r"threshold=0.0; allowed: a number above 0 and at most 1"),
         ({"threshold": 1.5}, ValueError, r"threshold=1.5; allowed"),
         ({"threshold": float("nan")}, ValueError, r"threshold=nan; allowed"),
+        ({"rest": "mean"}, ValueError, r"rest='mean'; allowed: 'least' or 'last'"),
+        ({"forced_blocks": -1}, ValueError, r"forced_blocks=-1; allowed: an int of at least 0"),
         ({"microbatch": 0}, ValueError, r"microbatch=0; allowed: an int of at least 1"),
         ({"block_size": 0}, ValueError, r"block_size=0; allowed: an int of at least 1"),
         ({"block_order": torch.zeros(1, 1, 3).int()}, ValueError, r"block_order has shape \[1, 1, 3\]; allowed"),

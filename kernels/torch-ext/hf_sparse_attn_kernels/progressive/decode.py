@@ -65,8 +65,9 @@ def progressive_decode(
     per_pair = min(MAX_PROGRAMS, config["per_multiprocessor"] * multiprocessors(query.device) // pairs)
     programs = min(tickets, max(1, per_pair // parts) * parts)
     more = tickets > programs
-    # No more tiles in flight than a ticket has.
-    stages = min(cdiv(ticket * lanes, block_n), 2 if keys.element_size() == 4 else config["stages"])
+    # One stage computes, so others load one tile less: no more of them than a ticket has tiles.
+    tiles = cdiv(ticket * lanes, block_n)
+    stages = 1 if tiles == 1 else min(tiles + 1, 2 if keys.element_size() == 4 else config["stages"])
     merge_g = next_power_of_2(group)
 
     out = query.new_empty((batch, q_heads, head_dim))

@@ -85,14 +85,22 @@ def attend_to_ticket(
     first = ticket * TICKET
     order_ptr += first
     blocks = tl.minimum(count - first, TICKET)
-    own_total = tl.zeros((BLOCK_G,), tl.float32)  # of the ticket, in units of `top`, like the next
+    before = top
+    own_total = tl.zeros((BLOCK_G,), tl.float32)  # of the ticket, in units of `top`, like all sums here
     block_total = tl.zeros((BLOCK_G,), tl.float32)  # of the block that has begun, if a block has several tiles
-    counted_total = tl.zeros((BLOCK_G,), tl.float32)
     least = tl.full((BLOCK_G,), float("inf"), tl.float32)
-    read = tl.zeros((), tl.int32)
+    lane_total = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # of a lane of all tiles, like the next two
+    lane_counted = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
+    lane_tokens = tl.zeros((BLOCK_N,), tl.int32)
+    # A tile's blocks are loaded one tile ahead: its keys and values can then be loaded while others are attended to.
+    next_block = tl.load(order_ptr + lanes // LANES, mask=lanes // LANES < blocks, other=-1)
     for tile in range(tl.cdiv(TICKET * LANES, BLOCK_N)):
         lane = tile * BLOCK_N + lanes
-        block = tl.load(order_ptr + lane // LANES, mask=lane // LANES < blocks, other=-1)
+        block = next_block
+        next_place = (lane + BLOCK_N) // LANES
+        next_block = tl.load(order_ptr + next_place, mask=next_place < blocks, other=-1)
+        place = tile // BLOCK_TILES * TILE_BLOCKS + tile_blocks
+        tile_block = tl.load(order_ptr + place, mask=place < blocks, other=-1)
         token = block * BLOCK_SIZE + lane % LANES
         valid = (block >= 0) & (lane % LANES < BLOCK_SIZE) & (token < length)
         position = start.to(tl.int64) + token
@@ -107,25 +115,23 @@ def attend_to_ticket(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(top - shift)
         top = new_top
-        tile_total = tl.sum(weights, axis=1)
-        total = total * decay + tile_total
-        own_total = own_total * decay + tile_total
         out = out * decay[:, None]
         out = tl.dot(weights.to(v.dtype).to(DOT_DTYPE), v.to(DOT_DTYPE), out, input_precision="ieee")
-        read += tl.sum(valid.to(tl.int32))
+        if COUNT:
+            lane_tokens += valid.to(tl.int32)
 
         # A sum too small for float32 counts as 0: beside the largest weight, it makes P exceed any threshold anyway.
         if LAST:
             is_counted = (first + lane // LANES >= forced_blocks) & ((block + 1) * BLOCK_SIZE <= length)
-            counted = tl.where(is_counted[None, :], weights, 0.0)
-            counted_total = counted_total * decay + tl.sum(counted, axis=1)
+            lane_total = lane_total * decay[:, None] + weights
+            lane_counted = lane_counted * decay[:, None] + tl.where(is_counted[None, :], weights, 0.0)
         else:
-            place = tile // BLOCK_TILES * TILE_BLOCKS + tile_blocks
-            block = tl.load(order_ptr + place, mask=place < blocks, other=-1)
-            is_complete = (block >= 0) & ((block + 1) * BLOCK_SIZE <= length)
+            is_complete = (tile_block >= 0) & ((tile_block + 1) * BLOCK_SIZE <= length)
             sums = tl.sum(tl.reshape(weights, (BLOCK_G, TILE_BLOCKS, BLOCK_N // TILE_BLOCKS)), axis=2)
+            tile_total = tl.sum(sums, axis=1)
+            own_total = own_total * decay + tile_total
             if BLOCK_TILES > 1:
-                block_total = block_total * decay + tl.sum(sums, axis=1)
+                block_total = block_total * decay + tile_total
                 sums = block_total[:, None]
                 is_end = tile % BLOCK_TILES == BLOCK_TILES - 1
                 is_complete = is_complete & is_end
@@ -139,6 +145,8 @@ def attend_to_ticket(
     at = ticket * group + heads
     shift = tl.where(top == float("-inf"), 0.0, top)
     if LAST:
+        own_total = tl.sum(lane_total, axis=1)
+        counted_total = tl.sum(lane_counted, axis=1)
         place = tl.arange(0, BLOCK_B)
         block = tl.load(order_ptr + place, mask=place < blocks, other=-1)
         is_counted = (block >= 0) & (first + place >= forced_blocks) & ((block + 1) * BLOCK_SIZE <= length)
@@ -146,10 +154,11 @@ def attend_to_ticket(
         tl.store(rest_ptr + at, tl.log2(counted_total) + shift, mask=head_mask)
     else:
         tl.store(rest_ptr + at, least, mask=head_mask)
+    total = total * tl.exp2(before - shift) + own_total
     tl.store(weight_ptr + at, tl.log2(own_total) + shift, mask=head_mask)
     tl.store(max_ptr + at, top, mask=head_mask)
     tl.store(sum_ptr + at, total, mask=head_mask)
     tl.store(out_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=group_mask)
     if COUNT:
-        tl.store(tokens_ptr + ticket, read)
+        tl.store(tokens_ptr + ticket, tl.sum(lane_tokens))
     return top, total, out
