@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
+from hf_sparse_attn.cache.offload.reads import ReadAhead
+from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import RecentQueries, followed_by
 from hf_sparse_attn.cache.storage import Present, Rows, Storage
@@ -166,12 +168,21 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """The rows for an op that reads and writes nothing but the newest block of each, in a decode step or a crop."""
         return self.storage.newest(self.lengths)
 
-    def present(self, selection: Selection, continues: bool = False) -> Present:
+    def present(self, selection: Selection) -> Iterable[Present]:
         """Return where an op finds the selected blocks of a decode step, after :meth:`append`.
 
-        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        There may be several parts of the selection. What reads a part must be queued before the next one is asked for:
+        an offloaded layer then waits for blocks that are being loaded.
         """
-        return self.storage.present(selection, self.lengths, self.counter, continues)
+        return self.storage.present(selection, self.lengths, self.counter)
+
+    def read_ahead(self, block_order: torch.Tensor, microbatch: int) -> ReadAhead:
+        """Return the blocks of a decode step of an offloaded layer, ``microbatch`` at a time, after :meth:`append`.
+
+        ``block_order`` is int32 [batch, kv_heads, n]: blocks in the order in which to read them, then -1.
+        """
+        assert isinstance(self.storage, OffloadStorage)
+        return self.storage.read_ahead(block_order, microbatch, self.lengths, self.counter)
 
     def row_lengths(self) -> torch.Tensor:
         """int32 [batch]: tokens of each row, padding excluded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Present(NamedTuple):
-    """Where an op finds the selected blocks of a decode step."""
+    """Where an op finds selected blocks of a decode step."""
 
     keys: torch.Tensor
     """[batch, kv_heads, n, head_dim]."""
@@ -52,8 +52,6 @@ class Present(NamedTuple):
     """int32 [batch]."""
     counter: torch.Tensor | None
     """``LayerCounter.totals`` for the op to count in; None if the step is counted already."""
-    is_empty: bool = False
-    """Whether the host knows that no block is selected."""
 
 
 class Storage(ABC):
@@ -108,15 +106,13 @@ class Storage(ABC):
         """Return the rows for an op that reads and writes nothing but the newest block of each."""
         return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
 
-    def present(
-        self, selection: Selection, lengths: Lengths, counter: LayerCounter, continues: bool = False
-    ) -> Present:
+    def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterable[Present]:
         """Return where the selected blocks of a decode step are, once its token is written.
 
-        ``continues`` after another selection of the same step, whose blocks may then be gone.
+        There may be several parts of the selection. What reads a part must be queued before the next one is asked for.
         """
         bounds = (lengths.seq_start, lengths.seq_end)
-        return Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals)
+        return (Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals),)
 
     def stage(self, lengths: Lengths) -> None:  # noqa: B027 - most storages hold every token at any time
         """Let :attr:`keys` and :attr:`values` hold every token, which they may not after a decode step."""

@@ -10,6 +10,7 @@ import torch
 from hf_sparse_attn_kernels import sparse_decode
 
 from hf_sparse_attn.dense import dense_attention
+from hf_sparse_attn.methods.merge import merge_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +41,8 @@ class Offload(NamedTuple):
     """Tokens in a block of the method's selections."""
     blocks_at_once: int
     """Maximum number of complete blocks that a KV head must hold at once in a step."""
+    held_at_once: str
+    """What these blocks are, for messages, such as ``"all of a selection"``."""
     gpu_cache_tokens: int
     """Tokens of all offloaded layers and KV heads that the pool on the device has room for, shared by the rows."""
     eviction: str
@@ -267,19 +270,24 @@ class SparseMethod:
         Takes and returns [batch, q_heads, head_dim]. Selected tokens get contiguous positions if ``rotates_keys``.
         """
         layer.note(selection)
-        present = layer.present(selection)
-        output, _ = sparse_decode(
-            query,
-            present.keys,
-            present.values,
-            present.block_indices,
-            present.block_counts,
-            present.seq_start,
-            present.seq_end,
-            block_size=selection.block_size,
-            scale=scale,
-            counter=present.counter,
-            finished=layer.finished,
-            **layer.rotations,
-        )
-        return output
+        parts = [
+            sparse_decode(
+                query,
+                present.keys,
+                present.values,
+                present.block_indices,
+                present.block_counts,
+                present.seq_start,
+                present.seq_end,
+                block_size=selection.block_size,
+                scale=scale,
+                counter=present.counter,
+                finished=layer.finished,
+                **layer.rotations,
+            )
+            for present in layer.present(selection)
+        ]
+        if len(parts) == 1:
+            return parts[0][0]
+        output, _ = merge_attention([(out.unsqueeze(1), lse.unsqueeze(1)) for out, lse in parts])
+        return output.to(query.dtype)

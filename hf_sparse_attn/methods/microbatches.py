@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from hf_sparse_attn_kernels import sparse_decode
 
-from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.merge import merge_attention
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
+
+MOST_PARTS = 16
+"""Microbatches whose outputs are kept before they are merged: few launches, and memory that has a bound."""
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 def attend_in_microbatches(
     query: torch.Tensor,
     layer: SparseLayer,
     block_order: torch.Tensor,
-    block_counts: torch.Tensor,
     *,
     block_size: int,
     microbatch: int,
@@ -29,9 +37,9 @@ def attend_in_microbatches(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as ``progressive_decode`` does, to blocks that the host loads as far as they are read.
 
-    The host learns which rows and KV heads go on from the blocks of their next microbatch, which those that have read
-    enough leave empty. The weights are merged by their log-sum-exp, so the output may differ from that of
-    ``progressive_decode`` by rounding.
+    Each block is a row of its own for ``sparse_decode``, so that one launch gives the log-sum-exp of every block of a
+    microbatch. The host reads them, and decides which rows and KV heads go on, while the next microbatch is loaded. The
+    outputs are merged by their log-sum-exp, so the result may differ from that of ``progressive_decode`` by rounding.
 
     Parameters
     ----------
@@ -39,8 +47,8 @@ def attend_in_microbatches(
         [batch, q_heads, head_dim].
     layer
         An offloaded layer, which holds the query's token already. Its counter counts the step.
-    block_order, block_counts
-        As ``rank_blocks`` returns them, int32 [batch, kv_heads, n] and [batch, kv_heads].
+    block_order
+        As ``rank_blocks`` returns it, int32 [batch, kv_heads, n].
     block_size, microbatch, threshold, scale, rest, forced_blocks
         As for ``progressive_decode``.
 
@@ -49,60 +57,98 @@ def attend_in_microbatches(
     tuple of torch.Tensor
         The output [batch, q_heads, head_dim], and the blocks read, int32 [batch, kv_heads].
     """
-    batch, kv_heads, listed = block_order.shape
-    sums_of = (batch, kv_heads, query.shape[1] // kv_heads)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    lengths = layer.row_lengths()[:, None, None]  # [batch, 1, 1]
-    num_blocks = (lengths + block_size - 1) // block_size
-    log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else math.inf
-    total = query.new_full(sums_of, -math.inf, dtype=dtype)
-    least = query.new_full(sums_of, math.inf, dtype=dtype)
-    output = query.new_zeros((*sums_of, query.shape[2]), dtype=dtype)
-    read_counts = torch.zeros_like(block_counts)
-    goes_on = block_counts > 0
-    for first in range(0, listed, microbatch):
-        blocks = block_order[..., first : first + microbatch]
-        counts = (block_counts - first).clamp(0, blocks.shape[2]) * goes_on
-        blocks = blocks.masked_fill(torch.arange(blocks.shape[2], device=query.device) >= counts[..., None], -1)
-        present = layer.present(Selection(blocks, counts, block_size), continues=first > 0)
-        if present.is_empty:
-            break
-        parts = [
-            sparse_decode(
-                query,
-                present.keys,
-                present.values,
-                present.block_indices[..., place : place + 1],
-                (counts > place).int(),
-                present.seq_start,
-                present.seq_end,
-                block_size=block_size,
-                scale=scale,
-                finished=layer.finished,
-            )
-            for place in range(blocks.shape[2])
-        ]
-        sums = torch.stack([lse.view(sums_of) for _, lse in parts], dim=3)  # [batch, kv_heads, group, blocks]
-        outputs = torch.stack([out.view(output.shape) for out, _ in parts], dim=3)
-        former, total = total, torch.logaddexp(total, sums.logsumexp(dim=3))
-        weights = (sums - total[..., None]).exp()
-        output = output * (former - total).exp()[..., None] + (weights[..., None] * outputs).sum(dim=3)
-        is_left_out = ((blocks + 1) * block_size > lengths) | (blocks < 0)
-        if rest == "last":
-            is_left_out |= torch.arange(first, first + blocks.shape[2], device=query.device) < forced_blocks
-        least = torch.minimum(least, _estimate_of_rest(sums, is_left_out[:, :, None], rest))
-        read_counts = read_counts + counts
-        left = (num_blocks - read_counts[..., None]).clamp_min(0).to(dtype).log()
-        has_enough = (total > log_odds + least + left).all(dim=2)
-        goes_on = goes_on & ~has_enough & (read_counts < block_counts)
-    output = output.masked_fill(read_counts[:, :, None, None] == 0, 0.0)  # NaN in a row without tokens
-    return output.view(query.shape).to(query.dtype), read_counts
+    batch, kv_heads, _ = block_order.shape
+    group = query.shape[1] // kv_heads
+    of_blocks = (batch, microbatch, *query.shape[1:])
+    queries = query[:, None].expand(of_blocks).reshape(batch * microbatch, *query.shape[1:])
+    reads = layer.read_ahead(block_order, microbatch)
+    rule = StopRule(reads.row_lengths, group, block_size, threshold, rest, forced_blocks)
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for part in reads:
+        out, lse = sparse_decode(
+            queries,
+            part.keys,
+            part.values,
+            part.block_indices,
+            part.block_counts,
+            part.seq_start,
+            part.seq_end,
+            block_size=block_size,
+            scale=scale,
+        )
+        parts.append((out.view(of_blocks), lse.view(of_blocks[:3])))
+        sums = reads.read(lse).reshape(batch, microbatch, kv_heads, group)
+        reads.goes_on &= ~rule.add(part.blocks, sums.transpose(0, 2, 1, 3).reshape(-1, microbatch, group))
+        if len(parts) == MOST_PARTS:
+            parts = [_merged(parts)]
+    read_counts = torch.from_numpy(rule.read_counts.reshape(batch, kv_heads)).to(query.device, torch.int32)
+    if not parts:
+        return torch.zeros_like(query), read_counts
+    output, _ = merge_attention(parts)
+    return output.to(query.dtype), read_counts
 
 
-def _estimate_of_rest(sums: torch.Tensor, is_left_out: torch.Tensor, rest: str) -> torch.Tensor:
-    """Return the least, or the mean, of blocks of log-sum-exp ``sums`` [..., blocks]; infinite if all are left out."""
-    if rest == "least":
-        return sums.masked_fill(is_left_out, math.inf).amin(dim=3)
-    counted = (~is_left_out).sum(dim=3)
-    mean = sums.masked_fill(is_left_out, -math.inf).logsumexp(dim=3) - counted.to(sums.dtype).log()
-    return mean.masked_fill(counted == 0, math.inf)
+def _merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    output, total = merge_attention(parts)
+    return output.unsqueeze(1), total.unsqueeze(1)
+
+
+class StopRule:
+    """Decides on the host which pairs of a row and a KV head have read enough (arXiv 2503.00392, section 4).
+
+    Parameters
+    ----------
+    row_lengths
+        [pairs]: tokens of the pair's row.
+    group
+        Number of query heads of a pair. A pair has read enough when all of them have.
+    block_size, threshold, rest, forced_blocks
+        As for ``progressive_decode``.
+    """
+
+    def __init__(
+        self, row_lengths: Ints, group: int, block_size: int, threshold: float, rest: str, forced_blocks: int
+    ) -> None:
+        self.read_counts: Ints = np.zeros(len(row_lengths), np.int64)
+        """[pairs]: blocks read so far."""
+        self._lengths, self._block_size = row_lengths[:, None], block_size
+        self._rest, self._forced_blocks = rest, forced_blocks
+        self._listed = 0  # entries of the order so far
+        self._num_blocks = -(-row_lengths // block_size)
+        self._log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else math.inf
+        self._total: Floats = np.full((len(row_lengths), group), -np.inf)
+        self._of_rest: Floats = np.full((len(row_lengths), group), np.inf)
+
+    def add(self, blocks: Ints, sums: npt.NDArray[Any]) -> Bools:
+        """Add a microbatch, and return which pairs have read enough, [pairs].
+
+        Parameters
+        ----------
+        blocks
+            [pairs, n]: the blocks read, counted from the row's first token; -1 for none.
+        sums
+            [pairs, n, group]: logarithm of the sum of exp(q.k) over each block; -inf for none.
+        """
+        sums = sums.astype(np.float64)
+        self._total = np.logaddexp(self._total, np.logaddexp.reduce(sums, axis=1))
+        is_complete = (blocks >= 0) & ((blocks + 1) * self._block_size <= self._lengths)
+        self._of_rest = np.minimum(self._of_rest, self._estimate(sums, is_complete))
+        self.read_counts += (blocks >= 0).sum(axis=1)
+        left = np.maximum(self._num_blocks - self.read_counts, 0)[:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):  # nothing is left, and no complete block was read
+            has_enough: Bools = (self._total > self._log_odds + self._of_rest + np.log(left)).all(axis=1)
+        return has_enough
+
+    def _estimate(self, sums: Floats, is_complete: Bools) -> Floats:
+        """Return the logarithm of a microbatch's estimate of an unread block, [pairs, group]; infinite if it has none."""
+        if self._rest == "least":
+            estimate: Floats = np.where(is_complete[:, :, None], sums, np.inf).min(axis=1)
+            return estimate
+        places = self._listed + np.arange(sums.shape[1])
+        self._listed += sums.shape[1]
+        counted = is_complete & (places >= self._forced_blocks)
+        number = counted.sum(axis=1)[:, None]
+        with np.errstate(divide="ignore"):
+            mean = np.logaddexp.reduce(np.where(counted[:, :, None], sums, -np.inf), axis=1) - np.log(number)
+        estimate = np.where(number > 0, mean, np.inf)
+        return estimate

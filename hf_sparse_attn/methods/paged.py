@@ -48,11 +48,11 @@ class PagedMethod(SparseMethod, partial=True):
         """How the cache keeps K and V in host memory; None to keep them on the device."""
         if not self.offload or self.gpu_cache_tokens is None:
             return None
-        return Offload(self._page_size, self._pages_at_once, self.gpu_cache_tokens, self.eviction)
+        return Offload(self._page_size, *self._pages_at_once, self.gpu_cache_tokens, self.eviction)
 
     @property
-    def _pages_at_once(self) -> int:
-        """Maximum number of full pages that a KV head must hold at once in a step, beside the newest one."""
+    def _pages_at_once(self) -> tuple[int, str]:
+        """Maximum number of full pages that a KV head must hold at once in a step, and what they are."""
         raise NotImplementedError(f"{type(self).__name__} must define _pages_at_once")
 
     @property

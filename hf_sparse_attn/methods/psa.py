@@ -121,8 +121,11 @@ class PSA(PagedMethod):
         return self.block_size
 
     @property
-    def _pages_at_once(self) -> int:
-        return self.microbatch
+    def _pages_at_once(self) -> tuple[int, str]:
+        two = 2 * self.microbatch  # the second is loaded while the first is attended to
+        if self.max_blocks is not None and self.max_blocks <= two:
+            return self.max_blocks - 1, "token_budget without the newest"
+        return two, "two microbatches"
 
     @property
     def _statistic(self) -> str:
@@ -198,7 +201,7 @@ class PSA(PagedMethod):
             "forced_blocks": self.sink_blocks + 1,  # a row with fewer reads them all
         }
         if self.offload:
-            return attend_in_microbatches(query, layer, block_order, block_counts, **parameters)
+            return attend_in_microbatches(query, layer, block_order, **parameters)
         output, _, read_counts = progressive_decode(
             query,
             layer.keys,

@@ -94,8 +94,8 @@ class Quest(PagedMethod):
         return self.page_size
 
     @property
-    def _pages_at_once(self) -> int:
-        return self.num_pages - 1
+    def _pages_at_once(self) -> tuple[int, str]:
+        return self.num_pages - 1, "the selection without the newest"
 
     @property
     def num_pages(self) -> int:

@@ -124,3 +124,18 @@ def test_reordered_rows_keep_the_slots_of_their_first_copies():
     assert found.slots[[0, 1, 4]].tolist() == slots[[2, 3, 1]].tolist()
     pool.take(0, np.repeat(np.arange(3), 10), np.tile(np.arange(10, 20), 3))  # evicts all, so every owner is right
     assert pool.take(0, np.array([0, 0, 2]), np.array([3, 4, 2])).is_missing.all()
+
+
+@policies
+def test_slots_to_keep_are_not_reused(policy):
+    """Blocks 0 and 1 are the first to go, whether or not they were read lately."""
+    pool = make_pool(4, policy, pairs=1)
+    pair = np.zeros(2, np.int64)
+    kept = pool.take(0, pair, np.array([0, 1])).slots
+    others = pool.take(0, pair, np.array([2, 3])).slots
+    assert set(pool.take(0, pair, np.array([4, 5]), keep=kept).slots) == set(others)
+    found = pool.take(0, pair, np.array([0, 1]))
+    assert found.slots.tolist() == kept.tolist()
+    assert not found.is_missing.any()
+    with pytest.raises(ValueError, match="one step reads 5 blocks of one layer, but the pool has 4 slots"):
+        pool.take(0, np.zeros(3, np.int64), np.array([6, 7, 8]), keep=kept)

@@ -75,6 +75,8 @@ class DeviceBlocks:
         self.shape: Shape | None = None
         self.memory = self.staging = _nothing(device)
         self.pool = BlockPool(offload.slots(layers, kv_heads), offload.eviction)
+        self.filled_by: Ints = np.zeros(self.pool.slots, np.int64)
+        """Number of the load that fills each slot."""
         self.staged: tuple[weakref.ref[OffloadStorage], int] | None = None
         """The storage whose tokens the staging buffers hold, and how many."""
         self._bounds: tuple[Any, RowBounds] | None = None
@@ -118,7 +120,8 @@ class DeviceBlocks:
     def _allocate(self, what: str, size: tuple[int, ...], dtype: torch.dtype) -> KeysAndValues:
         try:
             with lasting_tensors():
-                return device_empty(size, dtype, self.device), device_empty(size, dtype, self.device)
+                keys, values = (self.transfers.lend(device_empty(size, dtype, self.device)) for _ in range(2))
+                return keys, values
         except torch.OutOfMemoryError as error:
             gib = 2 * np.prod(size, dtype=np.float64) * dtype.itemsize / 2**30
             self.shape, self.memory, self.staging = None, _nothing(self.device), _nothing(self.device)
@@ -151,6 +154,24 @@ class DeviceBlocks:
         strides = (self.shape.kv_heads * block, block, self.shape.head_dim, 1)
         keys, values = (tensor.as_strided((*size, self.shape.head_dim), strides) for tensor in self.memory)
         return keys, values
+
+    def block_rows(self, index: int, blocks: int) -> KeysAndValues:
+        """Return the buffers of a layer with each row ``blocks`` times, so that an op attends to single blocks.
+
+        [batch * blocks, kv_heads, tokens, head_dim], all at the address of the first row: the blocks of row b are those
+        of :meth:`buffers`, counted from position ``b * kv_heads * block_size``.
+        """
+        assert self.shape is not None
+        block = self.offload.block_size * self.shape.head_dim
+        tokens = (self.newest_index(index) + self.shape.pairs - self.shape.kv_heads + 1) * self.offload.block_size
+        size = (self.shape.batch * blocks, self.shape.kv_heads, tokens, self.shape.head_dim)
+        keys, values = (tensor.as_strided(size, (0, block, self.shape.head_dim, 1)) for tensor in self.memory)
+        return keys, values
+
+    def forget_all(self) -> None:
+        """Empty the pool, after a load that may not have filled its slots."""
+        self.pool.forget_all()
+        self.filled_by.fill(self.transfers.last_load)
 
     def bounds(self, lengths: Lengths) -> RowBounds:
         """Return the row bounds of a step. All layers of a device share them."""
@@ -228,8 +249,8 @@ class SharedBlocks:
             raise ValueError(
                 f"gpu_cache_tokens={pool.gpu_cache_tokens} gives the {self.layers} offloaded layers a pool of {slots} "
                 f"blocks of {pool.block_size} tokens, but a step of one layer needs {needed} ({rows} rows x "
-                f"{self.kv_heads} KV heads x {pool.blocks_at_once} blocks): gpu_cache_tokens must be at least "
-                f"{per_layer * pool.block_size}"
+                f"{self.kv_heads} KV heads x {pool.blocks_at_once} blocks: {pool.held_at_once}); gpu_cache_tokens must "
+                f"be at least {per_layer * pool.block_size}"
             )
 
 

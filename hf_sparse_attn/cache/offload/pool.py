@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 ABSENT = -1
+NOTHING: Ints = np.empty(0, np.int64)
 EVICTION_POLICIES = ("lru", "fifo")
 
 
@@ -87,8 +88,8 @@ class BlockPool:
         at = np.unravel_index(self._owner[is_used], old.shape) if old.size else ()
         self._owner[is_used] = np.ravel_multi_index(at, shape) if len(at) else ABSENT
 
-    def take(self, table: int, pairs: Ints, blocks: Ints) -> Found:
-        """Return the slots of blocks, which no later step of another layer reuses before this step has ended.
+    def take(self, table: int, pairs: Ints, blocks: Ints, keep: Ints = NOTHING) -> Found:
+        """Return the slots of blocks, which stay theirs until the next call.
 
         Blocks that were absent get slots of their own; the blocks evicted for them are forgotten.
 
@@ -98,15 +99,19 @@ class BlockPool:
             The layer's table.
         pairs, blocks
             int64 [n], without duplicates.
+        keep
+            Slots of other blocks, which stay theirs too.
 
         Raises
         ------
         ValueError
-            The pool has fewer than ``n`` slots.
+            The pool has fewer slots than those of ``blocks`` and ``keep``.
         """
-        if len(blocks) > self.slots:
-            raise ValueError(f"one step reads {len(blocks)} blocks of one layer, but the pool has {self.slots} slots")
+        needed = len(blocks) + len(keep)
+        if needed > self.slots:
+            raise ValueError(f"one step reads {needed} blocks of one layer, but the pool has {self.slots} slots")
         self._step += 1
+        self._read_in[keep] = self._step
         entries = np.ravel_multi_index((np.full_like(pairs, table), pairs, blocks), self._where.shape)
         where = self._where.reshape(-1)
         slots = where[entries]

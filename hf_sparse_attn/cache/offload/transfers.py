@@ -19,8 +19,9 @@ class Transfers:
     """Copies from and to the host, on two streams of their own; plain copies if the device is a CPU.
 
     The current stream, on which the model runs, is called the main stream. A copy from the device follows the work
-    queued there before it. A copy to the device is waited for by the work queued there after it. The host waits only
-    in :meth:`read`, which must know the selected blocks, and before it touches host memory that copies use.
+    queued there before it. A copy to the device, a load, has a number: :meth:`wait` lets the work queued there later
+    follow it. The host waits only in :meth:`read`, to learn which blocks it must load, and before it touches host
+    memory that copies use.
 
     Parameters
     ----------
@@ -33,6 +34,11 @@ class Transfers:
         self.is_cuda = device.type == "cuda"
         self.pins = self.is_cuda
         """Whether host memory is pinned: False on a CPU, and after pinning has failed."""
+        self.last_load = 0
+        """Number of the last load queued."""
+        self.arrived = 0
+        """Number of the last load that the main stream has waited for: it and those before it may be read there."""
+        self._loaded: dict[int, Any] = {}
         self._stored: Any = None
         if self.is_cuda:
             new_stream: Any = torch.cuda.Stream  # untyped
@@ -82,27 +88,49 @@ class Transfers:
             return tensor
         return (tensor.pin_memory() if self.pins else tensor).to(self.device, non_blocking=True)
 
-    def load(self, copy: Callable[[], None], traffic: Traffic, num_bytes: int) -> None:
-        """Run ``copy``, which queues copies to the device, on the load stream; work queued later waits for them.
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return device memory that copies will use: once freed, it is reused only after copies still queued then."""
+        if self.is_cuda:
+            tensor.record_stream(self._loads)
+            tensor.record_stream(self._stores)
+        return tensor
 
-        It begins after the work queued on the main stream so far, which may read what is overwritten.
+    def load(self, copy: Callable[[], None], traffic: Traffic, num_bytes: int) -> int:
+        """Run ``copy``, which queues copies to the device, on the load stream; return the load's number.
+
+        The load begins after the work queued on the main stream so far, which may read what is overwritten, and after
+        all earlier loads. Nothing may read what it writes before :meth:`wait`.
         """
         traffic.bytes_loaded += num_bytes
+        self.last_load += 1
         if not self.is_cuda:
             begin = time.perf_counter()
             copy()
             traffic.stalled(time.perf_counter() - begin)
+            self.arrived = self.last_load
+            return self.last_load
+        self._loads.wait_stream(torch.cuda.current_stream(self.device))
+        self._loads.wait_stream(self._stores)
+        self._loaded[self.last_load] = event = _event()
+        try:
+            with torch.cuda.stream(self._loads):
+                copy()
+        finally:
+            event.record(self._loads)
+        return self.last_load
+
+    def wait(self, load: int, traffic: Traffic) -> None:
+        """Let work queued later on the main stream follow a load and all before it, if it does not yet."""
+        if load <= self.arrived:
             return
         main = torch.cuda.current_stream(self.device)
-        self._loads.wait_stream(main)
-        self._loads.wait_stream(self._stores)
-        with torch.cuda.stream(self._loads):
-            copy()
         begin_wait, end_wait = _event(enable_timing=True), _event(enable_timing=True)
         begin_wait.record(main)
-        main.wait_stream(self._loads)
+        main.wait_event(self._loaded[load])
         end_wait.record(main)
         traffic.stalled_between(begin_wait, end_wait)
+        self.arrived = load
+        self._loaded = {number: event for number, event in self._loaded.items() if number > load}
 
     def store(self, copy: Callable[[], None], traffic: Traffic, num_bytes: int) -> None:
         """Run ``copy``, which queues copies to the host, on the store stream, after the work queued so far."""
