@@ -140,7 +140,7 @@ class StopRule:
         return has_enough
 
     def _estimate(self, sums: Floats, is_complete: Bools) -> Floats:
-        """Return the logarithm of a microbatch's estimate of an unread block, [pairs, group]; infinite if it has none."""
+        """Return the logarithm of a microbatch's estimate of an unread block, [pairs, group]; infinite without one."""
         if self._rest == "least":
             estimate: Floats = np.where(is_complete[:, :, None], sums, np.inf).min(axis=1)
             return estimate
