@@ -131,14 +131,14 @@ def merge_spans_kernel(
         for first_span in range(0, row_spans, BLOCK_S):
             others = first_span + tl.arange(0, BLOCK_S)
             searched = (others < row_spans) & (others != own_span)
-            before = tl.zeros((BLOCK_S, BLOCK_R), tl.int32)  # keys of the span that are greater
+            before = tl.zeros((BLOCK_R, BLOCK_S), tl.int32)  # keys of the span that are greater
             # The lanes of a warp have neighbouring keys, so they probe neighbouring places.
             for step in tl.static_range(LOG_SPAN + 1):
                 skip = max(1, SPAN >> (step + 1))
-                probes = (others * SPAN)[:, None] + before + (skip - 1)
-                found = tl.load(sorted_ptr + probes, mask=searched[:, None], other=0)
-                before += tl.where(searched[:, None] & (found > keys[None, :]), skip, 0)
-            ranks += tl.sum(before, axis=0)
+                probes = (others * SPAN)[None, :] + before + (skip - 1)
+                found = tl.load(sorted_ptr + probes, mask=searched[None, :], other=0)
+                before += tl.where(searched[None, :] & (found > keys[:, None]), skip, 0)
+            ranks += tl.sum(before, axis=1)
         tl.store(order_ptr + ranks, _block_of(keys), mask=(places < num_blocks) & (ranks < max_blocks))
 
 
