@@ -48,6 +48,24 @@ def test_a_wrong_order_fails():
         ENTRIES["rank_blocks"].check(layer, (layer.block_indices.flip(-1), layer.block_counts))
 
 
+def test_a_wrong_step_of_ranking_fails():
+    layer, check = new_layer(), ENTRIES["append_and_rank"].check
+    order, counts = ENTRIES["append_and_rank"].run(layer, "reference")
+    check(layer, (order, counts))
+    swapped = order[..., [0, *range(order.shape[2] - 1, 0, -1)]]
+    for wrong, message in (
+        ((order, counts - 1), "counts differ from the reference's"),
+        ((order.masked_fill(order == 3, 4), counts), "does not hold every block once"),
+        ((order.roll(1, dims=-1), counts), "the newest block is not the first"),
+        ((swapped, counts), "scores in order differ from the reference's by"),
+    ):
+        with pytest.raises(oracle.Mismatch, match=message):
+            check(layer, wrong)
+    layer.keys[0, 0, -1] += 1
+    with pytest.raises(oracle.Mismatch, match="keys do not end with the new token's"):
+        check(layer, (order, counts))
+
+
 def test_another_stop_and_another_output_fail():
     layer = new_layer()
     out, read_counts = ENTRIES["progressive_decode"].run(layer, "reference")

@@ -128,7 +128,8 @@ def test_a_step_is_the_papers_loop(metadata, options, length):
         tokens_read += sum(min(8, len(own_keys) - 8 * block) for block in read)
     assert layer.counter.own.tolist() == [sum(map(len, blocks.values())), blocks_cached]
     dense_tokens = KV_HEADS * sum(length - start for start in PADDING)
-    assert layer.counter.totals[:2].tolist() == [tokens_read, dense_tokens]
+    metadata_bytes = blocks_cached * 2 * HEAD_DIM * keys.element_size()
+    assert layer.counter.totals[:3].tolist() == [tokens_read, dense_tokens, metadata_bytes]
 
 
 def test_rows_and_heads_stop_at_different_times():

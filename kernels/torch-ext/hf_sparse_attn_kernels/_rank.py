@@ -131,14 +131,14 @@ def merge_spans_kernel(
         for first_span in range(0, row_spans, BLOCK_S):
             others = first_span + tl.arange(0, BLOCK_S)
             searched = (others < row_spans) & (others != own_span)
-            before = tl.zeros((BLOCK_S, BLOCK_R), tl.int32)  # keys of the span that are greater
+            before = tl.zeros((BLOCK_R, BLOCK_S), tl.int32)  # keys of the span that are greater
             # The lanes of a warp have neighbouring keys, so they probe neighbouring places.
             for step in tl.static_range(LOG_SPAN + 1):
                 skip = max(1, SPAN >> (step + 1))
-                probes = (others * SPAN)[:, None] + before + (skip - 1)
-                found = tl.load(sorted_ptr + probes, mask=searched[:, None], other=0)
-                before += tl.where(searched[:, None] & (found > keys[None, :]), skip, 0)
-            ranks += tl.sum(before, axis=0)
+                probes = (others * SPAN)[None, :] + before + (skip - 1)
+                found = tl.load(sorted_ptr + probes, mask=searched[None, :], other=0)
+                before += tl.where(searched[None, :] & (found > keys[:, None]), skip, 0)
+            ranks += tl.sum(before, axis=1)
         tl.store(order_ptr + ranks, _block_of(keys), mask=(places < num_blocks) & (ranks < max_blocks))
 
 
@@ -153,8 +153,8 @@ class Ranking(NamedTuple):
     """int64 [batch * kv_heads, spans, span]; of one span, `order`, which stands in for it."""
     spans: int
     span: int
-    per_thread: int
-    """Blocks of a span that a thread sorts."""
+    warps: int
+    """Warps of a program that sorts a span."""
 
     @classmethod
     def allocate(
@@ -168,16 +168,16 @@ class Ranking(NamedTuple):
         sorted_keys = order
         if spans > 1:
             sorted_keys = torch.empty((batch * kv_heads, spans, span), dtype=torch.int64, device=device)
-        return cls(order, counts, sorted_keys, spans, span, config["per_thread"])
+        return cls(order, counts, sorted_keys, spans, span, config["warps"])
 
     def options(self) -> dict[str, Any]:
         """Return the options of a kernel that sorts spans by `write_span`."""
         return {
             "SPAN": self.span,
             "LOG_SPAN": self.span.bit_length() - 1,
-            "LOW_BITS": self.per_thread.bit_length() - 1,
+            "LOW_BITS": max(1, self.span // (32 * self.warps)).bit_length() - 1,
             "ONE_SPAN": self.spans == 1,
-            "num_warps": max(1, self.span // (32 * self.per_thread)),
+            "num_warps": self.warps,
             **launch_options(self.order.device),
         }
 

@@ -23,8 +23,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "score": {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
     # Pages from which the selection has two levels, and pages that a program reduces over the group.
     "select": {"two_levels_from": 2049, "reduced": 512, "warps": 4},
-    # Most blocks that one program sorts, and those of them that one thread sorts; powers of two.
-    "rank": {"span": 1024, "per_thread": 4},
+    # Most blocks that one program sorts, a power of two, and warps in a program.
+    "rank": {"span": 1024, "warps": 4},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a separate
     # launch merges the splits, which is faster for many splits or a large group.
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
@@ -61,8 +61,8 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         for two_levels_from, reduced, warps in ((8193, 512, 8), (1025, 512, 4), (1025, 512, 2), (1025, 256, 4))
     ],
     "rank": [
-        {"span": span, "per_thread": per_thread}
-        for span, per_thread in ((1024, 4), (1024, 2), (1024, 8), (512, 4), (2048, 4), (2048, 8), (4096, 8))
+        {"span": span, "warps": warps}
+        for span, warps in ((1024, 4), (1024, 8), (512, 4), (256, 4), (2048, 8), (2048, 4), (4096, 8))
     ],
     "sparse_decode": _attention_candidates(
         (128, 1, 4, 3, 0), (128, 1, 4, 3, 1), (64, 4, 4, 3, 0), (64, 8, 4, 1, 1), (64, 8, 4, 2, 1), (32, 8, 4, 1, 1)

@@ -142,8 +142,8 @@ CANDIDATES = tuning.CANDIDATES["rank"]
 @pytest.mark.parametrize(
     ("choice", "width"),
     [
-        ({"span": 128, "per_thread": 1}, 300),
-        grid({"span": 128, "per_thread": 8}, 300),
+        ({"span": 128, "warps": 8}, 300),
+        grid({"span": 128, "warps": 1}, 300),
         *((choice, 1300) if choice == CANDIDATES[0] else grid(choice, 1300) for choice in CANDIDATES),
     ],
     ids=str,

@@ -115,7 +115,7 @@ def append_and_select(
     )
     check_budget(max_blocks, sink_blocks, recent_blocks, least_recent=1)
     check_counters(counter, finished, query, keys.shape[1])
-    return selection_output(query, *keys.shape[:2], max_blocks)
+    return selection_output(query, keys.shape[0], keys.shape[1], max_blocks)
 
 
 @op(
@@ -201,4 +201,4 @@ def append_and_rank(
     max_blocks = num_pages if max_blocks is None else max_blocks
     check_budget(max_blocks, sink_blocks, recent_blocks, least_recent=1)
     check_counters(counter, None, query, keys.shape[1])
-    return selection_output(query, *keys.shape[:2], max_blocks)
+    return selection_output(query, keys.shape[0], keys.shape[1], max_blocks)
