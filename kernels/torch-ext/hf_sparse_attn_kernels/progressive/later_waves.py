@@ -140,6 +140,7 @@ def later_waves_kernel(
                 partial_sum_ptr,
                 partial_out_ptr,
                 group,
+                max_blocks,
                 count,
                 forced_blocks,
                 start,
