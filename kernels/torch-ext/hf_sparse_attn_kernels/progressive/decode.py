@@ -133,8 +133,9 @@ def progressive_decode(
     first_wave_kernel[(programs, pairs)](*tensors, *sizes, *numbers, *strides, MORE=more, **options)
     if more:
         later = min(programs, tickets - programs)
+        own = query.new_empty((pairs, later, 3, group), dtype=torch.float32)
         later_waves_kernel[(later, pairs)](
-            *tensors, *sizes, programs, *numbers, *strides, BLOCK_W=next_power_of_2(2 * later + parts), **options
+            *tensors, own, *sizes, programs, *numbers, *strides, BLOCK_W=next_power_of_2(2 * later + parts), **options
         )
     return out, lse, read_counts
 
