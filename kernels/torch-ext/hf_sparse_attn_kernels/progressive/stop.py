@@ -99,6 +99,8 @@ def find_stop(
     while first < tl.minimum(stop, end):
         ticket = first + lanes
         weight, estimate = _load_sums(weight_ptr, rest_ptr, ticket, end, group, MERGE_G)
+        if COUNT:
+            tokens = tl.load(tokens_ptr + ticket, mask=ticket < end, other=0, cache_modifier=".cg")
         if LAST:
             unit = tl.max(tl.reshape(estimate, (BLOCK_T // PARTS, PARTS, MERGE_G)), axis=1)
             unit = tl.where((unit > float("-inf")) & (unit < float("inf")), unit, 0.0)
@@ -116,8 +118,7 @@ def find_stop(
         total = tl.sum(tl.where(is_last, totals, 0.0), axis=0)
         rest = tl.min(tl.where(is_last, rests, float("inf")), axis=0)
         if COUNT:
-            is_read = ticket < tl.minimum(stop, end)
-            read += tl.sum(tl.load(tokens_ptr + ticket, mask=is_read, other=0, cache_modifier=".cg"))
+            read += tl.sum(tl.where(ticket < stop, tokens, 0))
         first += BLOCK_T
     return stop, read, top, total, rest
 
