@@ -4,12 +4,15 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import progressive_decode, rank_blocks
+from hf_sparse_attn_kernels.progressive.first_wave import first_wave_kernel
+from hf_sparse_attn_kernels.progressive.later_waves import later_waves_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from tests.ops.helpers import IMPLS, device, grid
 from tests.ops.progressive.inputs import make_progressive, one_block_at_a_time
+from tests.ops.progressive.interleave import interleave
 
 CANDIDATES = tuning.CANDIDATES["progressive_decode"]
 NAMES = ("block_n", "ticket", "per_multiprocessor", "warps", "stages")
@@ -54,7 +57,7 @@ def _check_twice(case, choice):
     assert counter.tolist() == [2 * expected.tokens, 2 * cached, 0, 2]
 
 
-@pytest.mark.parametrize("order", ["last program first", "shuffled"])
+@pytest.mark.parametrize("order", ["last program first", "side by side"])
 @pytest.mark.parametrize(
     ("microbatch", "ticket", "rest"),
     [(1, 16, "least"), (4, 16, "last"), grid(4, 16, "least"), grid(2, 32, "last"), grid(3, 48, "least")],
@@ -62,24 +65,21 @@ def _check_twice(case, choice):
 def test_programs_may_run_in_any_order(order, microbatch, ticket, rest, monkeypatch):
     """Rows go on for several rounds after the first wave, in which some programs find results that others do not."""
     if device.type == "cpu":
-        _reorder_programs(order, monkeypatch)
+        if order == "side by side":
+            interleave(first_wave_kernel, "attend_to_ticket", monkeypatch)
+            interleave(later_waves_kernel, "attend_to_ticket", monkeypatch)
+        else:
+            _reverse_programs(monkeypatch)
     options = {"microbatch": microbatch, "rest": rest, "forced_blocks": 1, "peak": 0.5, "threshold": 0.7}
     case = make_progressive([500, 300], head_dim=16, group=2, **options)
     _check_twice(case, dict(zip(NAMES, (16, ticket, 2, 4, 1), strict=True)))
 
 
-def _reorder_programs(order, monkeypatch):
-    """Let the interpreter run the programs of each launch in another order."""
+def _reverse_programs(monkeypatch):
+    """Let the interpreter run the last program of each row and KV head first."""
     builder = interpreter.interpreter_builder
-    set_grid_idx, generator = builder.set_grid_idx, torch.Generator().manual_seed(0)
-    orders = {}
-
-    def set_another(x, y, z):
-        if (x, y, z) == (0, 0, 0):
-            orders["x"] = torch.randperm(builder.grid_dim[0], generator=generator).tolist()
-        set_grid_idx(orders["x"][x] if order == "shuffled" else builder.grid_dim[0] - 1 - x, y, z)
-
-    monkeypatch.setattr(builder, "set_grid_idx", set_another)
+    set_grid_idx = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(builder.grid_dim[0] - 1 - x, y, z))
 
 
 @pytest.mark.parametrize("threshold", [0.8, 1.0])
