@@ -237,6 +237,20 @@ def test_metadata_bytes_are_counted():
     assert read["int8"] == kv_heads * (blocks * (2 * head_dim + 1) + head_dim)
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 16])
+@torch.inference_mode()
+def test_an_offloaded_model_estimates_the_rest_by_means_too(sink_tokens):
+    model, ids = shared_model("llama", torch.float64), random_ids(2, 150)
+    options = {"block_size": 8, "microbatch": 3, "threshold": 0.7, "sink_tokens": sink_tokens}
+    results = []
+    for parameters in ({"rest": "last"}, {"rest": "last", "offload": True, "gpu_cache_tokens": 2000}, {}):
+        with use_impl("reference"), sparse_attention(model, PSA(**options, **parameters)):
+            tokens = model.generate(ids, **GREEDY)
+            results.append((tokens.tolist(), sparse_attention_stats(model).tokens_read))
+    assert results[0] == results[1]
+    assert results[0][1] > results[2][1]  # than the paper's estimate reads
+
+
 def test_what_fits_into_one_microbatch_is_covered():
     assert PSA().covers(256)
     assert not PSA().covers(257)

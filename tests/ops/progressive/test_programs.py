@@ -4,12 +4,15 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import progressive_decode, rank_blocks
+from hf_sparse_attn_kernels.progressive.first_wave import first_wave_kernel
+from hf_sparse_attn_kernels.progressive.later_waves import later_waves_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from tests.ops.helpers import IMPLS, device, grid
 from tests.ops.progressive.inputs import make_progressive, one_block_at_a_time
+from tests.ops.progressive.interleave import interleave
 
 CANDIDATES = tuning.CANDIDATES["progressive_decode"]
 NAMES = ("block_n", "ticket", "per_multiprocessor", "warps", "stages")
@@ -35,10 +38,10 @@ def test_no_choice_changes_a_result(choice, block_size, rest):
         rest=rest,
         forced_blocks=1,
     )
-    _check_twice(case, choice, lengths=350 + 200 + 111)
+    _check_twice(case, choice)
 
 
-def _check_twice(case, choice, lengths):
+def _check_twice(case, choice):
     expected = one_block_at_a_time(case)
     counter = torch.zeros(4, dtype=torch.int64, device=device)
     finished = torch.zeros(*case.arguments["block_counts"].shape, dtype=torch.int32, device=device)
@@ -50,34 +53,33 @@ def _check_twice(case, choice, lengths):
     assert not finished.any()
     assert torch.equal(read_counts, expected.read_counts)
     torch.testing.assert_close((out.double(), lse.double()), (expected.out, expected.lse), rtol=1e-4, atol=1e-5)
-    assert counter.tolist() == [2 * expected.tokens, 2 * 2 * lengths, 0, 2]
+    cached = case.arguments["block_counts"].shape[1] * sum(case.rows.lengths)
+    assert counter.tolist() == [2 * expected.tokens, 2 * cached, 0, 2]
 
 
-@pytest.mark.parametrize("order", ["last program first", "shuffled"])
-@pytest.mark.parametrize("rest", ["least", "last"])
-@pytest.mark.parametrize(("microbatch", "ticket"), [(1, 16), (4, 16), (4, 32), (3, 48)])
-def test_programs_may_run_in_any_order(order, rest, microbatch, ticket, monkeypatch):
+@pytest.mark.parametrize("order", ["last program first", "side by side"])
+@pytest.mark.parametrize(
+    ("microbatch", "ticket", "rest"),
+    [(1, 16, "least"), (4, 16, "last"), grid(4, 16, "least"), grid(2, 32, "last"), grid(3, 48, "least")],
+)
+def test_programs_may_run_in_any_order(order, microbatch, ticket, rest, monkeypatch):
     """Rows go on for several rounds after the first wave, in which some programs find results that others do not."""
     if device.type == "cpu":
-        _reorder_programs(order, monkeypatch)
+        if order == "side by side":
+            interleave(first_wave_kernel, "attend_to_ticket", monkeypatch)
+            interleave(later_waves_kernel, "attend_to_ticket", monkeypatch)
+        else:
+            _reverse_programs(monkeypatch)
     options = {"microbatch": microbatch, "rest": rest, "forced_blocks": 1, "peak": 0.5, "threshold": 0.7}
-    case = make_progressive([600, 500, 300], head_dim=16, group=2, **options)
-    choice = dict(zip(NAMES, (16, ticket, 3, 4, 1), strict=True))  # 24 programs on the device that is assumed
-    _check_twice(case, choice, lengths=600 + 500 + 300)
+    case = make_progressive([500, 300], head_dim=16, group=2, **options)
+    _check_twice(case, dict(zip(NAMES, (16, ticket, 2, 4, 1), strict=True)))
 
 
-def _reorder_programs(order, monkeypatch):
-    """Let the interpreter run the programs of each launch in another order."""
+def _reverse_programs(monkeypatch):
+    """Let the interpreter run the last program of each row and KV head first."""
     builder = interpreter.interpreter_builder
-    set_grid_idx, generator = builder.set_grid_idx, torch.Generator().manual_seed(0)
-    orders = {}
-
-    def set_another(x, y, z):
-        if (x, y, z) == (0, 0, 0):
-            orders["x"] = torch.randperm(builder.grid_dim[0], generator=generator).tolist()
-        set_grid_idx(orders["x"][x] if order == "shuffled" else builder.grid_dim[0] - 1 - x, y, z)
-
-    monkeypatch.setattr(builder, "set_grid_idx", set_another)
+    set_grid_idx = builder.set_grid_idx
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(builder.grid_dim[0] - 1 - x, y, z))
 
 
 @pytest.mark.parametrize("threshold", [0.8, 1.0])

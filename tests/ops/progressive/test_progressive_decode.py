@@ -91,16 +91,14 @@ def test_the_rest_may_be_estimated_by_the_microbatches_means(lengths, microbatch
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_estimates_of_the_rest_differ(impl):
-    """The least block of those read weighs less than the mean block of a microbatch, so its estimate stops earlier."""
+def test_the_least_block_stops_earlier_than_the_least_mean(impl):
     case = make_progressive([500, 400], threshold=0.8, group=2, peak=1.0)
-    (_, _, least), (_, _, last), (_, _, without_forced) = (
-        progressive_decode(**(case.arguments | {"rest": rest, "forced_blocks": forced}), impl=impl)
-        for rest, forced in (("least", 9), ("last", 0), ("last", 9))
+    least, last = (
+        progressive_decode(**(case.arguments | {"rest": rest, "forced_blocks": 2}), impl=impl)[2]
+        for rest in ("least", "last")
     )
     assert (least <= last).all()
     assert (least < last).any()
-    assert (last <= without_forced).all()
 
 
 @pytest.mark.parametrize("rest", ["least", "last"])

@@ -75,9 +75,9 @@ def progressive_decode(
     read_counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=query.device)
     partial_out = query.new_empty((pairs, tickets, group, head_dim), dtype=torch.float32)
     sums = query.new_empty((4, pairs, tickets, group), dtype=torch.float32)
-    blocks_and_tokens = (read_counts, read_counts)
+    counted = tokens = read_counts
     if rest == "last" or counter is not None:
-        blocks_and_tokens = torch.empty((2, pairs, tickets), dtype=torch.int32, device=query.device).unbind()
+        counted, tokens = torch.empty((2, pairs, tickets), dtype=torch.int32, device=query.device)
     shared, goes_on = lse, read_counts
     if more:
         shared = query.new_empty((pairs, 3, group), dtype=torch.float32)
@@ -97,7 +97,8 @@ def progressive_decode(
         read_counts,
         sums[0],
         sums[1],
-        *blocks_and_tokens,
+        counted,
+        tokens,
         sums[2],
         sums[3],
         partial_out,
@@ -132,8 +133,9 @@ def progressive_decode(
     first_wave_kernel[(programs, pairs)](*tensors, *sizes, *numbers, *strides, MORE=more, **options)
     if more:
         later = min(programs, tickets - programs)
+        own = query.new_empty((pairs, later, 3, group), dtype=torch.float32)
         later_waves_kernel[(later, pairs)](
-            *tensors, *sizes, programs, *numbers, *strides, BLOCK_W=next_power_of_2(2 * later + parts), **options
+            *tensors, own, *sizes, programs, *numbers, *strides, BLOCK_W=next_power_of_2(2 * later + parts), **options
         )
     return out, lse, read_counts
 

@@ -136,6 +136,7 @@ def first_wave_kernel(
         partial_sum_ptr,
         partial_out_ptr,
         group,
+        max_blocks,
         count,
         forced_blocks,
         start,

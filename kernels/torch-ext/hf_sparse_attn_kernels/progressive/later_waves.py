@@ -13,7 +13,7 @@ from .ticket import attend_to_ticket, load_queries, no_tickets
 
 @triton.jit
 def later_waves_kernel(
-    query_ptr,  # all arguments as in `first_wave_kernel`
+    query_ptr,  # as in `first_wave_kernel`, like all arguments without a comment
     keys_ptr,
     values_ptr,
     order_ptr,
@@ -34,6 +34,7 @@ def later_waves_kernel(
     goes_on_ptr,
     finished_ptr,
     counter_ptr,
+    own_ptr,  # [batch * kv_heads, programs, 3, group], as in `proves_enough`
     kv_heads,
     group,
     max_blocks,
@@ -111,13 +112,16 @@ def later_waves_kernel(
         partial_sum_ptr += pair_tickets * group
         partial_out_ptr += pair_tickets * group * HEAD_DIM
         shared_ptr += pair * 3 * group
+        own_ptr += (pair * programs + program) * 3 * group
         heads = tl.arange(0, MERGE_G)
         first_max = tl.load(shared_ptr + heads, mask=heads < group, other=float("-inf"))
         first_sum = tl.load(shared_ptr + group + heads, mask=heads < group, other=0.0)
         first_rest = tl.load(shared_ptr + 2 * group + heads, mask=heads < group, other=float("inf"))
 
-        # Of tickets before `low`; a program looks again and again at results from there on.
-        known_max, known_sum, known_rest = first_max, first_sum, first_rest
+        # The best blocks give all sums their unit: later ones can hardly exceed it by much. What is known is of tickets
+        # before `low`; a program looks again and again at results from there on.
+        unit = tl.where((first_max > float("-inf")) & (first_max < float("inf")), first_max, 0.0)
+        known_sum, known_rest = first_sum, first_rest
         low = first_wave
         top, total, out = no_tickets(BLOCK_G, BLOCK_D)
         ticket = first_wave + program
@@ -140,6 +144,7 @@ def later_waves_kernel(
                 partial_sum_ptr,
                 partial_out_ptr,
                 group,
+                max_blocks,
                 count,
                 forced_blocks,
                 start,
@@ -162,14 +167,14 @@ def later_waves_kernel(
             ticket += programs
             goes_on = ticket < tickets
             if goes_on:
-                tl.debug_barrier()  # this program's results come before the loads
-                is_enough, new_max, new_sum, new_rest = proves_enough(
+                is_enough, new_sum, new_rest = proves_enough(
                     weight_ptr,
                     rest_ptr,
                     counted_ptr,
+                    own_ptr,
                     low,
                     ticket // PARTS * PARTS,
-                    known_max,
+                    unit,
                     known_sum,
                     known_rest,
                     group,
@@ -185,7 +190,6 @@ def later_waves_kernel(
                 goes_on = is_enough == 0
                 # What is missing of the oldest round by now is left out for good: the sums only have to be too small.
                 is_full = ticket + programs > low + BLOCK_W
-                known_max = tl.where(is_full, new_max, known_max)
                 known_sum = tl.where(is_full, new_sum, known_sum)
                 known_rest = tl.where(is_full, new_rest, known_rest)
                 low = tl.where(is_full, low + programs, low)

@@ -25,36 +25,43 @@ def _joined(max_a, sum_a, rest_a, max_b, sum_b, rest_b):
 def _load_sums(
     weight_ptr,
     rest_ptr,
-    counted_ptr,
-    ticket,  # [BLOCK_T], from the first ticket of a microbatch on
+    ticket,  # [BLOCK_T]
     end,
     group,
-    PARTS: tl.constexpr,
-    LAST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     MERGE_G: tl.constexpr,
 ):
-    """Load the sums of tickets before `end`, [BLOCK_T, MERGE_G], and the estimate of the rest that each gives.
-
-    For LAST, that is the mean sum of a block of the ticket's microbatch. Where a ticket of it has no result yet, as
-    where no block is counted, the estimate is infinite: it then proves nothing.
-    """
+    """Load the sums of tickets before `end`, [BLOCK_T, MERGE_G], and what each gives for the estimate of the rest."""
     heads = tl.arange(0, MERGE_G)
     at = ticket[:, None] * group + heads[None, :]
     mask = (ticket < end)[:, None] & (heads < group)[None, :]
     weight = tl.load(weight_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
     rest = tl.load(rest_ptr + at, mask=mask, other=float("inf"), cache_modifier=".cg")
-    if LAST:
-        counted = tl.load(counted_ptr + ticket, mask=ticket < end, other=0, cache_modifier=".cg")
-        blocks = tl.sum(tl.reshape(counted, (BLOCK_T // PARTS, PARTS)), axis=1).to(tl.float32)[:, None]
-        parts = tl.reshape(rest, (BLOCK_T // PARTS, PARTS, MERGE_G))
-        top = tl.max(parts, axis=1)  # [BLOCK_T // PARTS, MERGE_G]
-        shift = tl.where((top == float("-inf")) | (top == float("inf")), 0.0, top)
-        total = tl.sum(tl.exp2(parts - shift[:, None, :]), axis=1)
-        mean = tl.where(blocks > 0, shift + tl.log2(total) - tl.log2(blocks), float("inf"))
-        mean = tl.broadcast_to(mean[:, None, :], (BLOCK_T // PARTS, PARTS, MERGE_G))
-        rest = tl.reshape(mean, (BLOCK_T, MERGE_G))
     return weight, rest
+
+
+@triton.jit
+def _means(
+    counted_ptr,
+    ticket,  # [BLOCK_T], from the first ticket of a microbatch on
+    end,
+    parts,  # [BLOCK_T, MERGE_G]: log2 of the sums of the tickets' blocks that are counted
+    unit,  # log2 of the unit in which to add them, [1, MERGE_G] or [BLOCK_T // PARTS, MERGE_G]
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MERGE_G: tl.constexpr,
+):
+    """Return log2 of the mean sum of a block of each ticket's microbatch, [BLOCK_T, MERGE_G].
+
+    Where a ticket of the microbatch has no result yet, as where no block is counted, it is infinite: it then proves
+    nothing.
+    """
+    counted = tl.load(counted_ptr + ticket, mask=ticket < end, other=0, cache_modifier=".cg")
+    blocks = tl.sum(tl.reshape(counted, (BLOCK_T // PARTS, PARTS)), axis=1).to(tl.float32)[:, None]
+    parts = tl.reshape(parts, (BLOCK_T // PARTS, PARTS, MERGE_G))
+    total = tl.sum(tl.exp2(parts - unit[:, None, :]), axis=1)
+    mean = tl.where(blocks > 0, unit + tl.log2(total) - tl.log2(blocks), float("inf"))
+    mean = tl.broadcast_to(mean[:, None, :], (BLOCK_T // PARTS, PARTS, MERGE_G))
+    return tl.reshape(mean, (BLOCK_T, MERGE_G))
 
 
 @triton.jit
@@ -91,9 +98,13 @@ def find_stop(
     read = tl.zeros((), tl.int32)
     while first < tl.minimum(stop, end):
         ticket = first + lanes
-        weight, estimate = _load_sums(
-            weight_ptr, rest_ptr, counted_ptr, ticket, end, group, PARTS, LAST, BLOCK_T, MERGE_G
-        )
+        weight, estimate = _load_sums(weight_ptr, rest_ptr, ticket, end, group, MERGE_G)
+        if COUNT:
+            tokens = tl.load(tokens_ptr + ticket, mask=ticket < end, other=0, cache_modifier=".cg")
+        if LAST:
+            unit = tl.max(tl.reshape(estimate, (BLOCK_T // PARTS, PARTS, MERGE_G)), axis=1)
+            unit = tl.where((unit > float("-inf")) & (unit < float("inf")), unit, 0.0)
+            estimate = _means(counted_ptr, ticket, end, estimate, unit, PARTS, BLOCK_T, MERGE_G)
         ones = tl.where(weight > float("-inf"), 1.0, tl.where(weight == float("-inf"), 0.0, weight))  # NaN stays NaN
         tops, totals, rests = tl.associative_scan((weight, ones, estimate), 0, _joined)
         tops, totals, rests = _joined(top[None, :], total[None, :], rest[None, :], tops, totals, rests)
@@ -107,8 +118,7 @@ def find_stop(
         total = tl.sum(tl.where(is_last, totals, 0.0), axis=0)
         rest = tl.min(tl.where(is_last, rests, float("inf")), axis=0)
         if COUNT:
-            is_read = ticket < tl.minimum(stop, end)
-            read += tl.sum(tl.load(tokens_ptr + ticket, mask=is_read, other=0, cache_modifier=".cg"))
+            read += tl.sum(tl.where(ticket < stop, tokens, 0))
         first += BLOCK_T
     return stop, read, top, total, rest
 
@@ -118,10 +128,11 @@ def proves_enough(
     weight_ptr,  # of the row and KV head, like all pointers here
     rest_ptr,
     counted_ptr,
+    own_ptr,  # [3, group], of the program alone
     low,
     end,
-    top,  # [MERGE_G], of tickets before `low`, like the next two
-    total,
+    unit,  # [MERGE_G], log2 of the unit of `total`
+    total,  # [MERGE_G], of tickets before `low`, like the next
     rest,
     group,
     num_blocks,
@@ -136,25 +147,37 @@ def proves_enough(
     """Return whether the results there are of tickets before `end` prove that no ticket from `end` on is needed.
 
     P never falls as more is read: if it exceeds the threshold with the sums of some tickets, it does with those of all.
-    A ticket without a result has a sum of 0 and an infinite estimate. Also returns maximum, sum and estimate with the
-    next `step` tickets from `low` on.
+    A ticket without a result has a sum of 0 and an infinite estimate. Also returns sum and estimate with the next
+    `step` tickets from `low` on.
+
+    Other programs write while this one reads. Its warps load a small tensor each for themselves, even several times,
+    and may find different values. If they then went different ways, they would wait at different barriers. So what
+    follows from these loads goes through memory that only this program writes; and each value may come from a load of
+    its own, since the unit in which all are added up is fixed before.
     """
+    tl.debug_barrier()  # the program's own results, and its loads of `own_ptr` in the turn before, come first
     heads = tl.arange(0, MERGE_G)
-    lanes = tl.arange(0, BLOCK_W)
-    weight, estimate = _load_sums(
-        weight_ptr, rest_ptr, counted_ptr, low + lanes, end, group, PARTS, LAST, BLOCK_W, MERGE_G
-    )
-    new_top = tl.maximum(top, tl.max(weight, axis=0))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    before = total * tl.exp2(top - shift)
-    weights = tl.exp2(weight - shift[None, :])
-    new_total = before + tl.sum(weights, axis=0)
-    new_rest = tl.minimum(rest, tl.min(estimate, axis=0))
-    excess = shift - new_rest + tl.log2(new_total) - log2_odds
+    ticket = low + tl.arange(0, BLOCK_W)
+    weight, estimate = _load_sums(weight_ptr, rest_ptr, ticket, end, group, MERGE_G)
+    if LAST:
+        estimate = _means(counted_ptr, ticket, end, estimate, unit[None, :], PARTS, BLOCK_W, MERGE_G)
+    # A sum far above the unit is cut, which can only make the total too small. NaN stays NaN.
+    above = weight - unit[None, :]
+    weights = tl.exp2(tl.where(above > 64.0, 64.0, above))
+    all_total = total + tl.sum(weights, axis=0)
+    all_rest = tl.minimum(rest, tl.min(estimate, axis=0))
+    excess = unit - all_rest + tl.log2(all_total) - log2_odds
     left = (num_blocks - end * TICKET).to(tl.float32)
-    is_short = (heads < group) & ((excess - tl.log2(left) > MARGIN) == False)  # noqa: E712 (a tensor; true for NaN)
-    is_enough = tl.sum(is_short.to(tl.int32)) == 0
-    is_next = (lanes < step)[:, None]
-    next_total = before + tl.sum(tl.where(is_next, weights, 0.0), axis=0)
+    is_short = (excess - tl.log2(left) > MARGIN) == False  # noqa: E712 (a tensor; true for NaN)
+    is_next = (ticket < low + step)[:, None]
+    next_total = total + tl.sum(tl.where(is_next, weights, 0.0), axis=0)
     next_rest = tl.minimum(rest, tl.min(tl.where(is_next, estimate, float("inf")), axis=0))
-    return is_enough, shift, next_total, next_rest
+    is_head = heads < group
+    tl.store(own_ptr + heads, next_total, mask=is_head)
+    tl.store(own_ptr + group + heads, next_rest, mask=is_head)
+    tl.store(own_ptr + 2 * group + heads, is_short.to(tl.float32), mask=is_head)
+    tl.debug_barrier()  # one warp's stores come before the others' loads
+    next_total = tl.load(own_ptr + heads, mask=is_head, other=0.0, cache_modifier=".cg")
+    next_rest = tl.load(own_ptr + group + heads, mask=is_head, other=0.0, cache_modifier=".cg")
+    heads_short = tl.sum(tl.load(own_ptr + 2 * group + heads, mask=is_head, other=0.0, cache_modifier=".cg"))
+    return heads_short == 0, next_total, next_rest

@@ -53,6 +53,7 @@ def attend_to_ticket(
     sum_ptr,
     out_ptr,  # [tickets, group, HEAD_DIM]
     group,
+    max_blocks,
     count,
     forced_blocks,
     start,
@@ -85,6 +86,7 @@ def attend_to_ticket(
     first = ticket * TICKET
     order_ptr += first
     blocks = tl.minimum(count - first, TICKET)
+    listed = tl.minimum(max_blocks - first, TICKET)  # loads of the order that do not wait for the count
     before = top
     own_total = tl.zeros((BLOCK_G,), tl.float32)  # of the ticket, in units of `top`, like all sums here
     block_total = tl.zeros((BLOCK_G,), tl.float32)  # of the block that has begun, if a block has several tiles
@@ -93,16 +95,16 @@ def attend_to_ticket(
     lane_counted = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
     lane_tokens = tl.zeros((BLOCK_N,), tl.int32)
     # A tile's blocks are loaded one tile ahead: its keys and values can then be loaded while others are attended to.
-    next_block = tl.load(order_ptr + lanes // LANES, mask=lanes // LANES < blocks, other=-1)
+    next_block = tl.load(order_ptr + lanes // LANES, mask=lanes // LANES < listed, other=-1)
     for tile in range(tl.cdiv(TICKET * LANES, BLOCK_N)):
         lane = tile * BLOCK_N + lanes
         block = next_block
         next_place = (lane + BLOCK_N) // LANES
-        next_block = tl.load(order_ptr + next_place, mask=next_place < blocks, other=-1)
+        next_block = tl.load(order_ptr + next_place, mask=next_place < listed, other=-1)
         place = tile // BLOCK_TILES * TILE_BLOCKS + tile_blocks
-        tile_block = tl.load(order_ptr + place, mask=place < blocks, other=-1)
+        tile_block = tl.load(order_ptr + place, mask=place < listed, other=-1)
         token = block * BLOCK_SIZE + lane % LANES
-        valid = (block >= 0) & (lane % LANES < BLOCK_SIZE) & (token < length)
+        valid = (lane // LANES < blocks) & (block >= 0) & (lane % LANES < BLOCK_SIZE) & (token < length)
         position = start.to(tl.int64) + token
         mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
         # Masked values must be 0: a weight of 0 times a NaN in the buffer would still be NaN.
@@ -126,7 +128,7 @@ def attend_to_ticket(
             lane_total = lane_total * decay[:, None] + weights
             lane_counted = lane_counted * decay[:, None] + tl.where(is_counted[None, :], weights, 0.0)
         else:
-            is_complete = (tile_block >= 0) & ((tile_block + 1) * BLOCK_SIZE <= length)
+            is_complete = (place < blocks) & (tile_block >= 0) & ((tile_block + 1) * BLOCK_SIZE <= length)
             sums = tl.sum(tl.reshape(weights, (BLOCK_G, TILE_BLOCKS, BLOCK_N // TILE_BLOCKS)), axis=2)
             tile_total = tl.sum(sums, axis=1)
             own_total = own_total * decay + tile_total
@@ -148,8 +150,9 @@ def attend_to_ticket(
         own_total = tl.sum(lane_total, axis=1)
         counted_total = tl.sum(lane_counted, axis=1)
         place = tl.arange(0, BLOCK_B)
-        block = tl.load(order_ptr + place, mask=place < blocks, other=-1)
-        is_counted = (block >= 0) & (first + place >= forced_blocks) & ((block + 1) * BLOCK_SIZE <= length)
+        block = tl.load(order_ptr + place, mask=place < listed, other=-1)
+        is_counted = (place < blocks) & (block >= 0) & (first + place >= forced_blocks)
+        is_counted = is_counted & ((block + 1) * BLOCK_SIZE <= length)
         tl.store(counted_ptr + ticket, tl.sum(is_counted.to(tl.int32)))
         tl.store(rest_ptr + at, tl.log2(counted_total) + shift, mask=head_mask)
     else:
