@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from hf_sparse_attn_kernels import load_blocks
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths
@@ -107,8 +108,10 @@ class OffloadStorage(GrowingStorage):
 
     def _host_buffers(self, capacity: int) -> KeysAndValues:
         size = (self._shape.batch, self._shape.kv_heads, capacity, self._shape.head_dim)
-        host_empty = self._memory.transfers.host_empty
-        return host_empty(size, self._shape.dtype), host_empty(size, self._shape.dtype)
+        transfers = self._memory.transfers
+        keys, values = (transfers.host_empty(size, self._shape.dtype) for _ in range(2))
+        self._device_reads_host = transfers.reads_host
+        return keys, values
 
     def _enter(self) -> None:
         """Lay out the device's memory for these rows, and show its staging buffers as :attr:`keys`, :attr:`values`."""
@@ -258,21 +261,43 @@ class OffloadStorage(GrowingStorage):
 
     def _fill(self, slots: Ints, pairs: Ints, blocks: Ints) -> int:
         """Begin to copy blocks from the host to their slots; return the number of the load."""
+        size = self._size
+        in_row = np.array(self._starts)[pairs // self.kv_heads] + blocks * size
+        first_tokens = pairs * self._capacity + in_row
+        prepare = self._copy_by_kernel if self._device_reads_host else self._copy_by_host
+        num_bytes = 2 * len(blocks) * size * self._shape.head_dim * self._shape.dtype.itemsize
+        return self._memory.transfers.load(
+            prepare(slots + self._memory.first_slot, first_tokens), self.traffic, num_bytes
+        )
+
+    def _copy_by_kernel(self, targets: Ints, first_tokens: Ints) -> Callable[[], None]:
+        """Let a kernel read the blocks in host memory, whatever the ops' ``impl``: a copy does not round."""
+        memory = self._memory
+        host_keys, host_values = (buffer.view(-1, self._shape.head_dim) for buffer in self._host)
+
+        def copy_in() -> None:
+            keys, values = memory.memory
+            at, first = memory.transfers.send(np.stack((targets, first_tokens)))
+            load_blocks(keys, values, host_keys, host_values, at, first, impl="triton")
+
+        return copy_in
+
+    def _copy_by_host(self, targets: Ints, first_tokens: Ints) -> Callable[[], None]:
+        """Gather the blocks on the host, to copy them in one piece."""
         memory, shape, size = self._memory, self._shape, self._size
         memory.transfers.finish_stores()
-        first = np.array(self._starts)[pairs // shape.kv_heads] + blocks * size
-        lines = torch.from_numpy(((pairs * self._capacity + first)[:, None] + np.arange(size)).reshape(-1))
+        lines = torch.from_numpy((first_tokens[:, None] + np.arange(size)).reshape(-1))
         gathered = memory.transfers.landing((2, len(lines), shape.head_dim), shape.dtype)
         for buffer, part in zip(self._host, gathered, strict=True):
             torch.index_select(buffer.view(-1, shape.head_dim), 0, lines, out=part)
 
         def copy_in() -> None:
-            arrived = gathered.to(memory.device, non_blocking=True).view(2, len(slots), size, shape.head_dim)
-            at = memory.transfers.send(slots + memory.first_slot)
+            arrived = gathered.to(memory.device, non_blocking=True).view(2, len(targets), size, shape.head_dim)
+            at = memory.transfers.send(targets)
             for target, part in zip(memory.memory, arrived, strict=True):
                 target.index_copy_(0, at, part)
 
-        return memory.transfers.load(copy_in, self.traffic, gathered.numel() * gathered.element_size())
+        return copy_in
 
     def wait(self, load: int) -> None:
         """Let the device's later work wait for a load, and count how long it does."""
