@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.offload.pool import ABSENT, Ints
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache.offload.storage import OffloadStorage
+    from hf_sparse_attn.cache.offload.loading import BlockLoader
     from hf_sparse_attn.stats import LayerCounter
 
 Bools = npt.NDArray[np.bool_]
@@ -100,7 +100,7 @@ class ReadAhead:
     """
 
     def __init__(
-        self, storage: OffloadStorage, order: npt.NDArray[Any], microbatch: int, lengths: Lengths, counter: LayerCounter
+        self, storage: BlockLoader, order: npt.NDArray[Any], microbatch: int, lengths: Lengths, counter: LayerCounter
     ) -> None:
         self._storage, self._order, self._size = storage, order, microbatch
         self._lengths, self._counter = lengths, counter
