@@ -32,6 +32,8 @@ def attend_in_microbatches(
     microbatch: int,
     threshold: float,
     scale: float,
+    rest: str = "least",
+    forced_blocks: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as ``progressive_decode`` does, to blocks that the host loads as far as they are read.
 
@@ -49,6 +51,8 @@ def attend_in_microbatches(
         As ``rank_blocks`` returns it, int32 [batch, kv_heads, n].
     block_size, microbatch, threshold, scale
         As for ``progressive_decode``.
+    rest, forced_blocks
+        As for :class:`StopRule`.
 
     Returns
     -------
@@ -60,7 +64,7 @@ def attend_in_microbatches(
     of_blocks = (batch, microbatch, *query.shape[1:])
     queries = query[:, None].expand(of_blocks).reshape(batch * microbatch, *query.shape[1:])
     reads = layer.read_ahead(block_order, microbatch)
-    rule = StopRule(reads.row_lengths, group, block_size, threshold)
+    rule = StopRule(reads.row_lengths, group, block_size, threshold, rest, forced_blocks)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in reads:
         out, lse = sparse_decode(
@@ -102,12 +106,26 @@ class StopRule:
         Number of query heads of a pair. A pair has read enough when all of them have.
     block_size, threshold
         As for ``progressive_decode``.
+    rest
+        What a block that is left is taken to weigh: ``"least"``, as the least of the complete blocks read, or
+        ``"last"``, as the least mean of a microbatch's complete blocks.
+    forced_blocks
+        First blocks of the order, which are always read: left out of the means.
     """
 
-    def __init__(self, row_lengths: Ints, group: int, block_size: int, threshold: float) -> None:
+    def __init__(
+        self,
+        row_lengths: Ints,
+        group: int,
+        block_size: int,
+        threshold: float,
+        rest: str = "least",
+        forced_blocks: int = 0,
+    ) -> None:
         self.read_counts: Ints = np.zeros(len(row_lengths), np.int64)
         """[pairs]: blocks read so far."""
         self._lengths, self._block_size = row_lengths[:, None], block_size
+        self._takes_means, self._forced_left = rest == "last", forced_blocks
         self._num_blocks = -(-row_lengths // block_size)
         self._log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else math.inf
         self._total: Floats = np.full((len(row_lengths), group), -np.inf)
@@ -126,9 +144,22 @@ class StopRule:
         sums = sums.astype(np.float64)
         self._total = np.logaddexp(self._total, np.logaddexp.reduce(sums, axis=1))
         is_complete = (blocks >= 0) & ((blocks + 1) * self._block_size <= self._lengths)
-        self._least = np.minimum(self._least, np.where(is_complete[:, :, None], sums, np.inf).min(axis=1))
+        self._least = np.minimum(self._least, self._weight_of_rest(sums, is_complete))
         self.read_counts += (blocks >= 0).sum(axis=1)
         left = np.maximum(self._num_blocks - self.read_counts, 0)[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):  # nothing is left, and no complete block was read
             has_enough: Bools = (self._total > self._log_odds + self._least + np.log(left)).all(axis=1)
         return has_enough
+
+    def _weight_of_rest(self, sums: Floats, is_complete: Bools) -> Floats:
+        """Return the weight of a block that a microbatch lets expect, [pairs, group]; infinite if it shows none."""
+        weight: Floats
+        if not self._takes_means:
+            weight = np.where(is_complete[:, :, None], sums, np.inf).min(axis=1)
+            return weight
+        counts = is_complete & (np.arange(is_complete.shape[1]) >= self._forced_left)
+        self._forced_left -= is_complete.shape[1]
+        number = counts.sum(axis=1)[:, None]
+        total = np.logaddexp.reduce(np.where(counts[:, :, None], sums, -np.inf), axis=1)
+        weight = np.where(number > 0, total - np.log(np.maximum(number, 1)), np.inf)
+        return weight
