@@ -63,13 +63,12 @@ class Late(transfers.Transfers):
         return self.last_load
 
     def wait(self, load, traffic):
-        for number in sorted(self.on_their_way):
-            if number <= load:
-                last, arrive = self.last_load, self.on_their_way.pop(number)
-                arrive()
-                super().wait(self.last_load, traffic)
-                self.last_load = last
-        self.arrived = max(self.arrived, load)
+        last = self.last_load
+        for number in sorted(number for number in self.on_their_way if number <= load):
+            self.last_load = self.arrived = number - 1
+            self.on_their_way.pop(number)()
+            super().wait(number, traffic)
+        self.last_load = last
 
     def finish(self):
         self.wait(self.last_load, Traffic())

@@ -88,29 +88,24 @@ class BlockLoader(GrowingStorage):
     def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterator[Present]:
         """Load the selected blocks that the pool lacks; yield those that are there, then, once they are, the others."""
         self._open(lengths)
+        memory, (batch, kv_heads) = self._memory, self._shape[:2]
         chosen = self.read(selection.block_indices).astype(np.int64)  # [batch, kv_heads or 1, n]
-        chosen = np.broadcast_to(chosen, (self._shape.batch, self.kv_heads, chosen.shape[2]))
+        if chosen.shape[1] != kv_heads:
+            chosen = chosen.repeat(kv_heads, axis=1)
         located = self.locate(chosen.reshape(self._shape.pairs, -1), lengths)
-        counter.count_read(self.count_reads(located, lengths), int(self.held(lengths).sum()) * self.kv_heads)
-        parts = located.parts(self._memory.transfers.arrived)
-        # One array of the indices of all parts, then their counts.
-        indices = np.stack([part.indices for part in parts])
-        sent = self._memory.transfers.send(
-            np.concatenate((indices.reshape(-1), (indices >= 0).sum(axis=2).reshape(-1))).astype(np.int32)
-        )
-        all_indices = sent[: indices.size].view(len(parts), self._shape.batch, self.kv_heads, -1)
-        all_counts = sent[indices.size :].view(len(parts), self._shape.batch, self.kv_heads)
-        bounds = self._memory.bounds(lengths)
-        for part, block_indices, block_counts in zip(parts, all_indices, all_counts, strict=True):
-            self.wait(int(part.loads.max(initial=0)))
-            yield Present(
-                *self._memory.buffers(self._index),
-                block_indices,
-                block_counts,
-                bounds.pool_start,
-                bounds.pool_ends[self._index],
-                counter=None,
-            )
+        counter.count_read(self.count_reads(located, lengths), int(self.held(lengths).sum()) * kv_heads)
+        parts = located.parts(memory.transfers.arrived)
+        # One array has the indices of all parts, then their counts.
+        indices = np.stack([part for part, _ in parts], dtype=np.int32)
+        sent = memory.transfers.send(np.concatenate((indices.reshape(-1), (indices >= 0).sum(2, np.int32).reshape(-1))))
+        all_indices = sent[: indices.size].view(len(parts), batch, kv_heads, -1)
+        all_counts = sent[indices.size :].view(len(parts), batch, kv_heads)
+        keys, values = memory.buffers(self._index)
+        bounds = memory.bounds(lengths)
+        row_bounds = (bounds.pool_start, bounds.pool_ends[self._index])
+        for number, (_, load) in enumerate(parts):
+            self.wait(load)
+            yield Present(keys, values, all_indices[number], all_counts[number], *row_bounds, counter=None)
 
     def read_ahead(
         self, block_order: torch.Tensor, microbatch: int, lengths: Lengths, counter: LayerCounter
@@ -210,9 +205,9 @@ class BlockLoader(GrowingStorage):
     def count_reads(self, located: Located, lengths: Lengths) -> int:
         """Count blocks that a step reads, and return how many tokens they hold."""
         is_pooled, held = located.slots >= 0, self.held(lengths)
-        pooled = int(is_pooled.sum())
+        pooled = int(np.count_nonzero(is_pooled))
         self.traffic.blocks_read += pooled
-        self.traffic.blocks_hit += int(located.was_there.sum())
+        self.traffic.blocks_hit += int(np.count_nonzero(located.was_there))
         reads_newest = ((located.indices >= 0) & ~is_pooled).any(axis=1)
         in_newest = (held - newest_blocks(held, self._size) * self._size).repeat(self.kv_heads)
         return pooled * self._size + int((reads_newest * in_newest).sum())

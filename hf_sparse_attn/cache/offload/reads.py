@@ -40,24 +40,27 @@ class Located(NamedTuple):
             self.loads * is_wanted,
         )
 
-    def parts(self, arrived: int) -> list[Located]:
+    def parts(self, arrived: int) -> list[tuple[Ints, int]]:
         """Separate the blocks that can be read at once from those of loads after number ``arrived``.
 
-        One part if nothing must be waited for, or if nothing of the pool can be read before. Attention to the newest
-        blocks alone would not be worth a launch.
+        Returns the indices of each part, valid ones first, and the load to wait for. One part if nothing must be waited
+        for, or if nothing of the pool can be read before: attention to the newest blocks alone would not be worth a
+        launch.
         """
+        last = int(self.loads.max(initial=0))
+        if last <= arrived:
+            return [(self.indices, last)]
         must_wait = self.loads > arrived
-        if not must_wait.any() or not ((self.slots >= 0) & ~must_wait).any():
-            return [self]
-        return [self.only(~must_wait)._packed(), self.only(must_wait)._packed()]
+        if not ((self.slots >= 0) & ~must_wait).any():
+            return [(self.indices, last)]
+        is_ready = (self.indices >= 0) & ~must_wait
+        return [(self._chosen(is_ready), arrived), (self._chosen(must_wait), last)]
 
-    def _packed(self) -> Located:
-        """Move the blocks to the front of their lines, in their order."""
-        order = np.argsort(self.indices < 0, axis=1, kind="stable")
-        lines = np.arange(len(order))[:, None]
-        return Located(
-            self.indices[lines, order], self.slots[lines, order], self.was_there[lines, order], self.loads[lines, order]
-        )
+    def _chosen(self, is_chosen: Bools) -> Ints:
+        """Return the chosen indices at the front of their lines, in their order, then -1."""
+        order = np.argsort(~is_chosen, axis=1, kind="stable")
+        indices: Ints = np.take_along_axis(np.where(is_chosen, self.indices, ABSENT), order, axis=1)
+        return indices
 
 
 class Microbatch(NamedTuple):

@@ -25,7 +25,7 @@ def load_blocks(
             raise ValueError(f"{name} is not pinned; allowed with impl='triton' on {keys.device}: pinned memory")
     _, block_size, head_dim = keys.shape
     blocks, elements = len(block_indices), block_size * head_dim
-    # One program a multiprocessor, half of them for keys: together they request many times what the bus has in flight.
+    # One program a multiprocessor, half of them for keys. Each has CHUNK_BYTES on their way at a time.
     programs = min(blocks, cdiv(multiprocessors(keys.device), 2))
     load_blocks_kernel[(programs, 2)](
         keys,

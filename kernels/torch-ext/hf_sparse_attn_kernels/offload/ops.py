@@ -20,7 +20,7 @@ def load_blocks(
     """Copy blocks of keys and values from host memory, as many as there are `block_indices`.
 
     The kernel reads pinned host memory over the bus itself, so the host neither gathers the blocks nor queues a copy
-    for each. Few programs are enough for the bus: most of the device stays free for attention, on another stream.
+    for each. It has one program a multiprocessor at most, so that attention on another stream finds room.
 
     Parameters
     ----------
