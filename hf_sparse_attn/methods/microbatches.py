@@ -69,12 +69,12 @@ def attend_in_microbatches(
     for part in reads:
         out, lse = sparse_decode(
             queries,
-            part.keys,
-            part.values,
+            part.rows.keys,
+            part.rows.values,
             part.block_indices,
             part.block_counts,
-            part.seq_start,
-            part.seq_end,
+            part.rows.seq_start,
+            part.rows.seq_end,
             block_size=block_size,
             scale=scale,
         )

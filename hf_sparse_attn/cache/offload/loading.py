@@ -15,7 +15,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.offload.blocks import DeviceBlocks, KeysAndValues, Shape, SharedBlocks, newest_blocks
 from hf_sparse_attn.cache.offload.pool import ABSENT, NOTHING, Found, Ints
 from hf_sparse_attn.cache.offload.reads import Located, ReadAhead
-from hf_sparse_attn.cache.storage import GrowingStorage, Present
+from hf_sparse_attn.cache.storage import GrowingStorage, Present, Rows
 from hf_sparse_attn.cache.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -212,19 +212,22 @@ class BlockLoader(GrowingStorage):
         in_newest = (held - newest_blocks(held, self._size) * self._size).repeat(self.kv_heads)
         return pooled * self._size + int((reads_newest * in_newest).sum())
 
-    def as_rows(self, indices: Ints, lengths: Lengths) -> tuple[torch.Tensor, ...]:
-        """Return the fields of :class:`Microbatch` on the device for the blocks at ``indices``, [pairs, n]."""
-        memory, (batch, kv_heads), number = self._memory, self._shape[:2], indices.shape[1]
-        single = indices.reshape(batch, kv_heads, number).transpose(0, 2, 1).reshape(-1)
-        start = np.arange(batch) * (kv_heads * self._size)
-        held = self.held(lengths)
-        end = start + (memory.newest_index(self._index) - newest_blocks(held, self._size)) * self._size + held
-        bounds = np.stack((start, end)).repeat(number, axis=1)
-        sent = memory.transfers.send(np.concatenate((single, single >= 0, bounds.reshape(-1))).astype(np.int32))
-        block_indices, block_counts = sent[: 2 * single.size].view(2, batch * number, kv_heads)
-        seq_start, seq_end = sent[2 * single.size :].view(2, batch * number)
-        buffers = memory.block_rows(self._index, number)
-        return (*buffers, block_indices.unsqueeze(2), block_counts, seq_start, seq_end)
+    def block_rows(self, blocks: int, lengths: Lengths) -> Rows:
+        """Return the rows for an op that attends to single blocks: each row of the batch ``blocks`` times."""
+        held, size = self.held(lengths), self._size
+        start = np.arange(len(held)) * (self.kv_heads * size)
+        end = start + (self._memory.newest_index(self._index) - newest_blocks(held, size)) * size + held
+        bounds = np.stack((start, end)).repeat(blocks, axis=1)
+        seq_start, seq_end = self._memory.transfers.send(bounds.astype(np.int32))
+        return Rows(*self._memory.block_rows(self._index, blocks), seq_start, seq_end)
+
+    def single_blocks(self, indices: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices, [pairs, n], as a selection of the rows of :meth:`block_rows`, one block for each."""
+        batch, number = self._shape.batch, indices.shape[1]
+        indices = indices.reshape(batch, self.kv_heads, number).transpose(0, 2, 1)
+        selection = np.stack((indices, indices >= 0), dtype=np.int32)
+        single, counts = self._memory.transfers.send(selection.reshape(2, batch * number, self.kv_heads))
+        return single.unsqueeze(2), counts
 
     def _keep_full(self, held: Ints) -> None:
         """Copy newest blocks that are full, of rows of ``held`` tokens, to the pool: they need not come back."""

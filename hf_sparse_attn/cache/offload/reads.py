@@ -11,6 +11,7 @@ import torch
 
 from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.offload.pool import ABSENT, Ints
+from hf_sparse_attn.cache.storage import Rows
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.offload.loading import BlockLoader
@@ -68,18 +69,12 @@ class Microbatch(NamedTuple):
 
     blocks: Ints
     """[batch * kv_heads, n], on the host: the blocks, counted from the row's first token; -1 for none."""
-    keys: torch.Tensor
-    """[batch * n, kv_heads, tokens, head_dim]."""
-    values: torch.Tensor
-    """[batch * n, kv_heads, tokens, head_dim]."""
+    rows: Rows
+    """Buffers [batch * n, kv_heads, tokens, head_dim], and row bounds int32 [batch * n]."""
     block_indices: torch.Tensor
-    """int32 [batch * n, kv_heads, 1]: the block, counted from ``seq_start`` in these buffers, or -1."""
+    """int32 [batch * n, kv_heads, 1]: the block, counted from the row's start in these buffers, or -1."""
     block_counts: torch.Tensor
     """int32 [batch * n, kv_heads]: 1, or 0 for no block."""
-    seq_start: torch.Tensor
-    """int32 [batch * n]."""
-    seq_end: torch.Tensor
-    """int32 [batch * n]."""
 
 
 class ReadAhead:
@@ -117,6 +112,7 @@ class ReadAhead:
         storage, tokens_read = self._storage, 0
         blocks = self._blocks(0)
         located = storage.locate(blocks, self._lengths)
+        rows = storage.block_rows(self._size, self._lengths)
         for first in range(0, self._order.shape[1], self._size):
             blocks = np.where(self.goes_on[:, None], blocks, ABSENT)
             if (blocks < 0).all():
@@ -126,7 +122,7 @@ class ReadAhead:
             ahead = storage.locate(following, self._lengths, keep=located.slots[located.slots >= 0])
             tokens_read += storage.count_reads(located, self._lengths)
             storage.wait(int(located.loads.max()))
-            yield Microbatch(blocks, *storage.as_rows(located.indices, self._lengths))
+            yield Microbatch(blocks, rows, *storage.single_blocks(located.indices))
             blocks, located = following, ahead
         self._counter.count_read(tokens_read, int(self.row_lengths.sum()))
 
