@@ -487,3 +487,23 @@ def test_kernels_read_the_pool_and_write_the_newest_blocks(method_class, bounds_
     assert of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read == 9 * 2 * 2 * 3
     for name, expected in alone.metadata.items():
         assert torch.equal(of_pool.metadata[name][:, :, :12], expected[:, :, :12])
+
+
+@pytest.mark.parametrize("threshold", [0.7, 1.0])
+def test_the_kernel_attends_to_single_blocks_of_the_pool(threshold):
+    """Rows that share one address, each of them in as many blocks as a microbatch has."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {"threshold": threshold, "block_size": 4, "microbatch": 3, "sink_tokens": 4}
+    method = PSA(**parameters, offload=True, gpu_cache_tokens=48)
+    of_pool = SparseLayer(method, OffloadStorage(SharedBlocks(method.offloading, kv_heads=2)), q_heads=6)
+    alone = make_layer(PSA(**parameters), q_heads=6)
+    prompt = torch.randn(2, 2, 2, 42, 10, generator=generator).to(DEVICE)
+    tokens = torch.randn(3, 2, 2, 2, 10, generator=generator).to(DEVICE)
+    queries = torch.randn(3, 2, 6, 10, generator=generator).to(DEVICE)
+    for layer, impl in ((alone, "reference"), (of_pool, "triton")):
+        with use_impl(impl):
+            layer.update(*prompt)
+            layer.outputs = [step(layer, query, *token, 0.25) for query, token in zip(queries, tokens, strict=True)]
+    torch.testing.assert_close(of_pool.outputs, alone.outputs, rtol=1e-4, atol=1e-5)
+    assert of_pool.counter.own.tolist() == alone.counter.own.tolist()
+    assert 0 < of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read
