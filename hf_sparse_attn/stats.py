@@ -103,11 +103,11 @@ class LayerStats:
     method_counts: dict[str, int] = field(default_factory=dict)
     """The method's own counts, keyed by the names in ``SparseMethod.counts``."""
     blocks_read: int = 0
-    """With offloading, blocks that steps looked up in the pool on the device, summed over steps, rows and KV heads."""
+    """With offloading, blocks that steps read from the pool on the device, summed over steps, rows and KV heads."""
     blocks_hit: int = 0
-    """Those of them that were in the pool; the others were loaded."""
+    """Those of them that were in the pool when they were looked up; the others were loaded."""
     bytes_loaded: int = 0
-    """Bytes of K and V copied from host memory to the device, in prompts too."""
+    """Bytes of K and V copied from host memory to the device, in prompts too, and ahead of steps that stop earlier."""
     bytes_stored: int = 0
     """Bytes of K and V copied to host memory."""
     stall_seconds: float = 0.0

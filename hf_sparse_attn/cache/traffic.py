@@ -9,13 +9,13 @@ MOST_PENDING = 256
 
 
 class Traffic:
-    """Blocks looked up in the pool, bytes moved, and the time that attention waited for loads. Totals of one layer."""
+    """Blocks read from the pool, bytes moved, and the time that attention waited for loads. Totals of one layer."""
 
     def __init__(self) -> None:
         self.blocks_read = 0
-        """Blocks that decode steps looked up in the pool, summed over rows and KV heads."""
+        """Blocks that decode steps read from the pool, summed over rows and KV heads."""
         self.blocks_hit = 0
-        """Those of them that were there."""
+        """Those of them that were there when they were looked up."""
         self.bytes_loaded = 0
         """Bytes copied from the host to the device."""
         self.bytes_stored = 0

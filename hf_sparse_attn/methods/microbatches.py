@@ -32,8 +32,8 @@ def attend_in_microbatches(
     microbatch: int,
     threshold: float,
     scale: float,
-    rest: str,
-    forced_blocks: int,
+    rest: str = "least",
+    forced_blocks: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend as ``progressive_decode`` does, to blocks that the host loads as far as they are read.
 
@@ -49,8 +49,10 @@ def attend_in_microbatches(
         An offloaded layer, which holds the query's token already. Its counter counts the step.
     block_order
         As ``rank_blocks`` returns it, int32 [batch, kv_heads, n].
-    block_size, microbatch, threshold, scale, rest, forced_blocks
+    block_size, microbatch, threshold, scale
         As for ``progressive_decode``.
+    rest, forced_blocks
+        As for :class:`StopRule`.
 
     Returns
     -------
@@ -67,12 +69,12 @@ def attend_in_microbatches(
     for part in reads:
         out, lse = sparse_decode(
             queries,
-            part.keys,
-            part.values,
+            part.rows.keys,
+            part.rows.values,
             part.block_indices,
             part.block_counts,
-            part.seq_start,
-            part.seq_end,
+            part.rows.seq_start,
+            part.rows.seq_end,
             block_size=block_size,
             scale=scale,
         )
@@ -102,22 +104,32 @@ class StopRule:
         [pairs]: tokens of the pair's row.
     group
         Number of query heads of a pair. A pair has read enough when all of them have.
-    block_size, threshold, rest, forced_blocks
+    block_size, threshold
         As for ``progressive_decode``.
+    rest
+        What a block that is left is taken to weigh: ``"least"``, as the least of the complete blocks read, or
+        ``"last"``, as the least mean of a microbatch's complete blocks.
+    forced_blocks
+        First blocks of the order, which are always read: left out of the means.
     """
 
     def __init__(
-        self, row_lengths: Ints, group: int, block_size: int, threshold: float, rest: str, forced_blocks: int
+        self,
+        row_lengths: Ints,
+        group: int,
+        block_size: int,
+        threshold: float,
+        rest: str = "least",
+        forced_blocks: int = 0,
     ) -> None:
         self.read_counts: Ints = np.zeros(len(row_lengths), np.int64)
         """[pairs]: blocks read so far."""
         self._lengths, self._block_size = row_lengths[:, None], block_size
-        self._rest, self._forced_blocks = rest, forced_blocks
-        self._listed = 0  # entries of the order so far
+        self._takes_means, self._forced_left = rest == "last", forced_blocks
         self._num_blocks = -(-row_lengths // block_size)
         self._log_odds = math.log(threshold) - math.log1p(-threshold) if threshold < 1 else math.inf
         self._total: Floats = np.full((len(row_lengths), group), -np.inf)
-        self._of_rest: Floats = np.full((len(row_lengths), group), np.inf)
+        self._least: Floats = np.full((len(row_lengths), group), np.inf)
 
     def add(self, blocks: Ints, sums: npt.NDArray[Any]) -> Bools:
         """Add a microbatch, and return which pairs have read enough, [pairs].
@@ -132,23 +144,22 @@ class StopRule:
         sums = sums.astype(np.float64)
         self._total = np.logaddexp(self._total, np.logaddexp.reduce(sums, axis=1))
         is_complete = (blocks >= 0) & ((blocks + 1) * self._block_size <= self._lengths)
-        self._of_rest = np.minimum(self._of_rest, self._estimate(sums, is_complete))
+        self._least = np.minimum(self._least, self._weight_of_rest(sums, is_complete))
         self.read_counts += (blocks >= 0).sum(axis=1)
         left = np.maximum(self._num_blocks - self.read_counts, 0)[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):  # nothing is left, and no complete block was read
-            has_enough: Bools = (self._total > self._log_odds + self._of_rest + np.log(left)).all(axis=1)
+            has_enough: Bools = (self._total > self._log_odds + self._least + np.log(left)).all(axis=1)
         return has_enough
 
-    def _estimate(self, sums: Floats, is_complete: Bools) -> Floats:
-        """Return the logarithm of a microbatch's estimate of an unread block, [pairs, group]; infinite without one."""
-        if self._rest == "least":
-            estimate: Floats = np.where(is_complete[:, :, None], sums, np.inf).min(axis=1)
-            return estimate
-        places = self._listed + np.arange(sums.shape[1])
-        self._listed += sums.shape[1]
-        counted = is_complete & (places >= self._forced_blocks)
-        number = counted.sum(axis=1)[:, None]
-        with np.errstate(divide="ignore"):
-            mean = np.logaddexp.reduce(np.where(counted[:, :, None], sums, -np.inf), axis=1) - np.log(number)
-        estimate = np.where(number > 0, mean, np.inf)
-        return estimate
+    def _weight_of_rest(self, sums: Floats, is_complete: Bools) -> Floats:
+        """Return the weight of a block that a microbatch lets expect, [pairs, group]; infinite if it shows none."""
+        weight: Floats
+        if not self._takes_means:
+            weight = np.where(is_complete[:, :, None], sums, np.inf).min(axis=1)
+            return weight
+        counts = is_complete & (np.arange(is_complete.shape[1]) >= self._forced_left)
+        self._forced_left -= is_complete.shape[1]
+        number = counts.sum(axis=1)[:, None]
+        total = np.logaddexp.reduce(np.where(counts[:, :, None], sums, -np.inf), axis=1)
+        weight = np.where(number > 0, total - np.log(np.maximum(number, 1)), np.inf)
+        return weight

@@ -63,13 +63,12 @@ class Late(transfers.Transfers):
         return self.last_load
 
     def wait(self, load, traffic):
-        for number in sorted(self.on_their_way):
-            if number <= load:
-                last, arrive = self.last_load, self.on_their_way.pop(number)
-                arrive()
-                super().wait(self.last_load, traffic)
-                self.last_load = last
-        self.arrived = max(self.arrived, load)
+        last = self.last_load
+        for number in sorted(number for number in self.on_their_way if number <= load):
+            self.last_load = self.arrived = number - 1
+            self.on_their_way.pop(number)()
+            super().wait(number, traffic)
+        self.last_load = last
 
     def finish(self):
         self.wait(self.last_load, Traffic())
@@ -78,7 +77,7 @@ class Late(transfers.Transfers):
 
 @pytest.fixture(params=["prompt", "late"])
 def loads(request, monkeypatch):
-    """Loads as the device makes them, and late ones. Memory that nothing was written to holds NaN."""
+    """Loads as on this machine, and late ones. Memory that nothing was written to holds NaN."""
 
     def poisoned(size, dtype, device):
         return torch.full(size, torch.nan, dtype=dtype, device=device)
@@ -355,6 +354,44 @@ def test_a_pool_that_is_too_small_is_refused_before_generation_starts():
         model.generate(random_ids(3, 100), **GREEDY)
 
 
+class ByKernel(Late):
+    """Late copies by a kernel that reads host memory, in Triton's interpreter if there is no CUDA device."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.reads_host = True
+
+
+class ByHost(Late):
+    """Late copies of what the host gathers."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.reads_host = False
+
+
+@pytest.mark.parametrize("way", [ByKernel, ByHost])
+def test_blocks_are_read_by_a_kernel_or_gathered_by_the_host(way, exact, monkeypatch):
+    monkeypatch.setattr(blocks, "Transfers", way)
+    parameters = {"token_budget": 12, "page_size": 4, "sink_tokens": 0, "dense_layers": 0}
+    method = Quest(**parameters, offload=True, gpu_cache_tokens=16)
+    shared = SharedBlocks(method.offloading, kv_heads=2)
+    layers = [SparseLayer(method, OffloadStorage(shared), q_heads=4), make_layer(Quest(**parameters), q_heads=4)]
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randn(2, 1, 2, 30, 10, generator=generator, dtype=torch.float64).to(DEVICE)
+    tokens = torch.randn(6, 2, 1, 2, 10, generator=generator, dtype=torch.float64).to(DEVICE)
+    queries = torch.randn(6, 1, 4, 10, generator=generator, dtype=torch.float64).to(DEVICE)
+    outputs = []
+    for layer in layers:
+        layer.update(*prompt)
+        outputs.append([step(layer, query, *token, 0.25) for query, token in zip(queries, tokens, strict=True)])
+    torch.testing.assert_close(*outputs)
+    traffic = layers[0].storage.traffic
+    assert 0 < traffic.blocks_hit < traffic.blocks_read
+    block, newest = 2 * 4 * 10 * 8, 2 * 2 * 2 * 10 * 8  # keys and values; of the prompt two tokens of two heads
+    assert traffic.bytes_loaded == (traffic.blocks_read - traffic.blocks_hit) * block + newest
+
+
 def test_a_full_block_moves_to_the_pool_after_a_load_that_nothing_has_waited_for(monkeypatch):
     monkeypatch.setattr(blocks, "Transfers", Late)
     method = Quest(token_budget=12, page_size=4, sink_tokens=0, dense_layers=0, offload=True, gpu_cache_tokens=8)
@@ -402,12 +439,13 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(monkeypatch):
 
     monkeypatch.setattr(transfers, "pinned_empty", fail)
     pinning = transfers.Transfers(torch.device("cpu"))
-    pinning.pins = True
+    pinning.pins = pinning.reads_host = True
     message = r"0\.5 GiB of host memory cannot be pinned \(CUDA error: out of memory\); .*copies are slower"
     with pytest.warns(RuntimeWarning, match=message):
         tensor = pinning.host_empty((1 << 27,), torch.float32)
     assert tensor.shape == (1 << 27,)
     assert not pinning.pins
+    assert not pinning.reads_host
     pinning.host_empty((4,), torch.float32)  # one warning is enough: others would be errors here
 
 
@@ -449,3 +487,23 @@ def test_kernels_read_the_pool_and_write_the_newest_blocks(method_class, bounds_
     assert of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read == 9 * 2 * 2 * 3
     for name, expected in alone.metadata.items():
         assert torch.equal(of_pool.metadata[name][:, :, :12], expected[:, :, :12])
+
+
+@pytest.mark.parametrize("threshold", [0.7, 1.0])
+def test_the_kernel_attends_to_single_blocks_of_the_pool(threshold):
+    """Rows that share one address, each of them in as many blocks as a microbatch has."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {"threshold": threshold, "block_size": 4, "microbatch": 3, "sink_tokens": 4}
+    method = PSA(**parameters, offload=True, gpu_cache_tokens=48)
+    of_pool = SparseLayer(method, OffloadStorage(SharedBlocks(method.offloading, kv_heads=2)), q_heads=6)
+    alone = make_layer(PSA(**parameters), q_heads=6)
+    prompt = torch.randn(2, 2, 2, 42, 10, generator=generator).to(DEVICE)
+    tokens = torch.randn(3, 2, 2, 2, 10, generator=generator).to(DEVICE)
+    queries = torch.randn(3, 2, 6, 10, generator=generator).to(DEVICE)
+    for layer, impl in ((alone, "reference"), (of_pool, "triton")):
+        with use_impl(impl):
+            layer.update(*prompt)
+            layer.outputs = [step(layer, query, *token, 0.25) for query, token in zip(queries, tokens, strict=True)]
+    torch.testing.assert_close(of_pool.outputs, alone.outputs, rtol=1e-4, atol=1e-5)
+    assert of_pool.counter.own.tolist() == alone.counter.own.tolist()
+    assert 0 < of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read

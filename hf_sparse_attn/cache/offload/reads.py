@@ -11,9 +11,10 @@ import torch
 
 from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.offload.pool import ABSENT, Ints
+from hf_sparse_attn.cache.storage import Rows
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.cache.offload.storage import OffloadStorage
+    from hf_sparse_attn.cache.offload.loading import BlockLoader
     from hf_sparse_attn.stats import LayerCounter
 
 Bools = npt.NDArray[np.bool_]
@@ -40,24 +41,27 @@ class Located(NamedTuple):
             self.loads * is_wanted,
         )
 
-    def parts(self, arrived: int) -> list[Located]:
+    def parts(self, arrived: int) -> list[tuple[Ints, int]]:
         """Separate the blocks that can be read at once from those of loads after number ``arrived``.
 
-        One part if nothing must be waited for, or if nothing of the pool can be read before. Attention to the newest
-        blocks alone would not be worth a launch.
+        Returns the indices of each part, valid ones first, and the load to wait for. One part if nothing must be waited
+        for, or if nothing of the pool can be read before: attention to the newest blocks alone would not be worth a
+        launch.
         """
+        last = int(self.loads.max(initial=0))
+        if last <= arrived:
+            return [(self.indices, last)]
         must_wait = self.loads > arrived
-        if not must_wait.any() or not ((self.slots >= 0) & ~must_wait).any():
-            return [self]
-        return [self.only(~must_wait)._packed(), self.only(must_wait)._packed()]
+        if not ((self.slots >= 0) & ~must_wait).any():
+            return [(self.indices, last)]
+        is_ready = (self.indices >= 0) & ~must_wait
+        return [(self._chosen(is_ready), arrived), (self._chosen(must_wait), last)]
 
-    def _packed(self) -> Located:
-        """Move the blocks to the front of their lines, in their order."""
-        order = np.argsort(self.indices < 0, axis=1, kind="stable")
-        lines = np.arange(len(order))[:, None]
-        return Located(
-            self.indices[lines, order], self.slots[lines, order], self.was_there[lines, order], self.loads[lines, order]
-        )
+    def _chosen(self, is_chosen: Bools) -> Ints:
+        """Return the chosen indices at the front of their lines, in their order, then -1."""
+        order = np.argsort(~is_chosen, axis=1, kind="stable")
+        indices: Ints = np.take_along_axis(np.where(is_chosen, self.indices, ABSENT), order, axis=1)
+        return indices
 
 
 class Microbatch(NamedTuple):
@@ -65,18 +69,12 @@ class Microbatch(NamedTuple):
 
     blocks: Ints
     """[batch * kv_heads, n], on the host: the blocks, counted from the row's first token; -1 for none."""
-    keys: torch.Tensor
-    """[batch * n, kv_heads, tokens, head_dim]."""
-    values: torch.Tensor
-    """[batch * n, kv_heads, tokens, head_dim]."""
+    rows: Rows
+    """Buffers [batch * n, kv_heads, tokens, head_dim], and row bounds int32 [batch * n]."""
     block_indices: torch.Tensor
-    """int32 [batch * n, kv_heads, 1]: the block, counted from ``seq_start`` in these buffers, or -1."""
+    """int32 [batch * n, kv_heads, 1]: the block, counted from the row's start in these buffers, or -1."""
     block_counts: torch.Tensor
     """int32 [batch * n, kv_heads]: 1, or 0 for no block."""
-    seq_start: torch.Tensor
-    """int32 [batch * n]."""
-    seq_end: torch.Tensor
-    """int32 [batch * n]."""
 
 
 class ReadAhead:
@@ -100,7 +98,7 @@ class ReadAhead:
     """
 
     def __init__(
-        self, storage: OffloadStorage, order: npt.NDArray[Any], microbatch: int, lengths: Lengths, counter: LayerCounter
+        self, storage: BlockLoader, order: npt.NDArray[Any], microbatch: int, lengths: Lengths, counter: LayerCounter
     ) -> None:
         self._storage, self._order, self._size = storage, order, microbatch
         self._lengths, self._counter = lengths, counter
@@ -114,6 +112,7 @@ class ReadAhead:
         storage, tokens_read = self._storage, 0
         blocks = self._blocks(0)
         located = storage.locate(blocks, self._lengths)
+        rows = storage.block_rows(self._size, self._lengths)
         for first in range(0, self._order.shape[1], self._size):
             blocks = np.where(self.goes_on[:, None], blocks, ABSENT)
             if (blocks < 0).all():
@@ -123,7 +122,7 @@ class ReadAhead:
             ahead = storage.locate(following, self._lengths, keep=located.slots[located.slots >= 0])
             tokens_read += storage.count_reads(located, self._lengths)
             storage.wait(int(located.loads.max()))
-            yield Microbatch(blocks, *storage.as_rows(located.indices, self._lengths))
+            yield Microbatch(blocks, rows, *storage.single_blocks(located.indices))
             blocks, located = following, ahead
         self._counter.count_read(tokens_read, int(self.row_lengths.sum()))
 

@@ -5,27 +5,21 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths
-from hf_sparse_attn.cache.offload.blocks import DeviceBlocks, KeysAndValues, Shape, SharedBlocks, newest_blocks
-from hf_sparse_attn.cache.offload.pool import ABSENT, NOTHING, Found, Ints
-from hf_sparse_attn.cache.offload.reads import Located, ReadAhead
-from hf_sparse_attn.cache.storage import GrowingStorage, Present, Rows, Storage, enlarged, grown_capacity
+from hf_sparse_attn.cache.offload.blocks import KeysAndValues, Shape, SharedBlocks
+from hf_sparse_attn.cache.offload.loading import BlockLoader
+from hf_sparse_attn.cache.storage import Rows, Storage, enlarged, grown_capacity
 from hf_sparse_attn.cache.traffic import Traffic
 
-if TYPE_CHECKING:
-    from hf_sparse_attn.methods.base import Selection
-    from hf_sparse_attn.stats import LayerCounter
 
-
-class OffloadStorage(GrowingStorage):
+class OffloadStorage(BlockLoader):
     """Buffers in host memory, of which decode steps load the blocks that they read.
 
     The host's buffers have the layout of :class:`GrowingStorage`. Of each row the device keeps the newest block, which
@@ -45,46 +39,22 @@ class OffloadStorage(GrowingStorage):
     """
 
     keeps_rows = False
-    traffic: Traffic
 
     def __init__(self, shared: SharedBlocks, initial_capacity: int = 0, max_tokens: int | None = None) -> None:
-        super().__init__(initial_capacity, max_tokens)
-        self.traffic = Traffic()
-        self._shared = shared
-        self._index = shared.add_layer()
-        self._blocks: DeviceBlocks | None = None
+        super().__init__(shared, initial_capacity, max_tokens)
         self._staging: KeysAndValues | None = None
         self._is_lent = False  # whether a fork reads the host buffers
         self._forget_rows()
 
     def _forget_rows(self) -> None:
         self._end = 0  # tokens written, on the host or in the newest blocks
-        self._starts: tuple[int, ...] = ()  # the rows' first tokens when blocks were last counted from them
+        self._starts = ()
         self._void_newest()
 
     def _void_newest(self) -> None:
         self._is_newest_valid = False  # whether the newest blocks hold their tokens before `_end`
         self._is_unsaved = False  # whether the host lacks some of them
         self._is_open = False  # whether a token may have been written at `_end` that is not counted yet
-
-    @property
-    def _memory(self) -> DeviceBlocks:
-        assert self._blocks is not None
-        return self._blocks
-
-    @property
-    def _size(self) -> int:
-        return self._shared.offload.block_size
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads."""
-        return self._shape.kv_heads
-
-    def held(self, lengths: Lengths) -> Ints:
-        """Return the number of tokens of each row, [batch]."""
-        held: Ints = np.maximum(lengths.length - np.array(lengths.starts), 0)
-        return held
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Create empty host buffers with room for at least these tokens, and the pool if there is none."""
@@ -104,11 +74,6 @@ class OffloadStorage(GrowingStorage):
         pool = self._memory.pool
         self._table = pool.add_table()
         weakref.finalize(self, pool.drop_table, self._table)
-
-    def _host_buffers(self, capacity: int) -> KeysAndValues:
-        size = (self._shape.batch, self._shape.kv_heads, capacity, self._shape.head_dim)
-        host_empty = self._memory.transfers.host_empty
-        return host_empty(size, self._shape.dtype), host_empty(size, self._shape.dtype)
 
     def _enter(self) -> None:
         """Lay out the device's memory for these rows, and show its staging buffers as :attr:`keys`, :attr:`values`."""
@@ -159,155 +124,13 @@ class OffloadStorage(GrowingStorage):
         self._store_newest(lambda held: held > 0 and held % self._size == 0)
         self._keep_full(self.held(lengths))
 
-    def _keep_full(self, held: Ints) -> None:
-        """Copy newest blocks that are full, of rows of ``held`` tokens, to the pool: they need not come back."""
-        memory, heads = self._memory, np.arange(self.kv_heads)
-        rows = np.flatnonzero((held > 0) & (held % self._size == 0))
-        if not len(rows) or len(rows) * self.kv_heads > memory.pool.slots:
-            return
-        pairs = (rows[:, None] * self.kv_heads + heads).reshape(-1)
-        try:
-            slots = memory.pool.take(self._table, pairs, newest_blocks(held, self._size)[pairs // self.kv_heads]).slots
-            self.wait(int(memory.filled_by[slots].max()))  # a load of another block may still be on its way there
-            at, source = memory.transfers.send(np.stack((slots + memory.first_slot, pairs)))
-            for target, newest in zip(memory.memory, memory.newest(self._index), strict=True):
-                target.index_copy_(0, at, newest.flatten(0, 1).index_select(0, source))
-        except BaseException:
-            memory.forget_all()
-            raise
-
     def newest(self, lengths: Lengths) -> Rows:
         """Return the newest blocks, as the part of the rows that begins where they do."""
         self._open(lengths)
         bounds = self._memory.bounds(lengths)
         return Rows(*self._memory.newest(self._index), bounds.newest_start, bounds.newest_end)
 
-    def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterator[Present]:
-        """Load the selected blocks that the pool lacks; yield those that are there, then, once they are, the others."""
-        self._open(lengths)
-        chosen = self.read(selection.block_indices).astype(np.int64)  # [batch, kv_heads or 1, n]
-        chosen = np.broadcast_to(chosen, (self._shape.batch, self.kv_heads, chosen.shape[2]))
-        located = self.locate(chosen.reshape(self._shape.pairs, -1), lengths)
-        counter.count_read(self.count_reads(located, lengths), int(self.held(lengths).sum()) * self.kv_heads)
-        parts = located.parts(self._memory.transfers.arrived)
-        # One array of the indices of all parts, then their counts.
-        indices = np.stack([part.indices for part in parts])
-        sent = self._memory.transfers.send(
-            np.concatenate((indices.reshape(-1), (indices >= 0).sum(axis=2).reshape(-1))).astype(np.int32)
-        )
-        all_indices = sent[: indices.size].view(len(parts), self._shape.batch, self.kv_heads, -1)
-        all_counts = sent[indices.size :].view(len(parts), self._shape.batch, self.kv_heads)
-        bounds = self._memory.bounds(lengths)
-        for part, block_indices, block_counts in zip(parts, all_indices, all_counts, strict=True):
-            self.wait(int(part.loads.max(initial=0)))
-            yield Present(
-                *self._memory.buffers(self._index),
-                block_indices,
-                block_counts,
-                bounds.pool_start,
-                bounds.pool_ends[self._index],
-                counter=None,
-            )
-
-    def read_ahead(
-        self, block_order: torch.Tensor, microbatch: int, lengths: Lengths, counter: LayerCounter
-    ) -> ReadAhead:
-        """Return the microbatches of a decode step; ``block_order`` is int32 [batch, kv_heads, n], best first."""
-        self._open(lengths)
-        order = self.read(block_order).reshape(self._shape.pairs, -1)
-        return ReadAhead(self, order, microbatch, lengths, counter)
-
-    def locate(self, blocks: Ints, lengths: Lengths, keep: Ints = NOTHING) -> Located:
-        """Return where blocks of the layer will be, and begin to load those that are nowhere.
-
-        Parameters
-        ----------
-        blocks
-            [batch * kv_heads, n]: blocks counted from the rows' first tokens, without duplicates; -1 for none.
-        lengths
-            The row lengths.
-        keep
-            Slots of blocks that must stay.
-        """
-        memory = self._memory
-        is_newest = blocks == newest_blocks(self.held(lengths), self._size).repeat(self.kv_heads)[:, None]
-        is_pooled = (blocks >= 0) & ~is_newest
-        pairs = is_pooled.nonzero()[0]
-        found = self._load(pairs, blocks[is_pooled], keep)
-        indices, slots = np.full_like(blocks, ABSENT), np.full_like(blocks, ABSENT)
-        was_there, loads = np.zeros_like(is_pooled), np.zeros_like(blocks)
-        indices[is_newest] = memory.newest_index(self._index)
-        indices[is_pooled] = memory.first_slot + found.slots - pairs
-        slots[is_pooled] = found.slots
-        was_there[is_pooled] = ~found.is_missing
-        loads[is_pooled] = memory.filled_by[found.slots]
-        return Located(indices, slots, was_there, loads)
-
-    def _load(self, pairs: Ints, blocks: Ints, keep: Ints) -> Found:
-        """Return the slots of complete blocks, and begin to load those that are missing."""
-        memory = self._memory
-        try:
-            found = memory.pool.take(self._table, pairs, blocks, keep)
-            if found.is_missing.any():
-                slots = found.slots[found.is_missing]
-                memory.filled_by[slots] = self._fill(slots, pairs[found.is_missing], blocks[found.is_missing])
-        except BaseException:
-            memory.forget_all()  # slots that were promised may not have been filled
-            raise
-        return found
-
-    def _fill(self, slots: Ints, pairs: Ints, blocks: Ints) -> int:
-        """Begin to copy blocks from the host to their slots; return the number of the load."""
-        memory, shape, size = self._memory, self._shape, self._size
-        memory.transfers.finish_stores()
-        first = np.array(self._starts)[pairs // shape.kv_heads] + blocks * size
-        lines = torch.from_numpy(((pairs * self._capacity + first)[:, None] + np.arange(size)).reshape(-1))
-        gathered = memory.transfers.landing((2, len(lines), shape.head_dim), shape.dtype)
-        for buffer, part in zip(self._host, gathered, strict=True):
-            torch.index_select(buffer.view(-1, shape.head_dim), 0, lines, out=part)
-
-        def copy_in() -> None:
-            arrived = gathered.to(memory.device, non_blocking=True).view(2, len(slots), size, shape.head_dim)
-            at = memory.transfers.send(slots + memory.first_slot)
-            for target, part in zip(memory.memory, arrived, strict=True):
-                target.index_copy_(0, at, part)
-
-        return memory.transfers.load(copy_in, self.traffic, gathered.numel() * gathered.element_size())
-
-    def wait(self, load: int) -> None:
-        """Let the device's later work wait for a load, and count how long it does."""
-        self._memory.transfers.wait(load, self.traffic)
-
-    def read(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """Return a device tensor's contents on the host, once the device has computed it."""
-        return self._memory.transfers.read(tensor)
-
-    def count_reads(self, located: Located, lengths: Lengths) -> int:
-        """Count blocks that a step reads, and return how many tokens they hold."""
-        is_pooled, held = located.slots >= 0, self.held(lengths)
-        pooled = int(is_pooled.sum())
-        self.traffic.blocks_read += pooled
-        self.traffic.blocks_hit += int(located.was_there.sum())
-        reads_newest = ((located.indices >= 0) & ~is_pooled).any(axis=1)
-        in_newest = (held - newest_blocks(held, self._size) * self._size).repeat(self.kv_heads)
-        return pooled * self._size + int((reads_newest * in_newest).sum())
-
-    def as_rows(self, indices: Ints, lengths: Lengths) -> tuple[torch.Tensor, ...]:
-        """Return the fields of :class:`Microbatch` on the device for the blocks at ``indices``, [pairs, n]."""
-        memory, (batch, kv_heads), number = self._memory, self._shape[:2], indices.shape[1]
-        single = indices.reshape(batch, kv_heads, number).transpose(0, 2, 1).reshape(-1)
-        start = np.arange(batch) * (kv_heads * self._size)
-        held = self.held(lengths)
-        end = start + (memory.newest_index(self._index) - newest_blocks(held, self._size)) * self._size + held
-        bounds = np.stack((start, end)).repeat(number, axis=1)
-        sent = memory.transfers.send(np.concatenate((single, single >= 0, bounds.reshape(-1))).astype(np.int32))
-        block_indices, block_counts = sent[: 2 * single.size].view(2, batch * number, kv_heads)
-        seq_start, seq_end = sent[2 * single.size :].view(2, batch * number)
-        buffers = memory.block_rows(self._index, number)
-        return (*buffers, block_indices.unsqueeze(2), block_counts, seq_start, seq_end)
-
     def _open(self, lengths: Lengths) -> None:
-        """Let the newest blocks hold the last block of each row, up to the last token written."""
         self._enter()
         if lengths.starts != self._starts:
             self.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class Transfers:
         self.is_cuda = device.type == "cuda"
         self.pins = self.is_cuda
         """Whether host memory is pinned: False on a CPU, and after pinning has failed."""
+        self.reads_host = self.is_cuda and find_spec("triton") is not None
+        """Whether kernels read the host memory of :meth:`host_empty`: only if it is pinned."""
         self.last_load = 0
         """Number of the last load queued."""
         self.arrived = 0
@@ -55,7 +58,7 @@ class Transfers:
                 try:
                     return pinned_empty(shape, dtype)
                 except RuntimeError as error:
-                    self.pins = False
+                    self.pins = self.reads_host = False
                     gib = np.prod(shape) * dtype.itemsize / 2**30
                     warnings.warn(
                         f"offload: {gib:.1f} GiB of host memory cannot be pinned ({str(error).splitlines()[0]}); using "

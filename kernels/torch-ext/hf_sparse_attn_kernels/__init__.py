@@ -4,6 +4,7 @@ from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .kmeans.ops import cluster_sums, nearest_centres
+from .offload.ops import load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
 from .pages.step_ops import append_and_rank, append_and_select
 from .progressive.ops import progressive_decode, rank_blocks
@@ -16,6 +17,7 @@ __all__ = [
     "centroid_weights",
     "cluster_sums",
     "dense_decode",
+    "load_blocks",
     "lookup_runs",
     "mean_query",
     "nearest_centres",

@@ -1,0 +1,1 @@
+"""Blocks of the KV cache that come from host memory."""
