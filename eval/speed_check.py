@@ -87,5 +87,7 @@ def covering(method: SparseMethod, work: Work, new_tokens: int) -> SparseMethod:
         budget = min(work.capacity, max_positions(work.model.config))
     # A method that has both takes the budget instead of k.
     given = {field.name: getattr(method, field.name) for field in fields(method) if field.name != "k"}
+    if method.offloading is not None:
+        given["gpu_cache_tokens"] = budget  # a step holds all that it selects
     knob = knob_of(method.name)
     return type(method)(**{**given, knob.parameter: knob.steps(budget)[-1], "token_budget": budget})
