@@ -3,6 +3,7 @@
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
+from .codes.ops import code_scores, encode_keys, select_tokens_by_score
 from .kmeans.ops import cluster_sums, nearest_centres
 from .pages.ops import append_and_select, page_bounds, page_scores, select_blocks
 from .progressive.ops import progressive_decode, rank_blocks
@@ -13,7 +14,9 @@ __all__ = [
     "append_and_select",
     "centroid_weights",
     "cluster_sums",
+    "code_scores",
     "dense_decode",
+    "encode_keys",
     "lookup_runs",
     "mean_query",
     "nearest_centres",
@@ -26,6 +29,7 @@ __all__ = [
     "select_blocks",
     "select_runs",
     "select_tokens",
+    "select_tokens_by_score",
     "sparse_decode",
     "sparse_prefill",
     "token_votes",
