@@ -167,7 +167,7 @@ class KeyCodes(SparseMethod):
         if layer.prompt_queries is None:
             mean = torch.zeros_like(centre)
         else:
-            mean = layer.prompt_queries.mean.unflatten(1, (centre.shape[1], -1)).mean(2).to(centre.dtype)
+            mean = layer.prompt_queries.mean.view(*centre.shape[:2], -1, centre.shape[2]).mean(2).to(centre.dtype)
         is_coded = layer.metadata["coded"] > 0
         centre.copy_(torch.where(is_coded.unsqueeze(2), centre, mean))
 

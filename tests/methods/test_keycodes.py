@@ -1,6 +1,7 @@
 """KeyCodes against its formula, in plain torch on the layers' own keys."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -271,19 +272,22 @@ def test_what_an_unpatched_model_has_cached_is_coded_before_the_next_step(max_ca
         assert cache.layers[0].metadata["coded"].tolist() == [[7, 7]]
 
 
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "unpatched"])
 @torch.inference_mode()
-def test_a_prompt_that_follows_a_crop_is_coded_even_if_it_is_cropped_again(model):
+def test_a_prompt_that_follows_a_crop_is_coded_even_if_it_is_cropped_again(is_patched, model):
     """The prompt that was finished first was longer."""
-    ids, steps = random_ids(1, 150), random_ids(1, 20, seed=4)
+    ids, others, steps = random_ids(1, 150), random_ids(1, 120, seed=6), random_ids(1, 20, seed=4)
     method = KeyCodes(**SMALL, query_centre=False)
     with sparse_attention(model, method):
         cache, fresh = SparseCache.for_model(model), SparseCache.for_model(model)
         model(ids, past_key_values=cache)
         cache.complete_prompt()
-        cache.crop(-140)
-        model(ids[:, 10:130], past_key_values=cache)
-        cache.crop(-10)
-        model(ids[:, :120], past_key_values=fresh)
+    cache.crop(-140)
+    with sparse_attention(model, method) if is_patched else nullcontext():
+        model(others, past_key_values=cache)
+    cache.crop(-10)
+    with sparse_attention(model, method):
+        model(torch.cat([ids[:, :10], others[:, :110]], dim=1), past_key_values=fresh)
         torch.testing.assert_close(*(decode(model, each, steps) for each in (cache, fresh)), **ROUNDING)
         assert cache.layers[0].metadata["coded"].tolist() == [[8, 8]]
 
