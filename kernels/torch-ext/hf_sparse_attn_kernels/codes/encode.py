@@ -269,7 +269,8 @@ def encode_keys(
         BLOCK_B=block_b,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_K=ROTATED_AT_ONCE,
-        num_warps=4,
+        num_warps=4 if block_b <= 16 else 8,
+        num_stages=2,
         **options,
     )
     if max_pages > 1:
