@@ -14,18 +14,23 @@ SLICE = tl.constexpr(16)  # tokens that lie in one page
 
 
 @triton.jit
+def _on_words(codes, ASM: tl.constexpr):
+    """Run instructions on four bytes at a time."""
+    asm: tl.constexpr = f"{{ .reg .b32 bits; {ASM} }}"
+    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
 def bit_of_bytes(codes, BIT: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return bit BIT of every byte as int8: 0 or 2 ** PLANE."""
     if INTERPRETED:
         return (((codes >> BIT) & 1) << PLANE).to(tl.int8)
     # Four bytes at a time. The mask removes what a shift moves from one byte to the next.
     if PLANE == 0:
-        asm: tl.constexpr = f"{{ .reg .b32 bits; shr.b32 bits, $1, {BIT}; and.b32 $0, bits, 0x01010101; }}"
-    elif BIT == 0:
-        asm: tl.constexpr = "{ .reg .b32 bits; shl.b32 bits, $1, 1; and.b32 $0, bits, 0x02020202; }"
-    else:
-        asm: tl.constexpr = f"{{ .reg .b32 bits; shr.b32 bits, $1, {BIT - 1}; and.b32 $0, bits, 0x02020202; }}"
-    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
+        return _on_words(codes, f"shr.b32 bits, $1, {BIT}; and.b32 $0, bits, 0x01010101;")
+    if BIT == 0:
+        return _on_words(codes, "shl.b32 bits, $1, 1; and.b32 $0, bits, 0x02020202;")
+    return _on_words(codes, f"shr.b32 bits, $1, {BIT - 1}; and.b32 $0, bits, 0x02020202;")
 
 
 @triton.jit
@@ -201,7 +206,7 @@ def scan_codes_kernel(
     at = parts_ptr + pair * (2 * GROUP * 8 * BLOCK_B) + tl.arange(0, 2 * GROUP)[None, :] * (8 * BLOCK_B) + depth
     parts = ()
     for step in tl.static_range(8 // JOINED):
-        parts += (tl.load(at + step * (JOINED * BLOCK_B)),)
+        parts += (tl.load(at + step * (JOINED * BLOCK_B)),)  # type: ignore[assignment]
     lines_ptr += pair * (2 * GROUP)
     slope = tl.load(lines_ptr + heads, mask=heads < HEADS, other=0.0)[None, :]
     level = tl.load(lines_ptr + GROUP + heads, mask=heads < HEADS, other=0.0)[None, :]

@@ -1,4 +1,4 @@
-"""Triton kernel of `select_tokens_by_score`: all programs find maxima of spans, the last one searches the best spans."""
+"""Triton kernel of `select_tokens_by_score`: all programs find maxima of spans, the last searches the best spans."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -14,6 +14,8 @@ from .._triton import cdiv, finished_last, launch_options, multiprocessors, next
 
 KEYS_AT_ONCE = 16384
 """Keys that the selecting program keeps in registers."""
+LISTED_AT_ONCE = 8192
+"""Keys that it keeps together with their indices."""
 ABSENT = tl.constexpr(-0x80000000)
 
 
@@ -40,6 +42,38 @@ def parts_of_spans(kept_ptr, kept, num_parts, SPAN: tl.constexpr, BLOCK_C: tl.co
     exists = lanes < kept * SPAN
     parts = tl.load(kept_ptr + lanes // SPAN, mask=exists, other=0) * SPAN + lanes % SPAN
     return tl.where(exists & (parts < num_parts), parts, num_parts)
+
+
+@triton.jit
+def top_spans(
+    maxima_ptr,  # of the pair, like the next two
+    coarse_maxima_ptr,
+    kept_ptr,
+    num_spans,
+    max_tokens,
+    SPAN: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the spans with the greatest maxima; return their number and a key that as many tokens reach."""
+    lanes = tl.arange(0, BLOCK_N)
+    kept = tl.minimum(num_spans, max_tokens)
+    if LEVELS == 2:
+        keys = tl.load(maxima_ptr + lanes, mask=lanes < num_spans, other=ABSENT, cache_modifier=".cg")
+        floor = write_top_spans(keys, lanes, ABSENT, num_spans, kept, kept_ptr, BLOCK_N)
+    else:
+        num_coarse = tl.cdiv(num_spans, SPAN)
+        kept_coarse = tl.minimum(num_coarse, max_tokens)
+        coarse_keys = tl.load(coarse_maxima_ptr + lanes, mask=lanes < num_coarse, other=ABSENT, cache_modifier=".cg")
+        floor = write_top_spans(coarse_keys, lanes, ABSENT, num_coarse, kept_coarse, kept_ptr, BLOCK_N)
+        spans = parts_of_spans(kept_ptr, kept_coarse, num_spans, SPAN, BLOCK_C)
+        tl.debug_barrier()  # every thread has read the spans that are overwritten next
+        keys = tl.load(maxima_ptr + spans, mask=spans < num_spans, other=ABSENT, cache_modifier=".cg")
+        floor = tl.where(kept_coarse == kept, floor, ABSENT)
+        found = tl.sum((spans < num_spans).to(tl.int32))
+        floor = write_top_spans(keys, spans, floor, found, kept, kept_ptr, BLOCK_C)
+    return kept, floor
 
 
 @triton.jit
@@ -98,8 +132,8 @@ def select_tokens_by_score_kernel(
         if LEVELS == 1 or finished_last(finished_ptr + pair, programs):
             count = tl.minimum(length, max_tokens)
             tl.store(counts_ptr + pair, count)
-            lanes = tl.arange(0, BLOCK_N)
             if LEVELS == 1:
+                lanes = tl.arange(0, BLOCK_N)
                 write_top_blocks(
                     load_order_keys(scores_ptr, lanes, length, sink_tokens, recent, PADDED),
                     lanes,
@@ -117,32 +151,17 @@ def select_tokens_by_score_kernel(
                 )
             else:
                 num_spans = tl.cdiv(length, SPAN)
-                kept = tl.minimum(num_spans, max_tokens)
-                if LEVELS == 3:
-                    num_coarse = tl.cdiv(num_spans, SPAN)
-                    kept_coarse = tl.minimum(num_coarse, max_tokens)
-                    keys = tl.load(
-                        coarse_maxima_ptr + lanes, mask=lanes < num_coarse, other=ABSENT, cache_modifier=".cg"
-                    )
-                    floor = write_top_spans(keys, lanes, ABSENT, num_coarse, kept_coarse, kept_ptr, BLOCK_N)
-                    spans = parts_of_spans(kept_ptr, kept_coarse, num_spans, SPAN, BLOCK_C)
-                    tl.debug_barrier()  # every thread has read the spans that are overwritten next
-                    keys = tl.load(maxima_ptr + spans, mask=spans < num_spans, other=ABSENT, cache_modifier=".cg")
-                    found = tl.sum((spans < num_spans).to(tl.int32))
-                    # A floor of as many coarse spans: each of them has a span that reaches it.
-                    floor = tl.where(kept_coarse == kept, floor, ABSENT)
-                    floor = write_top_spans(keys, spans, floor, found, kept, kept_ptr, BLOCK_C)
-                else:
-                    keys = tl.load(maxima_ptr + lanes, mask=lanes < num_spans, other=ABSENT, cache_modifier=".cg")
-                    floor = write_top_spans(keys, lanes, ABSENT, num_spans, kept, kept_ptr, BLOCK_N)
-                tokens = parts_of_spans(kept_ptr, kept, length, SPAN, BLOCK_C)
+                kept, floor = top_spans(
+                    maxima_ptr, coarse_maxima_ptr, kept_ptr, num_spans, max_tokens, SPAN, LEVELS, BLOCK_N, BLOCK_C
+                )
+                candidates = parts_of_spans(kept_ptr, kept, length, SPAN, BLOCK_C)
                 write_top_blocks(
-                    load_order_keys(scores_ptr, tokens, length, sink_tokens, recent, False),
-                    tokens,
+                    load_order_keys(scores_ptr, candidates, length, sink_tokens, recent, False),
+                    candidates,
                     tl.where(kept == count, floor, ABSENT),
                     scores_ptr,
                     indices_ptr,
-                    tl.sum((tokens < length).to(tl.int32)),
+                    tl.sum((candidates < length).to(tl.int32)),
                     count,
                     max_tokens,
                     sink_tokens,
@@ -155,15 +174,14 @@ def select_tokens_by_score_kernel(
 
 def _levels(num_tokens: int, max_tokens: int) -> tuple[int, int]:
     """Return the number of levels, and the tokens of a span, with which no level has too many keys for registers."""
-    largest = KEYS_AT_ONCE // next_power_of_2(max_tokens)
-    if num_tokens <= KEYS_AT_ONCE or largest < 2:
-        return 1, 1
-    # Two levels of about the same size: num_tokens / span spans, then max_tokens * span tokens.
-    span = min(largest, next_power_of_2(max(2, math.isqrt(num_tokens // max_tokens))))
-    for levels in (2, 3):
-        if cdiv(num_tokens, span ** (levels - 1)) <= KEYS_AT_ONCE:
-            return levels, span
-    return (3, largest) if cdiv(num_tokens, largest**2) <= KEYS_AT_ONCE else (1, 1)
+    largest = LISTED_AT_ONCE // next_power_of_2(max_tokens)
+    if num_tokens > KEYS_AT_ONCE and largest > 1:
+        # Levels of about the same size: num_tokens / span spans, then max_tokens * span tokens.
+        balanced = min(largest, next_power_of_2(max(2, math.isqrt(num_tokens // max_tokens))))
+        for levels, span in ((2, balanced), (2, largest), (3, balanced), (3, largest)):
+            if cdiv(num_tokens, span ** (levels - 1)) <= KEYS_AT_ONCE:
+                return levels, span
+    return 1, 1
 
 
 def select_tokens_by_score(
@@ -182,7 +200,8 @@ def select_tokens_by_score(
     pairs, device = batch * kv_heads, scores.device
     levels, span = _levels(num_tokens, max_tokens)
     keys = cdiv(num_tokens, span ** (levels - 1))
-    block_n = min(KEYS_AT_ONCE, max(128, next_power_of_2(keys)))
+    one_tile = keys <= KEYS_AT_ONCE
+    block_n = max(128, next_power_of_2(keys)) if one_tile else LISTED_AT_ONCE
     block_c = max(128, next_power_of_2(max_tokens) * span)
     # About one program for each multiprocessor, since one that selects is large.
     program_t = next_power_of_2(cdiv(num_tokens * pairs, multiprocessors(device)))
@@ -220,7 +239,7 @@ def select_tokens_by_score(
         PROGRAM_T=program_t,
         BLOCK_N=block_n,
         BLOCK_C=block_c,
-        ONE_TILE=keys <= KEYS_AT_ONCE,
+        ONE_TILE=one_tile,
         PADDED=num_tokens % 16 == 0,
         num_warps=4 if largest <= 2048 else 16,
         **launch_options(device),
