@@ -189,7 +189,7 @@ def encode_pages_kernel(
             along = store_codes(
                 rotated, squares, codes_ptr + token * (BITS * HEAD_DIM // 8), HEAD_DIM, BITS, BLOCK_T, BLOCK_B
             )
-            factor = tl.where(along > 0.0, tl.minimum(squares / along, LIMIT), 0.0)
+            factor = tl.where(along > 0.0, tl.minimum(squares / tl.where(along > 0.0, along, 1.0), LIMIT), 0.0)
             at = factors_ptr + (token + tl.arange(0, BLOCK_T)) * (1 + OFFSETS)
             tl.store(at, factor.to(tl.float16))
             if OFFSETS:

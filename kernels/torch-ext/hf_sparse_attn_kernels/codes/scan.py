@@ -27,10 +27,12 @@ def bit_of_bytes(codes, BIT: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.
         return (((codes >> BIT) & 1) << PLANE).to(tl.int8)
     # Four bytes at a time. The mask removes what a shift moves from one byte to the next.
     if PLANE == 0:
-        return _on_words(codes, f"shr.b32 bits, $1, {BIT}; and.b32 $0, bits, 0x01010101;")
+        ones: tl.constexpr = f"shr.b32 bits, $1, {BIT}; and.b32 $0, bits, 0x01010101;"
+        return _on_words(codes, ones)
     if BIT == 0:
         return _on_words(codes, "shl.b32 bits, $1, 1; and.b32 $0, bits, 0x02020202;")
-    return _on_words(codes, f"shr.b32 bits, $1, {BIT - 1}; and.b32 $0, bits, 0x02020202;")
+    twos: tl.constexpr = f"shr.b32 bits, $1, {BIT - 1}; and.b32 $0, bits, 0x02020202;"
+    return _on_words(codes, twos)
 
 
 @triton.jit
