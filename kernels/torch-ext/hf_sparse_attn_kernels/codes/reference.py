@@ -84,7 +84,7 @@ def _in_units(vectors: torch.Tensor, is_exact: bool) -> tuple[torch.Tensor, torc
         return vectors, vectors.new_ones(())
     # Limited as in float32, in which the kernels divide.
     unit = vectors.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / UNITS
-    return (vectors / unit).round_(), unit
+    return (vectors / unit + 0.5).floor_(), unit
 
 
 def _symbols(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -53,7 +53,7 @@ def _encode(
     head_dim = keys.shape[-1]
     mean = keys.mean(dim=3)
     scale = (mean.abs().amax(dim=3) / 127).clamp_(LEAST_HALF, MOST_HALF).half()
-    levels = (mean / scale[..., None]).round_().clamp_(-127, 127)
+    levels = (mean / scale[..., None] + 0.5).floor_().clamp_(-127, 127)
     residual = keys - (levels * scale[..., None])[..., None, :]
     rotated = residual @ rotation(head_dim, keys.device).double().T
     squares = residual.square().sum(dim=4, keepdim=True)
