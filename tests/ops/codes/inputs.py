@@ -98,7 +98,7 @@ def estimates_of(coded: Coded, row: int, head: int, tokens: int, scale: float) -
     queries = coded.rows.query[row, head * group : (head + 1) * group].double()
     bits, centre = coded.options["bits"], coded.options["query_centre"]
     rotated = (queries if centre is None else queries - centre[row, head].double()) @ _rotation(queries.shape[1]).T
-    symbols = 2.0 * values_of(coded)[row, head, :tokens] - (2**bits - 1)
+    symbols = 2 * values_of(coded)[row, head, :tokens].double() - (2**bits - 1)
     factors = coded.metadata["factors"][row, head, :tokens].double()
     centres = centres_of(coded)[row, head].repeat_interleave(coded.page_size, dim=0)[:tokens]
     estimates = queries @ centres.T + factors[:, 0] * (rotated @ symbols.T)

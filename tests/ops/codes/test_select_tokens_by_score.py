@@ -63,7 +63,7 @@ def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size)
 @pytest.mark.parametrize(
     ("keys", "listed", "width", "max_tokens", "levels"),
     [
-        (1024, 512, 1500, 60, (2, 4)),
+        (1024, 512, 1500, 60, (2, 8)),
         (512, 512, 2000, 50, (2, 8)),
         (256, 256, 2000, 50, (3, 4)),
         grid(128, 256, 1000, 50, (3, 4)),
@@ -95,7 +95,7 @@ def test_levels_fit_registers():
                 assert max_tokens * span <= module.LISTED_AT_ONCE
                 assert -(-width // span ** (levels - 1)) <= module.KEYS_AT_ONCE
             else:
-                assert width <= module.KEYS_AT_ONCE or max_tokens >= 1024
+                assert width <= module.KEYS_AT_ONCE or width * max_tokens**2 >= 2**40
 
 
 def test_special_scores():
@@ -113,7 +113,7 @@ def test_special_scores():
         _check(scores, [64, 64, 63, 64, 50], max_tokens=max_tokens, sink_tokens=1, page_size=16)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_properties(data):
     width = data.draw(st.integers(1, 90))
@@ -121,9 +121,10 @@ def test_properties(data):
     page_size = data.draw(st.sampled_from([16, 32, 48]))
     sink_tokens = data.draw(st.integers(0, 9))
     max_tokens = data.draw(st.integers(sink_tokens + page_size, 100))
-    value = st.sampled_from([-INF, -1.5, -0.0, 0.0, 6e-8, 2.0, INF, NAN]) | st.floats(width=16)
-    scores = data.draw(st.lists(value, min_size=width, max_size=width))
-    scores = torch.tensor(scores).expand(len(lengths), 1, width)
+    # Few distinct values, so that ties are common.
+    values = torch.tensor([-INF, -1.5, -0.0, 0.0, 6e-8, 2.0, 2.002, INF, NAN])
+    places = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=width, max_size=width))
+    scores = values[torch.tensor(places)].expand(len(lengths), 1, width)
     _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
 
 

@@ -14,61 +14,14 @@ SLICE = tl.constexpr(16)  # tokens that lie in one page
 
 
 @triton.jit
-def _on_words(codes, ASM: tl.constexpr):
-    """Run instructions on four bytes at a time."""
-    asm: tl.constexpr = f"{{ .reg .b32 bits; {ASM} }}"
-    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
-
-
-@triton.jit
 def bit_of_bytes(codes, BIT: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return bit BIT of every byte as int8: 0 or 2 ** PLANE."""
     if INTERPRETED:
         return (((codes >> BIT) & 1) << PLANE).to(tl.int8)
-    # Four bytes at a time. The mask removes what a shift moves from one byte to the next.
-    if PLANE == 0:
-        ones: tl.constexpr = f"shr.b32 bits, $1, {BIT}; and.b32 $0, bits, 0x01010101;"
-        return _on_words(codes, ones)
-    if BIT == 0:
-        return _on_words(codes, "shl.b32 bits, $1, 1; and.b32 $0, bits, 0x02020202;")
-    twos: tl.constexpr = f"shr.b32 bits, $1, {BIT - 1}; and.b32 $0, bits, 0x02020202;"
-    return _on_words(codes, twos)
-
-
-@triton.jit
-def side_by_side(left, right):
-    """Concatenate [T, K] and [T, K] to [T, 2 K]."""
-    joined = tl.permute(tl.join(left, right), (0, 2, 1))
-    return tl.reshape(joined, (left.shape[0], 2 * left.shape[1]))
-
-
-@triton.jit
-def two_bits_of_bytes(codes, FIRST: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return bits FIRST and FIRST + 1 of the bytes [T, K] as [T, 2 K]."""
-    left = bit_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-    return side_by_side(left, bit_of_bytes(codes, FIRST + 1, PLANE, INTERPRETED))
-
-
-@triton.jit
-def four_bits_of_bytes(codes, FIRST: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return four bits of the bytes [T, K], from bit FIRST on, as [T, 4 K]."""
-    left = two_bits_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-    return side_by_side(left, two_bits_of_bytes(codes, FIRST + 2, PLANE, INTERPRETED))
-
-
-@triton.jit
-def bits_of_bytes(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, PLANE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return COUNT bits of the bytes [T, K], from bit FIRST on, as [T, COUNT * K]."""
-    if COUNT == 1:
-        bits = bit_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-    elif COUNT == 2:
-        bits = two_bits_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-    elif COUNT == 4:
-        bits = four_bits_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-    else:
-        left = four_bits_of_bytes(codes, FIRST, PLANE, INTERPRETED)
-        bits = side_by_side(left, four_bits_of_bytes(codes, FIRST + 4, PLANE, INTERPRETED))
-    return bits
+    # Four bytes at a time. The mask removes what the rotation moves from one byte to the next.
+    mask: tl.constexpr = "0x01010101" if PLANE == 0 else "0x02020202"
+    asm: tl.constexpr = f"{{ .reg .b32 t; shf.r.wrap.b32 t, $1, $1, {(BIT - PLANE) % 32}; and.b32 $0, t, {mask}; }}"
+    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -92,7 +45,7 @@ def estimate_tile(
     codes_ptr,  # of the pair, like all below
     factors_ptr,
     page_scores_ptr,
-    parts,  # tuple of int8 [JOINED * BLOCK_B, 2 * GROUP]: the query's parts, by the bits that they meet
+    parts,  # tuple of int8 [TOKENS * BLOCK_B, TOKENS * 2 * GROUP]: the query's parts, by the bit that they meet
     slope,  # [1, GROUP]
     level,  # [1, GROUP]
     offset_scale,
@@ -106,22 +59,30 @@ def estimate_tile(
     OFFSETS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    JOINED: tl.constexpr,
+    TOKENS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Estimate the scaled scores of BLOCK_T tokens, [BLOCK_T, GROUP]; -inf from `end` on, and for absent heads."""
     tokens = first + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_B)
-    products = tl.zeros((BLOCK_T, 2 * GROUP), tl.int32)
+    # A line holds the bytes of TOKENS tokens, DEPTH in all, as deep as a product of bytes must be.
+    DEPTH: tl.constexpr = TOKENS * BLOCK_B
+    lines = first // TOKENS + tl.arange(0, BLOCK_T // TOKENS)[:, None]
+    columns = tl.arange(0, DEPTH)[None, :]
+    products = tl.zeros((BLOCK_T // TOKENS, TOKENS * 2 * GROUP), tl.int32)
     for bit_plane in tl.static_range(BITS):
-        at = codes_ptr + (tokens.to(tl.int64) * (BITS * BYTES) + bit_plane * BYTES)[:, None] + columns[None, :]
-        mask = (tokens < capacity)[:, None]
-        if BYTES < BLOCK_B:
-            mask = mask & (columns < BYTES)[None, :]
+        mask = lines * TOKENS < capacity
+        if (BITS == 1) & (BYTES == BLOCK_B):
+            at = codes_ptr + lines.to(tl.int64) * DEPTH + columns
+        else:
+            token_of_line = columns // BLOCK_B
+            at = codes_ptr + (lines.to(tl.int64) * TOKENS + token_of_line) * (BITS * BYTES) + bit_plane * BYTES
+            at += columns % BLOCK_B
+            if BYTES < BLOCK_B:
+                mask = mask & (columns % BLOCK_B < BYTES)
         codes = tl.load(at, mask=mask, other=0)
-        for step in tl.static_range(8 // JOINED):
-            bits = bits_of_bytes(codes, step * JOINED, JOINED, bit_plane, INTERPRETED)
-            products = tl.dot(bits, parts[step], products, out_dtype=tl.int32)
+        for bit in tl.static_range(8):
+            bits = bit_of_bytes(codes, bit, bit_plane, INTERPRETED)
+            products = tl.dot(bits, parts[bit], products, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(products, (BLOCK_T, GROUP, 2)))
     sums = (high * 128 + low).to(tl.float32) * slope - level
     # A page that is not coded yet may hold anything.
@@ -182,7 +143,7 @@ def scan_codes_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    JOINED: tl.constexpr,
+    TOKENS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -204,11 +165,14 @@ def scan_codes_kernel(
     program_lse_ptr += pair * tl.num_programs(0) * GROUP
     scores_ptr += pair * num_tokens
     heads = tl.arange(0, GROUP)
-    depth = tl.arange(0, JOINED * BLOCK_B)[:, None]
-    at = parts_ptr + pair * (2 * GROUP * 8 * BLOCK_B) + tl.arange(0, 2 * GROUP)[None, :] * (8 * BLOCK_B) + depth
+    # One block for each token of a line, so that each meets its own bytes.
+    depth = tl.arange(0, TOKENS * BLOCK_B)[:, None]
+    columns = tl.arange(0, TOKENS * 2 * GROUP)[None, :]
+    at = parts_ptr + pair * (2 * GROUP * 8 * BLOCK_B) + columns % (2 * GROUP) * (8 * BLOCK_B) + depth % BLOCK_B
     parts = ()
-    for step in tl.static_range(8 // JOINED):
-        parts += (tl.load(at + step * (JOINED * BLOCK_B)),)  # type: ignore[assignment]
+    for bit in tl.static_range(8):
+        is_own = depth // BLOCK_B == columns // (2 * GROUP)
+        parts += (tl.load(at + bit * BLOCK_B, mask=is_own, other=0),)  # type: ignore[assignment]
     lines_ptr += pair * (2 * GROUP)
     slope = tl.load(lines_ptr + heads, mask=heads < HEADS, other=0.0)[None, :]
     level = tl.load(lines_ptr + GROUP + heads, mask=heads < HEADS, other=0.0)[None, :]
@@ -234,7 +198,7 @@ def scan_codes_kernel(
                 OFFSETS,
                 BLOCK_T,
                 BLOCK_B,
-                JOINED,
+                TOKENS,
                 INTERPRETED,
             )
             # One of the two exponentials of a running sum is always 1.
@@ -268,7 +232,7 @@ def scan_codes_kernel(
                 OFFSETS,
                 BLOCK_T,
                 BLOCK_B,
-                JOINED,
+                TOKENS,
                 INTERPRETED,
             )
             if RESULT == "softmax":

@@ -85,8 +85,9 @@ def code_scores(
     )
 
     config = choice("code_scan", query.device, pairs=pairs, group=heads, head_dim=head_dim, tokens=num_tokens)
-    # A tile of a large group is smaller: its sums stay in registers.
-    block_t = max(32 * config["warps"], min(config["block_t"], 4096 // (2 * group)))
+    tokens_per_line = max(1, LEAST_DEPTH // block_b)
+    # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
+    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // (2 * group)))
     per_program = cdiv(num_tokens * pairs, multiprocessors(query.device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
@@ -98,7 +99,7 @@ def code_scores(
         "BYTES": head_dim // 8,
         "BLOCK_T": block_t,
         "BLOCK_P": next_power_of_2(programs),
-        "JOINED": max(1, LEAST_DEPTH // block_b),
+        "TOKENS": tokens_per_line,
         "INTERPRETED": INTERPRET,
         "num_warps": config["warps"],
         "num_stages": config["stages"],
