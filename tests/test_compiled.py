@@ -161,7 +161,11 @@ def test_sampling_compiles_and_one_row_too():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [SMALL, TokenSelect(token_budget=48, chunk_size=64), KeyCodes(token_budget=48, page_size=16)],
+    ids=lambda method: method.name,
+)
 def test_tensors_that_last_are_marked_and_rows_advance_once(method):
     """CUDA graphs copy every input at each replay, except parameters and marked tensors."""
     fed, advances = [], []
