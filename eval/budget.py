@@ -24,6 +24,7 @@ from eval.summary import aggregate
 Record = Mapping[str, Any]
 Place = tuple[str, "int | None"]
 """A task and its length."""
+POOLED = "all tasks"
 OnRecord = Callable[[int, int, "dict[str, Any] | None"], None]
 
 
@@ -40,11 +41,15 @@ class Target:
         attention's own greedy answer.
     steps : dict
         Values of the searched hyperparameter by method, instead of those of :mod:`eval.knobs`.
+    pool : bool
+        Search one setting for the samples of all tasks of a length together, each with the same weight. For tasks with
+        too few samples to be judged alone.
     """
 
     target: float | None = None
     divergence: float | None = None
     steps: dict[str, Any] = field(default_factory=dict)
+    pool: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -52,8 +57,10 @@ class Target:
         Raises
         ------
         EvalError
-            Not exactly one of the two is given, or one is out of range.
+            Not exactly one of ``target`` and ``divergence`` is given, or a value is out of range.
         """
+        if not isinstance(self.pool, bool):
+            raise EvalError(f"pool={self.pool!r} is not allowed: true or false")
         if (self.target is None) == (self.divergence is None):
             raise EvalError(f"target={self.target}, divergence={self.divergence}: exactly one of the two must be given")
         for name, most in (("target", 1.0), ("divergence", float("inf"))):
@@ -63,6 +70,10 @@ class Target:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
                 allowed = "above 0 and at most 1" if name == "target" else "above 0"
                 raise EvalError(f"{name}={value!r} is not allowed: a number {allowed}")
+
+    def place_of(self, item: Item) -> Place:
+        """Return the task and length for which an item's setting is searched."""
+        return (POOLED if self.pool else item.task, item.length)
 
     def is_reached(self, found: Mapping[str, Any], dense: Mapping[str, Any]) -> bool:
         """Whether the aggregate of a probe reaches the target, given that of dense attention on the same samples."""
@@ -147,13 +158,13 @@ def _search(
     records = _measured(session, [(item, [dense]) for item in session.items], on_record)
     places: dict[Place, list[Item]] = {}
     for item in session.items:
-        places.setdefault((item.task, item.length), []).append(item)
+        places.setdefault(target.place_of(item), []).append(item)
     searches = []
-    for items in places.values():
+    for place, items in places.items():
         found = _of(records, items, dense)
         longest = max((record["prompt_tokens"] + record["new_tokens"] for record in found), default=1)
         for name in ladders.names:
-            searches.append(_MethodSearch(items, dense, ladders.of(name, longest), target, found))
+            searches.append(_MethodSearch(place, items, ladders.of(name, longest), target, found))
     while True:
         for each in searches:
             each.take(records)
@@ -185,15 +196,25 @@ def _of(records: Iterable[Record], items: Sequence[Item], variant: Variant) -> l
     return [record for record in records if record_key(record) in keys and record["error"] is None]
 
 
+def _sample_of(record: Record) -> tuple[str, str]:
+    """Name a record's sample among those of all tasks."""
+    return record["task"], record["sample_id"]
+
+
 class _MethodSearch:
-    """The search of one method on one task and length."""
+    """The search of one method on one task and length, or on all tasks of a length."""
 
     def __init__(
-        self, items: Sequence[Item], dense: Variant, ladder: Ladder, target: Target, found: Sequence[Record]
+        self,
+        place: Place,
+        items: Sequence[Item],
+        ladder: Ladder,
+        target: Target,
+        found: Sequence[Record],
     ) -> None:
-        self.items, self.ladder = items, ladder
-        self._dense_variant, self._target = dense, target
-        self._dense = {record["sample_id"]: record for record in found}
+        self.place, self.items, self.ladder = place, items, ladder
+        self._target = target
+        self._dense = {_sample_of(record): record for record in found}
         self._dense_total = aggregate(list(found))
         self._probes: dict[int, list[Record]] = {}
         self._failed: dict[int, int] = {}
@@ -206,7 +227,7 @@ class _MethodSearch:
             tried = [record for record in own if record is not None]
             if len(tried) == len(self.items) and step not in self._probes:
                 measured = [record for record in tried if record["error"] is None]
-                self._probes[step] = [record for record in measured if record["sample_id"] in self._dense]
+                self._probes[step] = [record for record in measured if _sample_of(record) in self._dense]
                 self._failed[step] = len(self._dense) - len(self._probes[step])
 
     def next_step(self) -> int | None:
@@ -221,8 +242,8 @@ class _MethodSearch:
         if reason is None and step is None:
             reason = "no step reaches the target"
         return {
-            "task": self.items[0].task,
-            "length": self.items[0].length,
+            "task": self.place[0],
+            "length": self.place[1],
             "method": self.ladder.method,
             "parameter": self.ladder.parameter,
             "setting": None if step is None else self.ladder.steps[step],
@@ -261,7 +282,7 @@ class _MethodSearch:
     def _standard_error(self, records: Sequence[Record]) -> float | None:
         """Return the standard error of the mean difference from dense attention's scores, sample by sample."""
         differences = [
-            record["score"] - self._dense[record["sample_id"]]["score"]
+            record["score"] - self._dense[_sample_of(record)]["score"]
             for record in records
             if record["score"] is not None
         ]

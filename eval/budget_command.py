@@ -53,6 +53,10 @@ def budget(
         list[str] | None,
         typer.Option(metavar="METHOD=VALUES", help="Settings to choose from, such as quest=[64,128]; repeatable."),
     ] = None,
+    pool: Annotated[
+        bool | None,
+        typer.Option("--pool", help="One setting for all tasks together.", show_default="one a task"),
+    ] = None,
     tasks: TasksOption = None,
     model: ModelOption = None,
     method: MethodOption = None,
@@ -93,7 +97,7 @@ def budget(
         "dtype": dtype,
         "device": device,
     }
-    asked = {"target": target, "divergence": divergence, "steps": parse_settings("--steps", steps or [])}
+    asked = {"target": target, "divergence": divergence, "steps": parse_settings("--steps", steps or []), "pool": pool}
     with harness_errors():
         from eval.budget import search
         from eval.budget_table import budget_table

@@ -96,7 +96,7 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     config, search = report["config"], report["search"]
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
     kind = "target" if search["divergence"] is None else "divergence"
-    asked = f"--{kind} {search[kind]}"
+    asked = f"--{kind} {search[kind]}" + (" --pool" if search.get("pool") else "")
     protocol = f"; protocol {report['protocol_sha256'][:12]}" if report["protocol_sha256"] else ""
     return "\n".join(
         [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,7 @@ def test_bad_methods_parameters_and_steps(methods, parameters, steps, message):
         ({"target": 0}, "target=0 is not allowed"),
         ({"divergence": -1.0}, "divergence=-1.0 is not allowed: a number above 0"),
         ({"target": "high"}, "target='high' is not allowed"),
+        ({"target": 0.9, "pool": 1}, "pool=1 is not allowed: true or false"),
     ],
 )
 def test_bad_targets(values, message):
@@ -210,6 +211,19 @@ def test_a_search_by_divergence_feeds_dense_attention_s_answer(tmp_path, loaded)
     assert by_budget["quest", 512]["divergence"] < 1e-6
     with pytest.raises(EvalError, match="follows_dense was True and is False"):
         go(tmp_path, loaded, Target(target=0.9), limit=1)
+
+
+def test_pooled_tasks_share_a_setting_and_weigh_by_their_samples(tmp_path, loaded, data_dir):
+    wanted = {"tasks": ["filler", "book"], "data_dir": str(data_dir), "limit": 1}
+    apart = Target(divergence=1e-4, steps={"quest": [64, 512]})
+    filler, book = go(tmp_path, loaded, apart, **wanted)["results"]
+    seen: list[Any] = []
+    [pooled] = go(tmp_path, loaded, replace(apart, pool=True), seen, **wanted)["results"]
+    assert seen == []
+    assert (pooled["task"], pooled["length"]) == ("all tasks", 400)
+    assert pooled["dense"]["samples"] == filler["dense"]["samples"] + book["dense"]["samples"] == 2
+    for one, two, both in zip(filler["probes"], book["probes"], pooled["probes"], strict=True):
+        assert both["divergence"] == pytest.approx((one["divergence"] + two["divergence"]) / 2)
 
 
 def test_another_method_joins_a_finished_search(tmp_path, loaded):
