@@ -70,7 +70,7 @@ def test_scores_are_those_of_the_definition(impl, group_reduce, lengths, options
 def test_scale_and_num_tokens(impl, group_reduce):
     coded = make_coded([111, 63], group=3)
     coded.encode(impl="reference")
-    for num_tokens in (1, 16, 17, 70, 112):
+    for num_tokens in (1, 17, 70):
         found = _score(coded, group_reduce=group_reduce, num_tokens=num_tokens, scale=0.3, impl=impl)
         assert found.shape == (2, 2, num_tokens)
         _check(found, coded, [111, 63], softmax=group_reduce == "softmax", scale=0.3, num_tokens=num_tokens)
@@ -79,10 +79,10 @@ def test_scale_and_num_tokens(impl, group_reduce):
 @pytest.mark.parametrize("options", [{}, {"head_dim": 80, "bits": 2}, {"head_dim": 128, "centred": False}])
 def test_both_implementations_round_alike(options):
     """The products are exact in both, so that few scores differ, and these by one rounding to float16."""
-    coded = make_coded([300], group=3, **options)
+    coded = make_coded([200], group=3, **options)
     coded.encode(impl="reference")
     for group_reduce in ("max", "softmax"):
-        ours, theirs = (_score(coded, group_reduce=group_reduce, impl=impl)[..., :288].float() for impl in IMPLS)
+        ours, theirs = (_score(coded, group_reduce=group_reduce, impl=impl)[..., :192].float() for impl in IMPLS)
         assert (ours == theirs).float().mean() > 0.98
         assert ((ours - theirs).abs() <= 2 * HALF * theirs.abs() + 1e-5).all()
 
@@ -114,7 +114,7 @@ def test_scores_stay_finite(impl, group_reduce):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("bits", "centred"), [(1, True), (2, False)])
 def test_counter(impl, bits, centred):
-    coded = make_coded([111, 16, 0, 33], group=2, bits=bits, centred=centred)
+    coded = make_coded([111, 0, 33], group=2, bits=bits, centred=centred)
     coded.encode(impl="reference")
     counter = torch.zeros(4, dtype=torch.int64, device=device)
     for group_reduce, num_tokens in (("max", None), ("softmax", 100)):
@@ -126,7 +126,7 @@ def test_counter(impl, bits, centred):
 
 @pytest.mark.parametrize("candidate", [*tuning.CANDIDATES["code_scan"][:1], {"block_t": 128, "warps": 4, "stages": 1}])
 def test_no_choice_changes_a_result(candidate):
-    coded = make_coded([600], group=3)
+    coded = make_coded([300], group=3, kv_heads=1)
     coded.encode(impl="reference")
     for group_reduce in ("max", "softmax"):
         expected = _score(coded, group_reduce=group_reduce, impl="triton")
