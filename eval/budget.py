@@ -2,87 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from math import sqrt
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from eval.benchmarks import Item
-from eval.bisection import is_monotone, next_probe, smallest
+from eval.bisection import next_probe
 from eval.budget_table import RESULT
 from eval.config import DENSE, RunConfig
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
+from eval.findings import Findings, Place, Record, Target
 from eval.knobs import ANY_LENGTH, Ladder, Ladders
 from eval.session import ModelSource, Processes, Session, key_of, open_session, write_result
 from eval.store import record_key
-from eval.summary import aggregate
 
-Record = Mapping[str, Any]
-Place = tuple[str, "int | None"]
-"""A task and its length."""
-POOLED = "all tasks"
 OnRecord = Callable[[int, int, "dict[str, Any] | None"], None]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a method must reach, and the steps that are tried.
-
-    Parameters
-    ----------
-    target : float or None
-        Least share of dense attention's score, in (0, 1]; for perplexity, of its inverse.
-    divergence : float or None
-        Instead of ``target``: greatest mean KL divergence from dense attention, in nats per token along dense
-        attention's own greedy answer.
-    steps : dict
-        Values of the searched hyperparameter by method, instead of those of :mod:`eval.knobs`.
-    pool : bool
-        Search one setting for the samples of all tasks of a length together, each with the same weight. For tasks with
-        too few samples to be judged alone.
-    """
-
-    target: float | None = None
-    divergence: float | None = None
-    steps: dict[str, Any] = field(default_factory=dict)
-    pool: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises
-        ------
-        EvalError
-            Not exactly one of ``target`` and ``divergence`` is given, or a value is out of range.
-        """
-        if not isinstance(self.pool, bool):
-            raise EvalError(f"pool={self.pool!r} is not allowed: true or false")
-        if (self.target is None) == (self.divergence is None):
-            raise EvalError(f"target={self.target}, divergence={self.divergence}: exactly one of the two must be given")
-        for name, most in (("target", 1.0), ("divergence", float("inf"))):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-                allowed = "above 0 and at most 1" if name == "target" else "above 0"
-                raise EvalError(f"{name}={value!r} is not allowed: a number {allowed}")
-
-    def place_of(self, item: Item) -> Place:
-        """Return the task and length for which an item's setting is searched."""
-        return (POOLED if self.pool else item.task, item.length)
-
-    def is_reached(self, found: Mapping[str, Any], dense: Mapping[str, Any]) -> bool:
-        """Whether the aggregate of a probe reaches the target, given that of dense attention on the same samples."""
-        if self.divergence is not None:
-            return found["divergence"] is not None and bool(found["divergence"] <= self.divergence)
-        assert self.target is not None
-        if dense["perplexity"] is not None:
-            return found["perplexity"] is not None and bool(dense["perplexity"] >= self.target * found["perplexity"])
-        return found["score"] is not None and bool(found["score"] >= self.target * dense["score"])
 
 
 def search(
@@ -141,7 +78,7 @@ def search(
             "search": asdict(target),
             **session.provenance,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "results": [each.result() for each in searches],
+            "results": [each.findings.result() for each in searches],
         }
         if processes.is_main:
             session.store.merge(
@@ -158,7 +95,7 @@ def _search(
     records = _measured(session, [(item, [dense]) for item in session.items], on_record)
     places: dict[Place, list[Item]] = {}
     for item in session.items:
-        places.setdefault(target.place_of(item), []).append(item)
+        places.setdefault(target.place_of(item.task, item.length), []).append(item)
     searches = []
     for place, items in places.items():
         found = _of(records, items, dense)
@@ -196,28 +133,14 @@ def _of(records: Iterable[Record], items: Sequence[Item], variant: Variant) -> l
     return [record for record in records if record_key(record) in keys and record["error"] is None]
 
 
-def _sample_of(record: Record) -> tuple[str, str]:
-    """Name a record's sample among those of all tasks."""
-    return record["task"], record["sample_id"]
-
-
 class _MethodSearch:
     """The search of one method on one task and length, or on all tasks of a length."""
 
     def __init__(
-        self,
-        place: Place,
-        items: Sequence[Item],
-        ladder: Ladder,
-        target: Target,
-        found: Sequence[Record],
+        self, place: Place, items: Sequence[Item], ladder: Ladder, target: Target, dense: Sequence[Record]
     ) -> None:
-        self.place, self.items, self.ladder = place, items, ladder
-        self._target = target
-        self._dense = {_sample_of(record): record for record in found}
-        self._dense_total = aggregate(list(found))
-        self._probes: dict[int, list[Record]] = {}
-        self._failed: dict[int, int] = {}
+        self.items, self.ladder = items, ladder
+        self.findings = Findings(place, ladder.method, ladder.parameter, ladder.steps, target, dense)
 
     def take(self, records: Sequence[Record]) -> None:
         """Take over the steps whose samples have all been tried."""
@@ -225,65 +148,11 @@ class _MethodSearch:
         for step, variant in enumerate(self.ladder.variants):
             own = [by_key.get(key_of(item, variant)) for item in self.items]
             tried = [record for record in own if record is not None]
-            if len(tried) == len(self.items) and step not in self._probes:
-                measured = [record for record in tried if record["error"] is None]
-                self._probes[step] = [record for record in measured if _sample_of(record) in self._dense]
-                self._failed[step] = len(self._dense) - len(self._probes[step])
+            if len(tried) == len(self.items):
+                self.findings.add(step, tried)
 
     def next_step(self) -> int | None:
         """Return the step to probe next; None if the search is finished."""
-        return None if self._nothing_to_reach() else next_probe(self._reached(), len(self.ladder.steps))
-
-    def result(self) -> dict[str, Any]:
-        """Return the entry of the results file."""
-        reason = self._nothing_to_reach()
-        reached = {} if reason else self._reached()
-        step = smallest(reached)
-        if reason is None and step is None:
-            reason = "no step reaches the target"
-        return {
-            "task": self.place[0],
-            "length": self.place[1],
-            "method": self.ladder.method,
-            "parameter": self.ladder.parameter,
-            "setting": None if step is None else self.ladder.steps[step],
-            "reason": reason,
-            "found": None if step is None else self._entry(step),
-            "dense": {name: self._dense_total[name] for name in ("samples", "score", "perplexity", "prompt_tokens")},
-            "steps": list(self.ladder.steps),
-            "is_monotone": is_monotone(reached),
-            "probes": [{"reached": reached[each], **self._entry(each)} for each in sorted(reached)],
-        }
-
-    def _nothing_to_reach(self) -> str | None:
-        if not self._dense:
-            return "dense attention failed on every sample"
-        is_score = self._target.target is not None and self._dense_total["perplexity"] is None
-        return "dense attention scores 0" if is_score and not self._dense_total["score"] else None
-
-    def _reached(self) -> dict[int, bool]:
-        return {
-            step: not self._failed[step] and self._target.is_reached(aggregate(records), self._dense_total)
-            for step, records in self._probes.items()
-        }
-
-    def _entry(self, step: int) -> dict[str, Any]:
-        records = self._probes[step]
-        total = aggregate(records)
-        names = ("score", "perplexity", "divergence", "kv_fraction", "realised_budget")
-        return {
-            "setting": self.ladder.steps[step],
-            "samples": len(records),
-            "failed": self._failed[step],
-            **{name: total[name] for name in names},
-            "score_difference_error": self._standard_error(records),
-        }
-
-    def _standard_error(self, records: Sequence[Record]) -> float | None:
-        """Return the standard error of the mean difference from dense attention's scores, sample by sample."""
-        differences = [
-            record["score"] - self._dense[_sample_of(record)]["score"]
-            for record in records
-            if record["score"] is not None
-        ]
-        return stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else None
+        if self.findings.nothing_to_reach():
+            return None
+        return next_probe(self.findings.reached(), len(self.ladder.steps))

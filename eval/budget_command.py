@@ -37,7 +37,7 @@ from eval.terminal import WIDTH, on_record, progress
 from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split, visible
 
 if TYPE_CHECKING:
-    from eval.budget import Target
+    from eval.findings import Target
 
 
 def budget(
@@ -63,6 +63,10 @@ def budget(
     parameter: ParameterOption = None,
     lengths: LengthsOption = None,
     limit: LimitOption = None,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Judge the records of a results folder; measures nothing. Repeatable."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Results folder.", show_default="eval-results/budget-BENCHMARK-MODEL, or the file's name"),
@@ -98,6 +102,10 @@ def budget(
         "device": device,
     }
     asked = {"target": target, "divergence": divergence, "steps": parse_settings("--steps", steps or []), "pool": pool}
+    if records:
+        with harness_errors():
+            _judge(records, make_target({}, asked), out, given(overrides) | given({"config": config}))
+        return
     with harness_errors():
         from eval.budget import search
         from eval.budget_table import budget_table
@@ -121,6 +129,21 @@ def budget(
                 raise typer.Exit(1)
 
 
+def _judge(records: list[Path], target: Target, out: Path | None, others: Mapping[str, Any]) -> None:
+    from eval.budget_records import judge
+    from eval.budget_table import RESULT, budget_table
+    from eval.report.budgets import write_picture
+
+    if others:
+        raise EvalError(f"{', '.join(others)}: not allowed with --records, whose runs are over")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    report = judge(records, target, None if out is None else out / RESULT)
+    print_table(budget_table(report), WIDTH)
+    if out is not None and (picture := write_picture(report, out)) is not None:
+        typer.echo(visible(str(picture)))
+
+
 def make_target(in_file: Mapping[str, Any], asked: Mapping[str, Any]) -> Target:
     """Return what a search must reach: the command line's settings, else the file's, else 98 % of the score.
 
@@ -129,7 +152,7 @@ def make_target(in_file: Mapping[str, Any], asked: Mapping[str, Any]) -> Target:
     EvalError
         A name is unknown, or a value is not allowed.
     """
-    from eval.budget import Target
+    from eval.findings import Target
 
     known = [field.name for field in fields(Target)]
     for name in in_file:

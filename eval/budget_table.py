@@ -101,12 +101,19 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     return "\n".join(
         [
             f"## Dense-equivalent budgets, {title(report)}\n",
-            f"`python -m eval budget {config['benchmark']} {asked} {_options(config)}`\n",
+            f"`python -m eval budget {_run(report)} {asked}`\n",
             f"{versions}; {report['date'][:10]}. Question: {config['question']}; seed {report['seed']}{protocol}. "
             f"{_caption(report)}\n",
             table,
         ]
     )
+
+
+def _run(report: dict[str, Any]) -> str:
+    """Return the part of the command that says what was measured, or which records were judged."""
+    if report.get("records"):
+        return " ".join(f"--records {folder}" for folder in report["records"])
+    return f"{report['config']['benchmark']} {_options(report['config'])}"
 
 
 def _options(config: dict[str, Any]) -> str:

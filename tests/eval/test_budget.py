@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from eval import budget_table
 from eval.benchmarks.base import Sample
 from eval.bisection import bounds, is_monotone, next_probe, smallest
-from eval.budget import Target, search
+from eval.budget import search
 from eval.budget_command import make_target
 from eval.cli import app
 from eval.config import make_config
 from eval.continuations import _divergence, dense_path, follow_dense
 from eval.errors import EvalError
+from eval.findings import Target
 from eval.knobs import BUDGET, KNOBS, Ladders, knob_of
 from eval.markdown import results_tables
 from eval.report import write_report

@@ -123,6 +123,8 @@ def test_commands_parse_and_name_what_exists(words: list[str]) -> None:
             token_budget=numbers(given["token_budget"]),
             rate=given["rate"],
         )
+    elif name == "budget" and given["records"]:
+        make_target({}, {name: given[name] for name in ("target", "divergence")})
     elif name == "budget":
         find_benchmark(make_config({"benchmark": given["benchmark"], "model": given["model"]}))
         steps = parse_settings("--steps", given["steps"] or [])

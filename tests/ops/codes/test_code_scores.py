@@ -51,6 +51,7 @@ def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens) -> None:
         ([81], {"group": 7, "head_dim": 128, "centred": False, "dtype": torch.float16}),
         ([40], {"group": 1, "head_dim": 256, "bits": 2, "kv_heads": 1}),
         grid([40], {"group": 16, "head_dim": 32, "bits": 2, "kv_heads": 1}),
+        grid([40], {"group": 33, "head_dim": 64, "kv_heads": 1}),
         grid([140], {"group": 2, "head_dim": 8, "page_size": 64}),
     ],
 )

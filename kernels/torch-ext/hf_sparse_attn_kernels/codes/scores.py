@@ -14,6 +14,7 @@ from .scan import scan_codes_kernel
 
 PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
+MOST_COLUMNS = 64  # of a product, if several tokens share a line
 LEAST_GROUP = 4  # of two parts each: the tensor cores have at least 8 columns
 
 
@@ -45,7 +46,11 @@ def code_scores(
     if softmax:
         scale *= math.log2(math.e)
     group = max(LEAST_GROUP, next_power_of_2(heads))
+    # The bytes of a token, and how many tokens make a line that is deep enough for a product. Their columns lie side by
+    # side, so that a large group has fewer.
     block_b = max(4, next_power_of_2(head_dim // 8))
+    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
+    block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
     options = launch_options(query.device)
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     sizes = {
@@ -85,7 +90,6 @@ def code_scores(
     )
 
     config = choice("code_scan", query.device, pairs=pairs, group=heads, head_dim=head_dim, tokens=num_tokens)
-    tokens_per_line = max(1, LEAST_DEPTH // block_b)
     # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
     block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // (2 * group)))
     per_program = cdiv(num_tokens * pairs, multiprocessors(query.device) * config["per_multiprocessor"])

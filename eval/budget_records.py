@@ -1,0 +1,132 @@
+"""Dense-equivalent budgets from records that exist: nothing is measured, and no model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from eval.config import DENSE
+from eval.errors import EvalError
+from eval.findings import Findings, Place, Record, Target, sample_of
+from eval.knobs import knob_of
+from eval.session import write_result
+from eval.store import Store, read_json
+
+_SAME = ("model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256")
+"""What all records must agree on."""
+_Sample = tuple[str, "int | None", str]
+
+
+def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> dict[str, Any]:
+    """Find the smallest recorded setting of each method, over the samples that have every setting.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+        Results folders of the same benchmark, model and machine. A method whose other hyperparameters differ between
+        records is several, named by the differences.
+    target : Target
+        What to reach. ``steps`` must be empty: the recorded settings are the steps.
+    out : Path or None
+        Where to write the report, a file ``budget.json``; None writes nothing.
+
+    Returns
+    -------
+    dict
+        As of :func:`eval.budget.search`; ``records`` names the folders.
+
+    Raises
+    ------
+    EvalError
+        A folder has no records, records do not belong together, or there is no dense attention or no other method.
+    """
+    if target.steps:
+        raise EvalError(f"steps={target.steps}: with --records, the recorded settings are the steps")
+    records = [record for folder in folders for record in _records(folder)]
+    config = {**read_json(folders[0] / "config.json", "the configuration of a run"), "method": []}
+    _check_together(records)
+    dense = {_key(record): record for record in records if record["method"] == DENSE}
+    methods = _by_method([record for record in records if record["method"] != DENSE])
+    if not dense or not methods:
+        raise EvalError(f"records={[str(folder) for folder in folders]}: dense attention and another method are needed")
+    report: dict[str, Any] = {
+        "config": {**config, "method": list(dict.fromkeys(name for name, _ in methods))},
+        "search": asdict(target),
+        "records": [folder.as_posix() for folder in folders],
+        **{name: records[0][name] for name in _SAME},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "results": [found.result() for found in _judge(dense, methods, target)],
+    }
+    if out is not None:
+        write_result(out, report)
+    return report
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    if not (records := Store(folder).records()):
+        raise EvalError(f"records={str(folder)!r} holds no records of `python -m eval`")
+    return records
+
+
+def _check_together(records: Sequence[Record]) -> None:
+    for name in ("benchmark", "question", *_SAME):
+        values = [record[name] for record in records]
+        if any(value != values[0] for value in values):
+            found = list(dict.fromkeys(map(str, values)))
+            raise EvalError(f"records differ in {name}: {', '.join(found)}")
+
+
+def _by_method(records: Sequence[Record]) -> dict[tuple[str, str], dict[float, list[Record]]]:
+    """Group records by method and the differing hyperparameters besides the searched one, then by that one's value."""
+    fixed = [_fixed(record) for record in records]
+    groups: dict[tuple[str, str], dict[float, list[Record]]] = {}
+    for record, own in zip(records, fixed, strict=True):
+        alike = [other for each, other in zip(records, fixed, strict=True) if each["method"] == record["method"]]
+        differing = {name: own[name] for name in own if any(other.get(name) != own[name] for other in alike)}
+        label = ", ".join(f"{name}={value}" for name, value in differing.items())
+        setting = record["parameters"][knob_of(record["method"]).parameter]
+        groups.setdefault((record["method"], label), {}).setdefault(setting, []).append(record)
+    return groups
+
+
+def _fixed(record: Record) -> Mapping[str, Any]:
+    searched = knob_of(record["method"]).parameter
+    return {name: value for name, value in record["parameters"].items() if name != searched}
+
+
+def _judge(
+    dense: Mapping[_Sample, Record],
+    methods: Mapping[tuple[str, str], Mapping[float, Sequence[Record]]],
+    target: Target,
+) -> list[Findings]:
+    shared = {key for key, record in dense.items() if record["error"] is None}
+    for settings in methods.values():
+        for tried in settings.values():
+            shared &= {_key(record) for record in tried}
+    places: dict[Place, list[Record]] = {}
+    for key, record in dense.items():
+        if key in shared:
+            places.setdefault(target.place_of(record["task"], record["length"]), []).append(record)
+    if not places:
+        raise EvalError("no sample has been tried with every recorded setting")
+    found = []
+    for place, own in places.items():
+        samples = {_key(record) for record in own}
+        for (name, label), settings in methods.items():
+            knob = knob_of(name)
+            rising = knob.steps(max(record["prompt_tokens"] for record in own))
+            steps = sorted(settings, reverse=rising[0] > rising[-1])
+            method = f"{name} ({label})" if label else name
+            each = Findings(place, method, knob.parameter, steps, target, own)
+            for number, step in enumerate(steps):
+                each.add(number, [record for record in settings[step] if _key(record) in samples])
+            found.append(each)
+    return found
+
+
+def _key(record: Record) -> _Sample:
+    task, sample_id = sample_of(record)
+    return task, record["length"], sample_id

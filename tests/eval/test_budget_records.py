@@ -1,0 +1,140 @@
+"""Budgets judged from records that exist: the same answers as a search, over the samples that have every setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from eval.budget_records import judge
+from eval.budget_table import budget_markdown
+from eval.cli import app
+from eval.errors import EvalError
+from eval.findings import Target
+
+COMMON = {"model": "m", "dtype": "bfloat16", "device": "GPU", "versions": {"torch": "2"}, "seed": 0}
+
+
+def record(method: str, sample: str, score: float, **values: Any) -> dict[str, Any]:
+    measured = {"kv_fraction": 0.5, "realised_budget": 10.0, "perplexity": None, "divergence": None}
+    return {
+        **COMMON,
+        "protocol": None,
+        "protocol_sha256": None,
+        "benchmark": "passkey",
+        "question": "decode",
+        "task": "filler",
+        "length": 400,
+        "sample_id": sample,
+        "method": method,
+        "token_budget": None,
+        "variant": "",
+        "parameters": {},
+        "score": score,
+        "prompt_tokens": 400,
+        "error": None,
+        **measured,
+        **values,
+    }
+
+
+def quest(budget: int, sample: str, score: float, **values: Any) -> dict[str, Any]:
+    parameters = {"token_budget": budget, "page_size": 16}
+    return record(
+        "quest", sample, score, token_budget=budget, parameters=parameters, kv_fraction=budget / 400, **values
+    )
+
+
+def psa(threshold: float, sample: str, score: float, rest: str) -> dict[str, Any]:
+    return record(
+        "psa",
+        sample,
+        score,
+        variant=f"threshold={threshold}",
+        parameters={"threshold": threshold, "rest": rest},
+        kv_fraction=threshold / 2,
+    )
+
+
+def folder_of(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.mkdir()
+    settings = {"benchmark": "passkey", "model": "m", "question": "decode", "seed": 0}
+    (path / "config.json").write_text(json.dumps(settings))
+    (path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+@pytest.fixture
+def folders(tmp_path):
+    dense = [record("full", sample, 1.0) for sample in "abc"]
+    first = [quest(budget, sample, float(budget >= 128)) for budget in (64, 128, 256) for sample in "abc"]
+    first += [psa(threshold, sample, float(threshold >= 0.9), "least") for threshold in (0.5, 0.9) for sample in "ab"]
+    second = [psa(threshold, sample, 1.0, "last") for threshold in (0.5, 0.9) for sample in "abc"]
+    return [folder_of(tmp_path / "1", dense + first), folder_of(tmp_path / "2", [*dense, *second])]
+
+
+def test_the_smallest_recorded_setting_of_each_method_is_found(folders, tmp_path):
+    report = judge(folders, Target(target=0.98), tmp_path / "budget.json")
+    found = {entry["method"]: entry for entry in report["results"]}
+    assert {name: entry["setting"] for name, entry in found.items()} == {
+        "quest": 128,
+        "psa (rest=least)": 0.9,
+        "psa (rest=last)": 0.5,
+    }
+    assert found["quest"]["steps"] == [64, 128, 256]
+    assert found["quest"]["found"]["kv_fraction"] == 128 / 400
+    assert {entry["dense"]["samples"] for entry in report["results"]} == {2}  # sample c lacks a setting
+    assert json.loads((tmp_path / "budget.json").read_text()) == report
+    page = budget_markdown(report, "")
+    assert f"--records {folders[0].as_posix()} --records {folders[1].as_posix()} --target 0.98`" in page
+
+
+def test_one_folder_names_its_methods_without_their_hyperparameters(folders):
+    assert [entry["method"] for entry in judge(folders[1:], Target(target=0.98))["results"]] == ["psa"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"device": "CPU"}, "records differ in device: GPU, CPU"),
+        ({"benchmark": "needle"}, "records differ in benchmark"),
+        ({"method": "full", "sample_id": "z"}, "dense attention and another method are needed"),
+    ],
+)
+def test_records_must_belong_together(tmp_path, changed, message):
+    folder = folder_of(tmp_path / "1", [record("full", "a", 1.0), {**quest(64, "a", 1.0), **changed}])
+    with pytest.raises(EvalError, match=message):
+        judge([folder], Target(target=0.98))
+
+
+def test_samples_without_every_setting_leave_nothing_to_judge(tmp_path):
+    records = [record("full", "a", 1.0), record("full", "b", 1.0), quest(64, "a", 1.0), quest(128, "b", 1.0)]
+    with pytest.raises(EvalError, match="no sample has been tried with every recorded setting"):
+        judge([folder_of(tmp_path / "1", records)], Target(target=0.98))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "holds no records"),
+        (["--model", "smollm2"], "model: not allowed with --records"),
+        (["--steps", "quest=[64]"], "the recorded settings are the steps"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    result = CliRunner().invoke(app, ["budget", "--records", str(tmp_path / "none"), *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("error:")
+
+
+def test_the_command_judges_prints_and_plots(folders, tmp_path):
+    words = [word for folder in folders for word in ("--records", str(folder))]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["budget", *words, "--out", str(out)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "psa (rest=last)" in result.output
+    assert {path.name for path in out.iterdir()} == {"budget.json", "budget.png"}
