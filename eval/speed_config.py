@@ -75,7 +75,7 @@ class SpeedConfig:
         if len(set(self.contexts)) != len(self.contexts):
             raise EvalError(f"contexts={list(self.contexts)} has duplicate entries")
         for method in self.methods():
-            if self.shape is not None and method.keeps_queries:
+            if self.shape is not None and method.needs_queries and method.keeps_queries:
                 raise EvalError(
                     f"method={method.name!r} is not allowed with a shape: it needs the prompt's queries, and a cache "
                     "that is filled without a prefill has none"

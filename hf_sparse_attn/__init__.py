@@ -3,7 +3,7 @@
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
-from hf_sparse_attn.methods import METHODS, PSA, ArkVale, Full, Quest, SparseMethod, Squeezed, TokenSelect
+from hf_sparse_attn.methods import METHODS, PSA, ArkVale, Full, KeyCodes, Quest, SparseMethod, Squeezed, TokenSelect
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
@@ -16,6 +16,7 @@ __all__ = [
     "ContextBudget",
     "FixedContext",
     "Full",
+    "KeyCodes",
     "LayerStats",
     "Quest",
     "SelectionRecord",

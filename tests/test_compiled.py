@@ -8,6 +8,7 @@ from transformers import CompileConfig
 from hf_sparse_attn import (
     PSA,
     ArkVale,
+    KeyCodes,
     Quest,
     SparseCache,
     Squeezed,
@@ -114,6 +115,8 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
         TokenTopK(token_budget=48),
+        KeyCodes(token_budget=48, page_size=16),
+        KeyCodes(token_budget=48, page_size=32, bits=2, group_reduce="max", query_centre=False, dense_layers=1),
         Squeezed(target_sparsity=0.7, clusters=0.1, window=10),
         Squeezed(target_sparsity=0.7, clusters=0.1, window=10, levels=2, token_budget=60),
         "full",
@@ -158,7 +161,11 @@ def test_sampling_compiles_and_one_row_too():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("method", [SMALL, TokenSelect(token_budget=48, chunk_size=64)], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [SMALL, TokenSelect(token_budget=48, chunk_size=64), KeyCodes(token_budget=48, page_size=16)],
+    ids=lambda method: method.name,
+)
 def test_tensors_that_last_are_marked_and_rows_advance_once(method):
     """CUDA graphs copy every input at each replay, except parameters and marked tensors."""
     fed, advances = [], []
@@ -350,6 +357,7 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
         SMALL,
         PSA(threshold=0.8, block_size=16, microbatch=2),
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
+        KeyCodes(token_budget=48, page_size=16),
     ],
     ids=lambda method: method.name,
 )

@@ -58,7 +58,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     prefix_hash
         Hash of the prefix's token ids (``hash_token_ids``), to refuse a call that repeats them.
     keep_queries
-        Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them.
+        Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them,
+        and with them the mean of all of the prompt's queries.
 
     Raises
     ------
@@ -92,7 +93,6 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         self.shared = Shared()
         self._pass: ForwardPass | None = None
-        self._prompt_is_open = False
         self._finished_at = 0
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
@@ -162,7 +162,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
             )
         kept = min(layer.keep_queries for layer in self.sparse_layers)
-        if new_method.keeps_queries > kept:
+        if new_method.needs_queries and new_method.keeps_queries > kept:
             raise ValueError(
                 f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "
                 f"cache keeps {kept}: create it with keep_queries={new_method.keeps_queries}, for a patched model"
@@ -171,6 +171,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = new_method
         fork.shared = Shared()
+        fork.shared.prompt_is_open = self.shared.prompt_is_open
         fork.shared.lengths = {device: lengths.copy() for device, lengths in self.shared.lengths.items()}
         fork.layers = [
             layer.fork(FULL if layer_idx < new_method.dense_layers else new_method, fork.shared)
@@ -333,10 +334,12 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.sparse_layers[0].check_room(cached, query_length)
         forward_pass = ForwardPass(self, query_length)
         is_dense = forward_pass.take_mask(attention_mask)
+        if not self.shared.prompt_is_open:
+            self._finished_at = cached  # decode steps keep up what the method made of the prompt
         self._pass = forward_pass
         self.left_out = [*self.left_out, *(self.fed + place for place in left_out)]
         if forward_pass.is_decode_step:
-            if self._prompt_is_open:
+            if self.shared.prompt_is_open:
                 self._finish_prompt()
             self.expect_step()
         return forward_pass, is_dense
@@ -422,12 +425,12 @@ class SparseCache(Cache):  # type: ignore[misc]
         Without this call the prompt ends before the first decode step, however many passes it took.
         """
         self.recover()
-        if self._prompt_is_open:
+        if self.shared.prompt_is_open:
             self._finish_prompt()
 
     def reopen_prompt(self) -> None:
         """Let the method finish the prompt again: now if decode steps may be compiled, else before the next one."""
-        self._prompt_is_open = True
+        self.shared.prompt_is_open = True
         if self.is_compileable:
             self._finish_prompt()
 
@@ -438,7 +441,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 by_method.setdefault(layer.method, []).append(layer)
         for method, layers in by_method.items():
             method.finish_prompt(layers)
-        self._prompt_is_open, self._finished_at = False, self.length
+        self.shared.prompt_is_open, self._finished_at = False, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.
@@ -465,7 +468,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         if self.closed_from is not None and length <= self.closed_from:
             self.closed_from = None
         if length <= self._finished_at:
-            self._prompt_is_open = False  # the unfinished prompt is gone
+            self.shared.prompt_is_open = False  # the unfinished prompt is gone
+            self._finished_at = length
 
     def reset(self) -> None:
         """Remove all tokens; keep the buffers."""
@@ -475,7 +479,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
                 layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         self.closed_from, self.left_out = None, []
-        self._prompt_is_open, self._finished_at = False, 0
+        self.shared.prompt_is_open, self._finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""

@@ -38,7 +38,7 @@ class ForwardPass:
         self._recorder = cache.shared.recorder
         self._recorded = 0 if self._recorder is None else self._recorder.num_steps
         self._former_padding: list[tuple[Lengths, Padding]] = []
-        self._queries = [(layer, layer.recent_queries) for layer in cache.sparse_layers]
+        self._queries = [(layer, layer.prompt_queries) for layer in cache.sparse_layers]
         # A sliding window's updates create new tensors, so a shallow copy of its attributes is its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
             (layer, dict(layer.__dict__)) for layer in cache.layers if layer.is_sliding
@@ -113,7 +113,7 @@ class ForwardPass:
         if self._recorder is not None:
             self._recorder.cut(self._recorded)
         for layer, queries in self._queries:
-            layer.recent_queries = queries
+            layer.prompt_queries = queries
         for layer, state in self._windows:
             layer.__dict__.clear()
             layer.__dict__.update(state)

@@ -14,7 +14,7 @@ from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.reads import ReadAhead
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.prefix import Prefix
-from hf_sparse_attn.cache.queries import RecentQueries, followed_by
+from hf_sparse_attn.cache.queries import PromptQueries, followed_by
 from hf_sparse_attn.cache.storage import Present, Rows, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -49,7 +49,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     layer_idx
         Index of the layer in the model.
     keep_queries
-        Last queries of a prompt to keep, at least the method's ``keeps_queries``.
+        Last queries of a prompt to keep beside the mean of all, at least the method's ``keeps_queries``; 0 for none.
     """
 
     is_sliding = False
@@ -81,8 +81,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.counter = LayerCounter(method.counts, storage.traffic)
         self.rope_tables: RopeTables | None = None
         self.keep_queries = max(keep_queries, method.keeps_queries)
-        self.recent_queries: RecentQueries | None = None
-        """The prompt's last ``keep_queries`` queries; None if they are not known."""
+        self.prompt_queries: PromptQueries | None = None
+        """The prompt's last ``keep_queries`` queries, and the mean of all; None if they are not known."""
         self.prefix: Prefix | None = None
         """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
@@ -259,6 +259,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
+        self._shared.prompt_is_open = True  # a token of an unpatched model may follow tokens that no method has seen
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
 
@@ -273,10 +274,16 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return token
 
     def observe(self, query: torch.Tensor, scale: float) -> None:
-        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim]."""
+        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all."""
         if self.keep_queries:
-            self.recent_queries = followed_by(
-                self.recent_queries, query, self.row_lengths(), scale, self.keep_queries, self.length
+            self.prompt_queries = followed_by(
+                self.prompt_queries,
+                query.detach(),
+                self.row_lengths(),
+                self.lengths.has_padding,
+                scale,
+                most=self.keep_queries,
+                end=self.length,
             )
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -393,7 +400,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(0)
         self._held = 0
-        self.recent_queries = None
+        self.prompt_queries = None
         self.storage.cut(0)
         self.storage.clear_metadata(self._make_metadata)
 
@@ -415,7 +422,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.cut(length)
         self._held = length
-        self.recent_queries = None if self.recent_queries is None else self.recent_queries.cut(length)
+        self.prompt_queries = None if self.prompt_queries is None else self.prompt_queries.cut(length)
         self.storage.cut(length)
         self.method.crop_metadata(self)
 
@@ -438,6 +445,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         fork = copy.copy(self)
         fork.method = method
+        fork.keep_queries = max(self.keep_queries, method.keeps_queries)
         fork.storage = self.storage.fork(self.held)
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared
@@ -460,8 +468,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._leads:
             self.lengths.map(change, self.storage.replace)
         self.storage.replace_all(change)
-        if self.recent_queries is not None:
-            self.recent_queries = self.recent_queries.map(change)
+        if self.prompt_queries is not None:
+            self.prompt_queries = self.prompt_queries.map(change)
         if self.finished.shape[0] != self.keys.shape[0]:
             self._allocate_counters()
             self._expand_prefix()

@@ -170,12 +170,14 @@ class Lengths:
 class Shared:
     """State shared by a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
 
-    ``recorder`` receives the selections of decode steps while ``record_selections`` is active.
+    ``prompt_is_open`` says whether tokens other than those of announced decode steps were written since a method last
+    finished the prompt. ``recorder`` receives the selections of decode steps while ``record_selections`` is active.
     """
 
     def __init__(self) -> None:
         self.lengths: dict[torch.device, Lengths] = {}
         self.padding: Padding | None = None
+        self.prompt_is_open = False
         self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:

@@ -1,4 +1,4 @@
-"""The last queries of a prompt, which calibrate or evict once it is complete."""
+"""The queries of a prompt, which calibrate, centre or evict once it is complete: the last ones, and the mean of all."""
 
 from __future__ import annotations
 
@@ -8,44 +8,69 @@ from typing import NamedTuple
 import torch
 
 
-class RecentQueries(NamedTuple):
-    """The last queries of a layer's prompts. Immutable, so that a failed pass is undone by the former object."""
+class PromptQueries(NamedTuple):
+    """What a layer keeps of its prompts' queries. Immutable, so that a failed pass is undone by the former object."""
 
     states: torch.Tensor
-    """[batch, q_heads, n, head_dim], as the attention function got them, the newest last."""
+    """[batch, q_heads, n, head_dim], the last queries as the attention function got them, the newest last."""
     counts: torch.Tensor
     """int32 [batch]: how many of them, counted from the last, belong to the row's tokens and not to padding."""
+    total: torch.Tensor
+    """[batch, q_heads, head_dim], in float32 or the queries' dtype if that is wider: the sum over all tokens."""
+    number: torch.Tensor
+    """int32 [batch]: how many tokens the sum is over, padding excluded."""
     scale: float
     """The model's factor on q.k."""
     end: int
     """Tokens per row that the layer held after them, left padding included."""
 
-    def cut(self, length: int) -> RecentQueries | None:
-        """Return the queries left after the row was cut to ``length`` tokens; None if none of them is left."""
-        surplus = max(0, self.end - length)
-        if surplus >= self.states.shape[2]:
-            return None
-        states = self.states[:, :, : self.states.shape[2] - surplus]
-        return self._replace(states=states, counts=(self.counts - surplus).clamp_min(0), end=min(self.end, length))
+    @property
+    def mean(self) -> torch.Tensor:
+        """[batch, q_heads, head_dim]: the mean of each row's queries, 0 in a row without any."""
+        return self.total / self.number.clamp_min(1)[:, None, None]
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RecentQueries:
+    def cut(self, length: int) -> PromptQueries | None:
+        """Return what is left after the rows were cut to ``length`` tokens; None if they are empty.
+
+        The sum stays that of all queries seen: what a row without them would be is not known.
+        """
+        if length == 0:
+            return None
+        left = max(0, self.states.shape[2] - max(0, self.end - length))
+        counts = (self.counts - (self.states.shape[2] - left)).clamp_min(0)
+        return self._replace(states=self.states[:, :, :left], counts=counts, end=min(self.end, length))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PromptQueries:
         """Reorder, repeat or choose rows."""
-        return self._replace(states=change(self.states), counts=change(self.counts))
+        return self._replace(
+            states=change(self.states),
+            counts=change(self.counts),
+            total=change(self.total),
+            number=change(self.number),
+        )
 
 
 def followed_by(
-    former: RecentQueries | None, query: torch.Tensor, row_lengths: torch.Tensor, scale: float, most: int, end: int
-) -> RecentQueries:
-    """Return the last queries after a pass of a prompt.
+    former: PromptQueries | None,
+    query: torch.Tensor,
+    row_lengths: torch.Tensor,
+    has_padding: bool,
+    scale: float,
+    most: int,
+    end: int,
+) -> PromptQueries:
+    """Return what to keep of the queries after a pass of a prompt.
 
     Parameters
     ----------
     former
-        Those before the pass; None before the first one.
+        What was kept before the pass; None before the first one.
     query
         [batch, q_heads, tokens, head_dim] of the pass.
     row_lengths
         int32 [batch]: tokens of each row, padding excluded.
+    has_padding
+        Whether any row has left padding.
     scale
         The model's factor on q.k.
     most
@@ -54,7 +79,18 @@ def followed_by(
         Tokens per row after the pass.
     """
     tokens = row_lengths.clamp_max(query.shape[2])
+    total = _sum_of_tokens(query, tokens if has_padding else None)
     if former is None:
-        return RecentQueries(query[:, :, -most:].clone(), tokens.clamp_max(most), scale, end)
+        return PromptQueries(query[:, :, -most:].clone(), tokens.clamp_max(most), total, tokens, scale, end)
     states = torch.cat((former.states, query[:, :, -most:]), dim=2)[:, :, -most:]
-    return RecentQueries(states.clone(), (former.counts + tokens).clamp_max(most), scale, end)
+    counts = (former.counts + tokens).clamp_max(most)
+    return PromptQueries(states.clone(), counts, former.total + total, former.number + tokens, scale, end)
+
+
+def _sum_of_tokens(query: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Sum [batch, q_heads, n, head_dim] over each row's last ``tokens``, int32 [batch]; None for all ``n``."""
+    if tokens is not None:
+        places = torch.arange(-query.shape[2], 0, device=query.device)
+        is_padding = places < -tokens[:, None]
+        query = query.masked_fill(is_padding[:, None, :, None], 0)  # padding may hold anything, NaN too
+    return query.sum(2, dtype=torch.promote_types(query.dtype, torch.float32))

@@ -10,13 +10,14 @@ from typing import Any
 from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect)
+    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes)
 }
 
 FULL = Full()
@@ -28,6 +29,7 @@ __all__ = [
     "PSA",
     "ArkVale",
     "Full",
+    "KeyCodes",
     "Quest",
     "Selection",
     "SparseMethod",

@@ -86,6 +86,8 @@ class SparseMethod:
     """Allow prompts longer than the positions that the model was trained on."""
     reads_prefix: ClassVar[bool] = False
     """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
+    needs_queries: ClassVar[bool] = True
+    """Refuse a fork of a cache that kept fewer queries than :attr:`keeps_queries`; if False, do without them there."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 
@@ -147,7 +149,10 @@ class SparseMethod:
 
     @property
     def keeps_queries(self) -> int:
-        """Number of a prompt's last queries that ``layer.recent_queries`` keeps for :meth:`finish_prompt`."""
+        """Number of a prompt's last queries that ``layer.prompt_queries`` keeps for :meth:`finish_prompt`.
+
+        If at least 1, it keeps the mean of all of the prompt's queries too.
+        """
         return 0
 
     def covers(self, length: int) -> bool:

@@ -56,7 +56,7 @@ def row_keys(layer: SparseLayer, row: int, tokens: int) -> torch.Tensor:
 
 def known_queries(layers: Sequence[SparseLayer], row: int) -> int:
     """Return how many of a row's last queries every layer keeps."""
-    kept = [layer.recent_queries for layer in layers]
+    kept = [layer.prompt_queries for layer in layers]
     return min(0 if queries is None else int(queries.counts[row]) for queries in kept)
 
 

@@ -213,7 +213,7 @@ class Squeezed(SparseMethod):
 
     def observed(self, layer: SparseLayer, row: int) -> torch.Tensor:
         """Return a row's last queries, [q_heads, at most window, head_dim], scaled as for a factor of 1/sqrt(d)."""
-        recent = layer.recent_queries
+        recent = layer.prompt_queries
         if recent is None:
             raise ValueError(f"layer {layer.layer_idx} keeps no queries")
         states = recent.states[row, :, -min(self.window, int(recent.counts[row])) :]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import page_bounds, use_impl
+from hf_sparse_attn_kernels import encode_keys, page_bounds, use_impl
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,6 +25,7 @@ from hf_sparse_attn import (
     PSA,
     ArkVale,
     Full,
+    KeyCodes,
     Quest,
     SparseAttentionStats,
     SparseCache,
@@ -52,6 +53,7 @@ METHODS = {
     "arkvale": ArkVale(token_budget=POSITIONS, page_size=4, dense_layers=1, sink_tokens=4, bounds_dtype="model"),
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
+    "keycodes": KeyCodes(token_budget=POSITIONS, page_size=16),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
@@ -61,6 +63,9 @@ MORE_METHODS = {
     "psa-minmax": PSA(threshold=1.0, block_size=8, microbatch=1, metadata="minmax", bounds_dtype="model"),
     "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
     "quest-offloaded-fifo": Quest(**OFFLOADED, eviction="fifo", bounds_dtype="model"),
+    "keycodes-2-bits": KeyCodes(
+        token_budget=POSITIONS, page_size=16, bits=2, group_reduce="max", query_centre=False, dense_layers=1
+    ),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
@@ -508,6 +513,26 @@ class Operations(RuleBasedStateMachine):
                 pages = -(-tokens // self.method._page_size)
                 for name, bound in anew.items():
                     assert torch.equal(layer.metadata[name][row, :, :pages], bound[row, :, :pages])
+
+    @invariant()
+    @precondition(lambda self: isinstance(self.method, KeyCodes) and self.is_settled and self.rows.length > 0)
+    def codes_are_those_of_the_keys(self):
+        for layer in self.cache.layers:
+            if not layer.metadata:
+                continue
+            metadata, size = layer.metadata, self.method.page_size
+            anew = {name: metadata[name].clone().fill_(0 if name == "coded" else 7) for name in metadata}
+            centre = {"query_centre": metadata["query_centre"]} if "query_centre" in metadata else {}
+            rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "page_size": size, "bits": self.method.bits}
+            encode_keys(layer.keys, **{**anew, **centre}, **rows)
+            full = anew.pop("coded")
+            if not self.cache.shared.prompt_is_open:
+                assert torch.equal(metadata["coded"], full)
+            assert (metadata["coded"] <= full).all()
+            for row, pages in enumerate(metadata["coded"][:, 0].tolist()):
+                for name in anew.keys() - centre.keys():
+                    held = pages * (1 if name.startswith("centre") else size)
+                    assert torch.equal(metadata[name][row, :, :held], anew[name][row, :, :held])
 
 
 def run(method, is_static, device, monkeypatch, examples):

@@ -90,7 +90,12 @@ def test_the_home_page_shows_the_picture_of_its_theme(browser: Any, address: str
 
 @pytest.mark.parametrize(
     ("page", "drawing"),
-    [("concepts", "decode-step"), ("methods/psa", "psa-pipeline"), ("methods/squeezed", "squeezed-lookup")],
+    [
+        ("concepts", "decode-step"),
+        ("methods/keycodes", "keycodes-codes"),
+        ("methods/psa", "psa-pipeline"),
+        ("methods/squeezed", "squeezed-lookup"),
+    ],
 )
 def test_a_drawing_takes_the_colours_of_the_theme(browser: Any, address: str, page: str, drawing: str) -> None:
     colours = []

@@ -22,7 +22,7 @@ from eval.prefixqa_data import longbench_rows, make_prefixqa, squad_rows
 from eval.runner import run
 from eval.session import Processes, by_material
 from eval.store import read_records, record_key
-from hf_sparse_attn import SparseCache, Squeezed, sparse_attention, sparse_attention_stats
+from hf_sparse_attn import KeyCodes, SparseCache, Squeezed, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, prefill
 from hf_sparse_attn.cli.models import load_model
 from tests.eval.tokenizers import tiny_tokenizer
@@ -321,6 +321,25 @@ def test_a_fixed_context_is_clustered_once_for_all_questions(
     assert [entry["variant"] for entry in (half, tenth)] == ["target_sparsity=0.5", "target_sparsity=0.9"]
     assert dense["realised_budget"] > half["realised_budget"] > tenth["realised_budget"]
     assert half["context_seconds"] > dense["context_seconds"]
+
+
+def test_forks_of_the_dense_prefill_know_its_mean_query(
+    tmp_path: Path, loaded: Loaded, qa_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, known = KeyCodes.select, []
+
+    def watching(self: KeyCodes, query: Any, layer: Any, scale: float) -> Any:
+        known.append(bool((layer.metadata["query_centre"] != 0).all()))
+        return stock(self, query, layer, scale)
+
+    monkeypatch.setattr(KeyCodes, "select", watching)
+    parameters = {"keycodes.token_budget": 64, "keycodes.page_size": 16}
+    with Lengths(loaded.model) as seen:
+        summary = go(tmp_path, loaded, qa_dir, method=["keycodes"], parameters=parameters)
+    assert seen == [*materials(loaded, qa_dir)]
+    assert (summary["rows"], summary["errors"]) == (10, 0)
+    assert known
+    assert all(known)
 
 
 @pytest.mark.parametrize("question", ["decode", "prefill"])

@@ -317,6 +317,15 @@ def test_a_method_that_finds_its_own_budget_is_checked_without_its_threshold() -
     assert (checked["method"], checked["against"], checked["tokens"]) == ("psa", "dense attention", NEW_TOKENS)
 
 
+def test_a_method_that_can_do_without_queries_is_measured_over_a_filled_cache() -> None:
+    [result] = measure(config(method=("keycodes",), token_budget=(64,), parameters={"page_size": 16}))["results"]
+    ours = result["sides"][-1]
+    assert (ours["method"], ours["token_budget"], ours["realised_budget"]) == ("keycodes", 64, 64)
+    assert 0 < ours["kv_fraction"] < 1
+    [checked] = result["checked"]
+    assert (checked["method"], checked["against"], checked["tokens"]) == ("keycodes", "dense attention", NEW_TOKENS)
+
+
 def test_keys_before_rope_are_the_filled_ones_without_a_copy() -> None:
     work = Work.start(tiny_model(), config(), CONTEXT, ())
     assert work.filled is not None

@@ -9,11 +9,13 @@ from hf_sparse_attn_kernels import append_and_select, dense_decode, page_bounds,
 
 from tests.ops.helpers import device, empty_bounds, grid, make_rows
 
+OWN_TESTS = ("rank", "rope_decode", "runs_decode", "progressive_decode", "code_scan")
+"""Launches whose candidates are tested next to the ops."""
 CANDIDATES = [
     (op, candidate) if candidate in (candidates[0], candidates[-1]) else grid(op, candidate)
     for op, candidates in tuning.CANDIDATES.items()
     for candidate in candidates
-    if op not in ("rank", "rope_decode", "runs_decode", "progressive_decode")  # have their own tests, next to the ops'
+    if op not in OWN_TESTS
 ]
 
 

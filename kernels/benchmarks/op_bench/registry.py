@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST, STEP
@@ -13,6 +14,7 @@ __all__ = [
     "CHUNK_STEP",
     "ENTRIES",
     "FAMILIES",
+    "KEYCODES_STEP",
     "PSA_STEP",
     "SQUEEZED_PREFILL_STEP",
     "SQUEEZED_STEP",
@@ -25,7 +27,15 @@ __all__ = [
     "matching_entries",
 ]
 
-FAMILIES: tuple[Family, ...] = (QUEST, TOKEN_DECODE, TOKEN_CHUNK, SQUEEZED_DECODE, SQUEEZED_PREFILL, PROGRESSIVE)
+FAMILIES: tuple[Family, ...] = (
+    QUEST,
+    TOKEN_DECODE,
+    TOKEN_CHUNK,
+    SQUEEZED_DECODE,
+    SQUEEZED_PREFILL,
+    PROGRESSIVE,
+    CODES,
+)
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
 TOKEN_STEPS = (("tokenselect_step", "chosen anew"), ("tokenselect_step", "choice kept"))
@@ -38,6 +48,8 @@ SQUEEZED_PREFILL_STEP = ("squeezed_prefill", "")
 """The entry of Squeezed Attention's prefill in tables."""
 PSA_STEP = ("psa_step", "")
 """The entry of Progressive Sparse Attention's decode step."""
+KEYCODES_STEP = ("keycodes_step", "softmax")
+"""The entry of a decode step with key codes in tables: the default reduction over the group."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:

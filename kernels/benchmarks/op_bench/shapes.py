@@ -86,6 +86,15 @@ class Settings:
     threshold: float = 0.95
     """Share of the attention weight after which it stops."""
 
+    code_budget: int = 1024
+    """Tokens that a KV head reads when key codes choose them, sinks and the newest page included."""
+    code_page: int = 64
+    """Tokens that share a centre of the key codes."""
+    code_sinks: int = 4
+    """First tokens, always read."""
+    code_bits: int = 1
+    """Bits of a channel."""
+
     @property
     def max_blocks(self) -> int:
         """Number of pages that a KV head reads."""
@@ -182,6 +191,15 @@ PROGRESSIVE_SHAPES = (
     *_shapes(28, 4, 128, 1, (32, 128)),
 )
 QUICK_PROGRESSIVE_SHAPES = (Shape(32, 8, 128, 1, 32768),)
+
+CODE_SHAPES = (
+    *_shapes(32, 32, 128, 1, (32, 128, 512)),
+    *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),
+    *_shapes(32, 8, 128, 8, (8, 32, 128)),
+    *_shapes(32, 8, 64, 1, (128,)),
+    *_shapes(28, 4, 128, 1, (32, 128)),
+)
+QUICK_CODE_SHAPES = (Shape(32, 8, 128, 1, 131072),)
 
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 
+from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST
@@ -28,6 +29,7 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
     "progressive_decode": (PROGRESSIVE, "progressive_decode"),
     "runs_decode": (SQUEEZED_DECODE, "squeezed_step"),
+    "code_scan": (CODES, "code_scores"),
 }
 """The op whose time decides, in its 8-bit variant if it has one.
 

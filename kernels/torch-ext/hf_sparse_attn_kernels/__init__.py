@@ -3,6 +3,7 @@
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
+from .codes.ops import code_scores, encode_keys, select_tokens_by_score
 from .kmeans.ops import cluster_sums, nearest_centres
 from .offload.ops import load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
@@ -16,7 +17,9 @@ __all__ = [
     "append_and_select",
     "centroid_weights",
     "cluster_sums",
+    "code_scores",
     "dense_decode",
+    "encode_keys",
     "load_blocks",
     "lookup_runs",
     "mean_query",
@@ -30,6 +33,7 @@ __all__ = [
     "select_blocks",
     "select_runs",
     "select_tokens",
+    "select_tokens_by_score",
     "sparse_decode",
     "sparse_prefill",
     "token_votes",

@@ -29,6 +29,7 @@ def _place(reached, num_blocks):
 @triton.jit
 def order_keys(scores, blocks, num_blocks, sink_blocks, recent_blocks):
     """Map scores to int32 of the same order, with forced blocks above every score and absent blocks below."""
+    scores = scores.to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))  # NaN ranks with the lowest
     scores = tl.where(scores == 0.0, 0.0, scores)  # -0.0 ties with 0.0
     keys = _key_of(scores)

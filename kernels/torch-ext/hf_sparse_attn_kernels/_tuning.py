@@ -36,6 +36,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and waves of programs: in
     # several, shares are smaller, so that a program that starts late delays the end less.
     "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "waves": 1},
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, and tiles in flight.
+    "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
 }
 
 
@@ -106,6 +108,18 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             (32, 4, 4, 4),
         )
         for waves in (1, 2, 4)
+    ],
+    "code_scan": [
+        {"block_t": block_t, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
+        for block_t, per_multiprocessor, warps, stages in (
+            (256, 8, 2, 3),
+            (256, 8, 2, 4),
+            (256, 4, 2, 4),
+            (128, 8, 2, 4),
+            (256, 4, 4, 3),
+            (512, 4, 4, 3),
+            (512, 2, 4, 4),
+        )
     ],
 }
 

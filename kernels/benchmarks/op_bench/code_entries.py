@@ -1,0 +1,223 @@
+"""The ops on key codes and the whole step: calls, bytes to move, and checks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import hf_sparse_attn_kernels as ops
+import torch
+
+from op_bench import floors, oracle
+from op_bench.code_workload import CodedLayer, code_bytes, code_layer_bytes, in_tokens, make_code_layer
+from op_bench.dense import backends
+from op_bench.entry import Entry, Family, Outputs
+from op_bench.shapes import CODE_SHAPES, QUICK_CODE_SHAPES, Settings, Shape
+
+HALF_ROUNDING = 2.0**-10
+"""Twice the relative rounding of float16."""
+DIFFERING_BITS = 1e-4
+"""Share of the bits that may differ from the reference's: rotated residuals so near 0 that rounding decides."""
+
+
+def _run_prompt(layer: CodedLayer, impl: str | None) -> Outputs:
+    layer.encode(0, None, impl)
+    return ()
+
+
+def _run_page(layer: CodedLayer, impl: str | None) -> Outputs:
+    layer.encode(layer.shape.length // layer.settings.code_page - 1, 1, impl)
+    return ()
+
+
+def _scores(group_reduce: str, layer: CodedLayer, impl: str | None) -> torch.Tensor:
+    scores: torch.Tensor = ops.code_scores(
+        layer.query,
+        **layer.codes,
+        **layer.row_bounds,
+        group_reduce=group_reduce,
+        counter=layer.counter,
+        **layer.code_options,
+        impl=impl,
+    )
+    return scores
+
+
+def _run_scores(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
+    return (_scores(group_reduce, layer, impl),)
+
+
+def _select(layer: CodedLayer, scores: torch.Tensor, impl: str | None) -> Outputs:
+    selected: Outputs = ops.select_tokens_by_score(
+        scores, **layer.row_bounds, **layer.choice, finished=layer.finished, impl=impl
+    )
+    return selected
+
+
+def _run_select(layer: CodedLayer, impl: str | None) -> Outputs:
+    return _select(layer, layer.scores, impl)
+
+
+def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
+    """Run a step whose token does not fill a page, as 63 of 64 do."""
+    ops.encode_keys(
+        layer.keys,
+        **layer.codes,
+        coded=layer.coded,
+        **layer.row_bounds,
+        max_pages=1,
+        **layer.code_options,
+        impl=impl,
+    )
+    scores = _scores(group_reduce, layer, impl)
+    indices, counts = _select(layer, scores, impl)
+    tensors = (layer.query, layer.keys, layer.values, indices, counts)
+    options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
+    options |= layer.row_bounds
+    return (ops.sparse_decode(*tensors, **options)[0], scores, indices, counts)
+
+
+def _reset_counter(layer: CodedLayer) -> None:
+    layer.counter.zero_()
+
+
+def _spoil(layer: CodedLayer) -> None:
+    layer.spoil()
+
+
+def _spoil_last_page(layer: CodedLayer) -> None:
+    """Leave the codes of a prompt, but for the last page."""
+    layer.encode(0, None, None)
+    for tensor in layer.codes.values():
+        tensor[:, :, -1:] = float("nan") if tensor.is_floating_point() else 77
+
+
+def _check_codes(layer: CodedLayer, outputs: Outputs) -> None:
+    """Compare with the reference's codes, head by head: it computes in float64."""
+    if not bool((layer.coded == layer.shape.length // layer.settings.code_page).all()):
+        raise oracle.Mismatch("encode_keys: not all pages are counted")
+    for head in range(layer.shape.kv_heads):
+        one = slice(head, head + 1)
+        found = {name: tensor[:, one] for name, tensor in layer.codes.items()}
+        expected = {name: torch.empty_like(tensor) for name, tensor in found.items()}
+        options = layer.code_options | {"query_centre": layer.query_centre[:, one].contiguous()}
+        coded = torch.zeros_like(layer.coded[:, one])
+        ops.encode_keys(layer.keys[:, one], **expected, coded=coded, **layer.row_bounds, **options, impl="reference")
+        for name in ("centres", "centre_scale", "factors"):
+            rounding = 1.0 if name == "centres" else HALF_ROUNDING * expected[name].double().abs() + 1e-4
+            if not bool(((found[name].double() - expected[name].double()).abs() <= rounding).all()):
+                raise oracle.Mismatch(f"encode_keys: {name} of KV head {head} differ from the reference's")
+        differing = found["codes"] ^ expected["codes"]
+        count = sum(int(((differing >> bit) & 1).sum()) for bit in range(8))
+        if count > DIFFERING_BITS * 8 * differing.numel():
+            raise oracle.Mismatch(f"encode_keys: {count} of {8 * differing.numel()} bits of KV head {head} differ")
+
+
+def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+    scores = outputs[0]
+    group = layer.shape.group
+    for head in range(layer.shape.kv_heads):
+        one = slice(head, head + 1)
+        codes = {name: tensor[:, one].contiguous() for name, tensor in layer.codes.items()}
+        options = layer.code_options | {"query_centre": layer.query_centre[:, one].contiguous()}
+        query = layer.query[:, head * group : (head + 1) * group]
+        expected = ops.code_scores(
+            query, **codes, **layer.row_bounds, **options, group_reduce=group_reduce, impl="reference"
+        )
+        tokens = layer.shape.length - layer.settings.code_page
+        ours, theirs = scores[:, one, :tokens].double(), expected[..., :tokens].double()
+        if not bool(((ours - theirs).abs() <= HALF_ROUNDING * theirs.abs() + 1e-3).all()):  # NaN is an error too
+            worst = float((ours - theirs).abs().max())
+            raise oracle.Mismatch(f"code_scores: KV head {head} is off by {worst:.2e}")
+        if not bool((scores[:, one, tokens:] == float("-inf")).all()):
+            raise oracle.Mismatch("code_scores: the newest page has scores")
+
+
+def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
+    for name, ours, theirs in zip(("indices", "counts"), selected, _select(layer, scores, "reference"), strict=True):
+        if not torch.equal(ours, theirs):
+            raise oracle.Mismatch(f"select_tokens_by_score: {int((ours != theirs).sum())} of the {name} differ")
+
+
+def _check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+    out, scores, *selected = outputs
+    _check_scores(group_reduce, layer, (scores,))
+    _check_select(layer, scores, tuple(selected))
+    oracle.check_sparse_output(out, layer, *selected)
+    pairs = layer.shape.batch * layer.shape.kv_heads
+    tokens = (pairs * layer.settings.code_budget, pairs * layer.shape.length)
+    oracle.check_counter(layer, (*tokens, _scanned_bytes(layer.shape, layer.settings), 1))
+
+
+def _scanned_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the metadata that a step reads: all pages but the newest."""
+    return code_bytes(shape, settings, shape.length // settings.code_page - 1)
+
+
+def _prompt_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of all keys, read once, and of the written metadata."""
+    keys = floors.dense_bytes(shape, settings) // 2
+    return keys + code_bytes(shape, settings, shape.length // settings.code_page)
+
+
+def _page_bytes(shape: Shape, settings: Settings) -> int:
+    return _prompt_bytes(shape, settings) * settings.code_page // shape.length
+
+
+def _scores_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the metadata, and of a score of 16 bits a token."""
+    return _scanned_bytes(shape, settings) + 2 * shape.batch * shape.kv_heads * shape.length
+
+
+def _select_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the scores and the selection."""
+    return shape.batch * shape.kv_heads * (2 * shape.length + 4 * settings.code_budget)
+
+
+def _step_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the metadata and of the attention; scores and selection stay on the chip."""
+    return _scanned_bytes(shape, settings) + floors.sparse_decode_bytes(shape, in_tokens(settings))
+
+
+def _of_reduction(group_reduce: str) -> tuple[Entry, Entry]:
+    return (
+        Entry(
+            "code_scores",
+            group_reduce,
+            partial(_run_scores, group_reduce),
+            partial(_check_scores, group_reduce),
+            _scores_bytes,
+        ),
+        Entry(
+            "keycodes_step",
+            group_reduce,
+            partial(_run_step, group_reduce),
+            partial(_check_step, group_reduce),
+            _step_bytes,
+            _reset_counter,
+            against_dense=True,
+        ),
+    )
+
+
+CODES = Family(
+    "key codes, decode steps",
+    CODE_SHAPES,
+    QUICK_CODE_SHAPES,
+    (
+        Entry("encode_keys", "prompt", _run_prompt, _check_codes, _prompt_bytes, _spoil),
+        Entry("encode_keys", "one page", _run_page, _check_codes, _page_bytes, _spoil_last_page),
+        *_of_reduction("max"),
+        *_of_reduction("softmax"),
+        Entry(
+            "select_tokens_by_score",
+            "",
+            _run_select,
+            lambda layer, outputs: _check_select(layer, layer.scores, outputs),
+            _select_bytes,
+        ),
+    ),
+    make_code_layer,
+    code_layer_bytes,
+    step_bytes=_step_bytes,
+    backends=backends,
+)

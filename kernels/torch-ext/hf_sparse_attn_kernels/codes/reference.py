@@ -1,0 +1,127 @@
+"""Torch references of the ops on key codes."""
+
+import torch
+from torch.nn.functional import pad
+
+from .._reference import compute_dtype, host_lengths, row_lengths, score_order
+from . import MOST_HALF, UNITS
+from .reference_encode import encode_keys
+from .rotation import rotation
+
+__all__ = ["code_scores", "encode_keys", "select_tokens_by_score"]
+
+# Above and below every `score_order`.
+_FORCED, _ABSENT = 1 << 33, -(1 << 33)
+
+
+def code_scores(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    centres: torch.Tensor,
+    centre_scale: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    bits: int,
+    query_centre: torch.Tensor | None,
+    scale: float | None,
+    group_reduce: str,
+    num_tokens: int | None,
+    counter: torch.Tensor | None,
+) -> torch.Tensor:
+    """Reference of `hf_sparse_attn_kernels.code_scores`."""
+    batch, kv_heads, capacity = codes.shape[:3]
+    head_dim = query.shape[2]
+    num_tokens = capacity if num_tokens is None else num_tokens
+    is_exact = query.dtype == torch.float64
+    dtype = torch.float64 if is_exact else torch.float16
+    lengths = row_lengths(seq_start, seq_end).clamp_(max=num_tokens)
+    scored_pages = ((lengths - 1) // page_size).clamp_(min=0)
+    if counter is not None:
+        page_bytes = page_size * (bits * head_dim // 8 + 2 * factors.shape[3]) + head_dim + 2
+        counter[2] += scored_pages.sum() * (kv_heads * page_bytes)
+    pages = (num_tokens - 1) // page_size
+    if host_lengths(seq_start, seq_end) is not None:
+        pages = int(scored_pages.max())
+    tokens = pages * page_size
+    if tokens == 0:
+        return query.new_full((batch, kv_heads, num_tokens), float("-inf"), dtype=dtype)
+
+    grouped = query.double().view(batch, kv_heads, -1, head_dim)
+    centred = grouped if query_centre is None else grouped - query_centre.double()[:, :, None]
+    rotated = centred @ rotation(head_dim, query.device).double().T
+    # Products of whole numbers: those with symbols are below 2**24, so any order of additions is exact in float32.
+    whole, unit = _in_units(grouped, is_exact)
+    of_centres = (
+        whole @ centres[:, :, :pages].double().transpose(2, 3) * unit * centre_scale[:, :, None, :pages].double()
+    )
+    whole, unit = _in_units(rotated, is_exact)
+    symbols = _symbols(codes[:, :, :tokens], compute_dtype(query.dtype))
+    of_symbols = (whole.to(symbols.dtype) @ symbols.transpose(2, 3)).double() * unit
+    factor, *offset = factors[:, :, None, :tokens].double().unbind(dim=4)
+    estimates = of_symbols * factor + of_centres.repeat_interleave(page_size, dim=3)
+    if offset:
+        estimates += offset[0] * head_dim**0.5
+    estimates *= head_dim**-0.5 if scale is None else scale  # [batch, kv_heads, group, tokens]
+
+    is_absent = torch.arange(tokens, device=query.device) >= (scored_pages * page_size)[:, None]  # [batch, tokens]
+    if group_reduce == "max" or estimates.shape[2] == 1:
+        reduced = estimates.amax(dim=2)
+    else:
+        estimates.masked_fill_(is_absent[:, None, None], float("-inf"))
+        reduced = estimates.log_softmax(dim=3).logsumexp(dim=2)
+    if not is_exact:
+        reduced = reduced.clamp_(-MOST_HALF, MOST_HALF).to(dtype)
+    reduced.masked_fill_(is_absent[:, None], float("-inf"))
+    return pad(reduced, (0, num_tokens - tokens), value=float("-inf"))
+
+
+def _in_units(vectors: torch.Tensor, is_exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round vectors to whole numbers of units, and return both; the vectors themselves and 1 if they are exact."""
+    if is_exact:
+        return vectors, vectors.new_ones(())
+    # Limited as in float32, in which the kernels divide.
+    unit = vectors.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / UNITS
+    return (vectors / unit + 0.5).floor_(), unit
+
+
+def _symbols(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unpack codes [..., bits, head_dim // 8] into odd whole numbers [..., head_dim]."""
+    bits = codes.shape[-2]
+    shifts = torch.arange(8, device=codes.device, dtype=torch.uint8)[:, None]
+    planes = ((codes[..., None, :] >> shifts) & 1).flatten(-2).unbind(dim=-2)  # each [..., head_dim]
+    value = planes[0] if bits == 1 else planes[0] + 2 * planes[1]
+    symbols: torch.Tensor = 2 * value.to(dtype) - (2**bits - 1)
+    return symbols
+
+
+def select_tokens_by_score(
+    scores: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    max_tokens: int,
+    sink_tokens: int,
+    page_size: int,
+    finished: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.select_tokens_by_score`."""
+    batch, kv_heads, width = scores.shape
+    length = row_lengths(seq_start, seq_end).clamp_(max=width)[:, None]
+    tokens = torch.arange(width, device=scores.device)
+    is_forced = (tokens < sink_tokens) | (tokens >= (length - 1) // page_size * page_size)  # [batch, width]
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    order = score_order(wide).masked_fill_(is_forced[:, None], _FORCED)
+    order.masked_fill_((tokens >= length)[:, None], _ABSENT)
+    # One integer to rank by: the order in the high bits, then the index, lower ones first.
+    index_bits = width.bit_length()
+    last = (1 << index_bits) - 1  # above every index
+    rank = (order << index_bits) + (last - tokens)
+    best = rank.topk(min(max_tokens, width), dim=-1, sorted=False)[0]
+    indices = (last - (best & last)).masked_fill_(best < (_ABSENT // 2) << index_bits, last)
+    indices = indices.sort(dim=-1)[0].int()  # [batch, kv_heads, min(max_tokens, width)]
+    indices.masked_fill_(indices == last, -1)
+    indices = pad(indices, (0, max_tokens - indices.shape[2]), value=-1)
+    return indices, length.clamp(max=max_tokens).expand(batch, kv_heads).contiguous()

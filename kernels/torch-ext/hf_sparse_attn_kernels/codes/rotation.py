@@ -1,0 +1,37 @@
+"""The fixed rotation of the residuals, the same on every machine and in every version of torch."""
+
+import math
+from functools import lru_cache
+from random import Random
+
+import torch
+
+SEED = 20
+
+
+@lru_cache
+def rotation(head_dim: int, device: torch.device) -> torch.Tensor:
+    """Return an orthogonal matrix, float32 [head_dim, head_dim], contiguous. It is shared: do not write to it.
+
+    A Hadamard matrix with random signs if head_dim is a power of two. Otherwise Q of the QR decomposition of a Gaussian
+    matrix, with the signs for which R's diagonal is positive, so that it does not depend on the library.
+    """
+    random = Random(SEED)
+    if head_dim & (head_dim - 1) == 0:
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while len(matrix) < head_dim:
+            matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+        signs = [1.0 if random.random() < 0.5 else -1.0 for _ in range(head_dim)]
+        matrix = matrix * torch.tensor(signs, dtype=torch.float64) / math.sqrt(head_dim)
+    else:
+        gaussian = torch.tensor([_normal(random) for _ in range(head_dim**2)], dtype=torch.float64)
+        matrix, upper = torch.linalg.qr(gaussian.view(head_dim, head_dim))
+        matrix = matrix * upper.diagonal().sign()
+    return matrix.float().contiguous().to(device)
+
+
+def _normal(random: Random) -> float:
+    """Draw from a standard normal distribution, by the transform of Box and Muller."""
+    # Python promises the same sequence in all versions for `random()` alone.
+    radius = math.sqrt(-2 * math.log(1 - random.random()))
+    return radius * math.cos(2 * math.pi * random.random())

@@ -1,0 +1,81 @@
+"""The entries of the key codes at a tiny shape, checked as before a measurement; and wrong results."""
+
+import pytest
+import torch
+from op_bench import oracle
+from op_bench.code_entries import CODES
+from op_bench.code_workload import code_bytes, code_layer_bytes, make_code_layer
+from op_bench.measure import check_entry
+from op_bench.shapes import Settings, Shape
+
+SHAPE = Shape(q_heads=6, kv_heads=2, head_dim=16, batch=2, length=640)
+SETTINGS = Settings(code_budget=128)
+ENTRIES = {(entry.op, entry.variant): entry for entry in CODES.entries}
+
+
+def new_layer():
+    return make_code_layer(SHAPE, SETTINGS, torch.device("cpu"), impl="reference")
+
+
+@pytest.mark.parametrize("entry", CODES.entries, ids=lambda entry: entry.name)
+def test_the_reference_passes_and_can_be_repeated(entry):
+    layer = new_layer()
+    for _ in range(2):
+        check_entry(entry, layer, "reference")
+
+
+@pytest.mark.parametrize("group_reduce", ["max", "softmax"])
+def test_the_kernels_pass_too(group_reduce):
+    layer = new_layer()
+    for name in ("query", "keys", "values"):
+        setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
+    check_entry(ENTRIES["encode_keys", "one page"], layer, "triton")
+    check_entry(ENTRIES["keycodes_step", group_reduce], layer, "triton")
+
+
+def test_wrong_codes_fail():
+    layer = new_layer()
+    layer.codes["codes"][1, 1, 5:40] ^= 1
+    with pytest.raises(oracle.Mismatch, match="encode_keys: 70 of 20480 bits of KV head 1 differ"):
+        ENTRIES["encode_keys", "prompt"].check(layer, ())
+    layer = new_layer()
+    layer.codes["factors"][0, 1, 3, 1] += 1
+    with pytest.raises(oracle.Mismatch, match="factors of KV head 1 differ"):
+        ENTRIES["encode_keys", "prompt"].check(layer, ())
+    layer.coded -= 1
+    with pytest.raises(oracle.Mismatch, match="not all pages are counted"):
+        ENTRIES["encode_keys", "prompt"].check(layer, ())
+
+
+def test_wrong_scores_and_choices_fail():
+    layer = new_layer()
+    entry = ENTRIES["code_scores", "softmax"]
+    with pytest.raises(oracle.Mismatch, match="code_scores: KV head 0 is off by"):
+        entry.check(layer, (entry.run(layer, "reference")[0] + 0.1,))
+    with pytest.raises(oracle.Mismatch, match="code_scores: the newest page has scores"):
+        entry.check(layer, (entry.run(layer, "reference")[0].clamp(min=-99),))
+    entry = ENTRIES["select_tokens_by_score", ""]
+    indices, counts = entry.run(layer, "reference")
+    with pytest.raises(oracle.Mismatch, match=r"select_tokens_by_score: \d+ of the indices differ"):
+        entry.check(layer, (indices + 1, counts))
+
+
+def test_a_layer_that_would_be_read_whole_fails():
+    for length in (600, 1024):
+        shape = Shape(q_heads=2, kv_heads=1, head_dim=16, batch=1, length=length)
+        with pytest.raises(ValueError, match=f"length={length}; allowed: whole pages of 64, above 1024 tokens"):
+            make_code_layer(shape, Settings(), torch.device("cpu"), impl="reference")
+
+
+def test_buffers_and_bytes_are_counted_right():
+    layer = new_layer()
+    metadata = sum(tensor.numel() * tensor.element_size() for tensor in layer.codes.values())
+    assert metadata == code_bytes(SHAPE, SETTINGS, 10)
+    counted = metadata + sum(buffer.numel() * buffer.element_size() for buffer in (layer.keys, layer.values))
+    assert counted == code_layer_bytes(SHAPE, SETTINGS)
+    shape = Shape(32, 8, 128, 1, 131072)
+    of_kind = {name: entry.moved_bytes(shape, Settings()) for name, entry in ENTRIES.items()}
+    keys = 131072 * 8 * 128 * 2
+    assert of_kind["code_scores", "max"] == pytest.approx(keys * 24 / 256, rel=0.01)
+    assert of_kind["keycodes_step", "max"] == pytest.approx(keys * 22 / 256 + 2 * 1024 * 8 * 256, rel=0.02)
+    assert of_kind["encode_keys", "prompt"] == pytest.approx(keys * (1 + 22 / 256), rel=0.01)

@@ -1,0 +1,113 @@
+"""Rows with coded keys, and the definition of the codes one token at a time in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hf_sparse_attn_kernels import encode_keys
+from hf_sparse_attn_kernels.codes.rotation import rotation
+
+from tests.ops.helpers import POISON, Rows, device, make_rows
+
+INF = float("inf")
+HALF = 2.0**-11
+"""Relative rounding of float16."""
+
+
+@dataclass
+class Coded:
+    """Rows, their metadata by the names of the ops' arguments, and the ops' options."""
+
+    rows: Rows
+    metadata: dict[str, torch.Tensor]
+    coded: torch.Tensor
+    options: dict[str, Any]
+
+    @property
+    def page_size(self) -> int:
+        return self.options["page_size"]
+
+    def ends(self, lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
+        """Bounds of the rows, cut to `lengths`."""
+        if lengths is None:
+            return {"seq_start": self.rows.start, "seq_end": self.rows.end}
+        return {"seq_start": self.rows.start, "seq_end": self.rows.start + torch.tensor(lengths).int().to(device)}
+
+    def encode(self, lengths: list[int] | None = None, **options: Any) -> None:
+        """Code the rows, cut to `lengths`."""
+        encode_keys(self.rows.keys, coded=self.coded, **self.metadata, **self.ends(lengths), **self.options, **options)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that `encode` writes."""
+        return [*self.metadata.values(), self.coded]
+
+
+def make_coded(
+    lengths: list[int],
+    *,
+    kv_heads: int = 2,
+    group: int = 1,
+    head_dim: int = 64,
+    page_size: int = 16,
+    bits: int = 1,
+    centred: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Coded:
+    """Rows whose keys and queries lie off the origin, with room for codes that holds poison."""
+    rows = make_rows(lengths, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    shift = torch.randn(len(lengths), kv_heads, head_dim, generator=generator).to(device)
+    rows.keys += shift[:, :, None].to(dtype)
+    rows.query += shift.repeat_interleave(group, dim=1).to(dtype)
+    pages = -(-rows.capacity // page_size)
+    pair = (len(lengths), kv_heads)
+    metadata = {
+        "codes": torch.full((*pair, pages * page_size, bits, head_dim // 8), POISON, dtype=torch.uint8, device=device),
+        "factors": torch.full((*pair, pages * page_size, 1 + centred), float("nan"), device=device).half(),
+        "centres": torch.full((*pair, pages, head_dim), POISON, dtype=torch.int8, device=device),
+        "centre_scale": torch.full((*pair, pages), float("nan"), device=device).half(),
+    }
+    options = {"page_size": page_size, "bits": bits, "query_centre": 0.9 * shift if centred else None}
+    return Coded(rows, metadata, torch.zeros(pair, dtype=torch.int32, device=device), options)
+
+
+def values_of(coded: Coded) -> torch.Tensor:
+    """The values of all channels [batch, kv_heads, tokens, head_dim], channel by channel."""
+    codes = coded.metadata["codes"]
+    bits, bytes_per_plane = codes.shape[3:]
+    values = torch.zeros((*codes.shape[:3], 8 * bytes_per_plane), dtype=torch.long, device=device)
+    for channel in range(8 * bytes_per_plane):
+        bit, byte = channel // bytes_per_plane, channel % bytes_per_plane
+        for plane in range(bits):
+            values[..., channel] += ((codes[..., plane, byte].long() >> bit) & 1) << plane
+    return values
+
+
+def centres_of(coded: Coded) -> torch.Tensor:
+    """The stored centres, float64 [batch, kv_heads, pages, head_dim]."""
+    return coded.metadata["centres"].double() * coded.metadata["centre_scale"].double()[..., None]
+
+
+def estimates_of(coded: Coded, row: int, head: int, tokens: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The estimates of the first `tokens` tokens for each query head, from the codes in float64, and their rounding.
+
+    The rounding bounds what vectors of 16,256 units may change.
+    """
+    group = coded.rows.query.shape[1] // coded.coded.shape[1]
+    queries = coded.rows.query[row, head * group : (head + 1) * group].double()
+    bits, centre = coded.options["bits"], coded.options["query_centre"]
+    rotated = (queries if centre is None else queries - centre[row, head].double()) @ _rotation(queries.shape[1]).T
+    symbols = 2 * values_of(coded)[row, head, :tokens].double() - (2**bits - 1)
+    factors = coded.metadata["factors"][row, head, :tokens].double()
+    centres = centres_of(coded)[row, head].repeat_interleave(coded.page_size, dim=0)[:tokens]
+    estimates = queries @ centres.T + factors[:, 0] * (rotated @ symbols.T)
+    if centre is not None:
+        estimates += queries.shape[1] ** 0.5 * factors[:, 1]
+    units = [x.abs().amax(dim=1, keepdim=True) / 16256 for x in (queries, rotated)]
+    rounding = 0.5 * (units[0] * centres.abs().sum(dim=1) + units[1] * factors[:, 0] * symbols.abs().sum(dim=1))
+    return scale * estimates, abs(scale) * rounding
+
+
+def _rotation(head_dim: int) -> torch.Tensor:
+    return rotation(head_dim, device).double()

@@ -1,0 +1,193 @@
+import math
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import code_scores
+from hf_sparse_attn_kernels.codes import reference, reference_encode
+
+from tests.ops.codes.inputs import HALF, INF, Coded, estimates_of, make_coded
+from tests.ops.helpers import IMPLS, check_schema, device, grid
+
+SMALL = {"block_t": 64, "per_multiprocessor": 1}
+
+
+def _score(coded: Coded, lengths=None, **options):
+    with tuning.forced(code_scan=SMALL):
+        return code_scores(coded.rows.query, **coded.metadata, **coded.ends(lengths), **coded.options, **options)
+
+
+def _poison(coded: Coded) -> None:
+    """NaN in all floats that `encode` has not written, and anything in the rest."""
+    for row, (count, *_) in enumerate(coded.coded.tolist()):
+        coded.metadata["factors"][row, :, count * coded.page_size :] = float("nan")
+        coded.metadata["centre_scale"][row, :, count:] = float("nan")
+
+
+def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens) -> None:
+    """Scores against the estimates of the definition, within the rounding of the query and of the result."""
+    size, kv_heads = coded.page_size, coded.coded.shape[1]
+    for row, length in enumerate(lengths):
+        tokens = max(0, min(length, num_tokens) - 1) // size * size
+        assert (found[row, :, tokens:] == -INF).all()
+        for head in range(kv_heads if tokens else 0):
+            estimates, rounding = estimates_of(coded, row, head, tokens, scale)
+            if softmax and len(estimates) > 1:
+                wanted = estimates.log_softmax(dim=1).logsumexp(dim=0)
+                allowed = rounding.amax(dim=0) + rounding.amax()
+            else:
+                wanted, allowed = estimates.amax(dim=0), rounding.amax(dim=0)
+            allowed = allowed + 1.01 * HALF * wanted.abs() + 1e-5
+            assert ((found[row, head, :tokens].double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("group_reduce", ["max", "softmax"])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([0, 1, 16, 17, 111], {"group": 3}),
+        ([100, 49], {"group": 4, "head_dim": 80, "page_size": 48, "bits": 2, "dtype": torch.bfloat16}),
+        ([81], {"group": 7, "head_dim": 128, "centred": False, "dtype": torch.float16}),
+        ([40], {"group": 1, "head_dim": 256, "bits": 2, "kv_heads": 1}),
+        grid([40], {"group": 16, "head_dim": 32, "bits": 2, "kv_heads": 1}),
+        grid([40], {"group": 33, "head_dim": 64, "kv_heads": 1}),
+        grid([140], {"group": 2, "head_dim": 8, "page_size": 64}),
+    ],
+)
+def test_scores_are_those_of_the_definition(impl, group_reduce, lengths, options):
+    coded = make_coded(lengths, **options)
+    coded.encode(impl="reference")
+    _poison(coded)
+    found = _score(coded, group_reduce=group_reduce, impl=impl)
+    assert found.dtype == torch.float16
+    assert found.shape == coded.metadata["codes"].shape[:3]
+    width, scale = found.shape[2], coded.rows.query.shape[2] ** -0.5
+    _check(found, coded, lengths, softmax=group_reduce == "softmax", scale=scale, num_tokens=width)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("group_reduce", ["max", "softmax"])
+def test_scale_and_num_tokens(impl, group_reduce):
+    coded = make_coded([111, 63], group=3)
+    coded.encode(impl="reference")
+    for num_tokens in (1, 17, 70):
+        found = _score(coded, group_reduce=group_reduce, num_tokens=num_tokens, scale=0.3, impl=impl)
+        assert found.shape == (2, 2, num_tokens)
+        _check(found, coded, [111, 63], softmax=group_reduce == "softmax", scale=0.3, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("options", [{}, {"head_dim": 80, "bits": 2}, {"head_dim": 128, "centred": False}])
+def test_both_implementations_round_alike(options):
+    """The products are exact in both, so that few scores differ, and these by one rounding to float16."""
+    coded = make_coded([200], group=3, **options)
+    coded.encode(impl="reference")
+    for group_reduce in ("max", "softmax"):
+        ours, theirs = (_score(coded, group_reduce=group_reduce, impl=impl)[..., :192].float() for impl in IMPLS)
+        assert (ours == theirs).float().mean() > 0.98
+        assert ((ours - theirs).abs() <= 2 * HALF * theirs.abs() + 1e-5).all()
+
+
+def test_the_reference_in_float64():
+    coded = make_coded([63, 40], group=3, head_dim=80, bits=2, dtype=torch.float64)
+    coded.encode(impl="reference")
+    found = _score(coded, impl="reference")
+    assert found.dtype == torch.float64
+    for row, tokens in enumerate((48, 32)):
+        wanted = estimates_of(coded, row, 1, tokens, 80**-0.5)[0].amax(dim=0)
+        torch.testing.assert_close(found[row, 1, :tokens], wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("group_reduce", ["max", "softmax"])
+def test_scores_stay_finite(impl, group_reduce):
+    coded = make_coded([40], group=2)
+    coded.rows.keys *= 300
+    coded.rows.query *= 300
+    coded.encode(impl="reference")
+    for query in (coded.rows.query, torch.zeros_like(coded.rows.query)):
+        coded.rows.query = query
+        found = _score(coded, scale=1.0, group_reduce=group_reduce, impl=impl)
+        assert found[..., :32].isfinite().all()
+        assert (found[..., 32:] == -INF).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("bits", "centred"), [(1, True), (2, False)])
+def test_counter(impl, bits, centred):
+    coded = make_coded([111, 0, 33], group=2, bits=bits, centred=centred)
+    coded.encode(impl="reference")
+    counter = torch.zeros(4, dtype=torch.int64, device=device)
+    for group_reduce, num_tokens in (("max", None), ("softmax", 100)):
+        counter.zero_()
+        _score(coded, group_reduce=group_reduce, num_tokens=num_tokens, counter=counter, impl=impl)
+        page_bytes = 16 * (8 * bits + (4 if centred else 2)) + 64 + 2
+        assert counter.tolist() == [0, 0, 2 * (6 + 2) * page_bytes, 0]
+
+
+@pytest.mark.parametrize("candidate", [*tuning.CANDIDATES["code_scan"][:1], {"block_t": 128, "warps": 4, "stages": 1}])
+def test_no_choice_changes_a_result(candidate):
+    coded = make_coded([300], group=3, kv_heads=1)
+    coded.encode(impl="reference")
+    for group_reduce in ("max", "softmax"):
+        expected = _score(coded, group_reduce=group_reduce, impl="triton")
+        with tuning.forced(code_scan=candidate):
+            found = code_scores(
+                coded.rows.query,
+                **coded.metadata,
+                **coded.ends(),
+                **coded.options,
+                group_reduce=group_reduce,
+                impl="triton",
+            )
+        assert ((found == expected) | ((found - expected).abs() <= 2 * HALF * expected.abs())).all()
+
+
+@pytest.mark.parametrize(("bits", "deviation"), [(1, math.sqrt(math.pi / 2 - 1)), (2, 0.37)])
+def test_the_error_is_that_of_the_code(bits, deviation):
+    """On Gaussian keys the error has mean 0; its deviation is RaBitQ's |r| |q - m| times this over sqrt(head_dim)."""
+    coded = make_coded([4097], head_dim=128, page_size=64, bits=bits, kv_heads=1, dtype=torch.float64)
+    coded.encode(impl="reference")
+    found = _score(coded, scale=1.0, impl="reference")[0, 0, :4096]
+    keys, query = coded.rows.keys[0, 0, :4096], coded.rows.query[0, 0]
+    centres = coded.metadata["centres"].double() * coded.metadata["centre_scale"].double()[..., None]
+    lengths = (keys - centres[0, 0, :64].repeat_interleave(64, dim=0)).norm(dim=1)
+    centred = (query - coded.options["query_centre"][0, 0]).norm()
+    error = (found - keys @ query) / (lengths * centred / math.sqrt(128))
+    assert abs(error.mean()) < 4 * deviation / math.sqrt(4096)
+    assert abs(error.std() - deviation) < 0.06 * deviation
+
+
+def test_without_lengths_on_the_host(monkeypatch):
+    coded = make_coded([0, 15, 70], group=3, head_dim=80, bits=2)
+    coded.encode(impl="reference")
+    counters = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2)]
+    expected = [_score(coded, group_reduce=name, counter=counters[0], impl="reference") for name in ("max", "softmax")]
+    for module in (reference, reference_encode):
+        monkeypatch.setattr(module, "host_lengths", lambda start, end: None)
+    found = [_score(coded, group_reduce=name, counter=counters[1], impl="reference") for name in ("max", "softmax")]
+    assert torch.equal(*counters)
+    for first, second in zip(found, expected, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_errors():
+    coded = make_coded([40])
+    for options, message in (
+        ({"group_reduce": "mean"}, r"group_reduce='mean'; allowed: 'softmax', 'max'"),
+        ({"num_tokens": 49}, r"num_tokens=49; allowed: None, or 1 to 48, the tokens of codes"),
+        ({"counter": torch.zeros(4, device=device)}, r"counter has dtype torch.float32; allowed: torch.int64"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            _score(coded, **options)
+    coded.rows.query = coded.rows.query[:, :, :32]
+    with pytest.raises(ValueError, match=r"codes has shape .* allowed: .* = \[1, 2, 48, 1, 4\]"):
+        _score(coded)
+
+
+def test_the_schema_declares_what_is_written():
+    coded = make_coded([40, 20], group=2)
+    coded.encode()
+    counter = torch.zeros(4, dtype=torch.int64, device=device)
+    arguments = {"query": coded.rows.query, **coded.metadata, **coded.ends(), **coded.options, "counter": counter}
+    check_schema("code_scores", arguments | {"num_tokens": 40})

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from hf_sparse_attn_kernels import select_tokens_by_score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.helpers import IMPLS, check_schema, device, grid, int32
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _brute_force(scores, length, max_tokens, sink_tokens, page_size):
+    """The choice of one row and head, by sorting (forced, score, lower index first)."""
+    newest_page = max(0, length - 1) // page_size * page_size
+
+    def rank(token):
+        forced = token < sink_tokens or token >= newest_page
+        score = -INF if scores[token] != scores[token] else scores[token]
+        return (not forced, -score, token)
+
+    return sorted(sorted(range(length), key=rank)[:max_tokens])
+
+
+def _check(scores, lengths, *, max_tokens, finished=None, **options):
+    starts = [5 * row for row in range(len(lengths))]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    scores = scores.half().to(device)
+    for impl in IMPLS:
+        indices, counts = select_tokens_by_score(
+            scores, int32(starts), int32(ends), max_tokens=max_tokens, finished=finished, impl=impl, **options
+        )
+        assert indices.dtype == counts.dtype == torch.int32
+        assert indices.shape == (*scores.shape[:2], max_tokens)
+        for row, length in enumerate(lengths):
+            length = min(length, scores.shape[2])
+            for head in range(scores.shape[1]):
+                expected = _brute_force(scores[row, head].tolist(), length, max_tokens, **options)
+                assert indices[row, head].tolist() == expected + [-1] * (max_tokens - len(expected)), impl
+                assert counts[row, head].item() == len(expected), impl
+
+
+def _scores(rows, width, values=10_000, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, 2, width, generator=generator) * values).round() / values
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "max_tokens", "sink_tokens", "page_size"),
+    [
+        ([0, 1, 16, 17, 63, 111], 111, 40, 4, 16),
+        ([700, 63], 700, 100, 0, 64),
+        ([640, 641, 630], 650, 52, 4, 48),
+        ([90], 80, 200, 30, 16),
+        grid([333], 333, 17, 1, 16),
+    ],
+)
+def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size):
+    for values in (10_000, 3):  # few values: many ties
+        scores = _scores(len(lengths), width, values)
+        _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    ("keys", "listed", "width", "max_tokens", "levels"),
+    [
+        (1024, 512, 1500, 60, (2, 8)),
+        (512, 512, 1300, 50, (2, 8)),
+        (256, 256, 1300, 50, (3, 4)),
+        grid(128, 256, 1000, 50, (3, 4)),
+        (256, 128, 400, 70, (1, 1)),
+    ],
+)
+def test_levels_of_spans(monkeypatch, keys, listed, width, max_tokens, levels):
+    """Long rows: the best spans first; a budget too large for spans takes tile after tile."""
+    module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
+    monkeypatch.setattr(module, "KEYS_AT_ONCE", keys)
+    monkeypatch.setattr(module, "LISTED_AT_ONCE", listed)
+    assert module._levels(width, max_tokens) == levels
+    finished = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    scores = _scores(2, width)
+    scores[0, 0] = (2 * scores[0, 0]).round()  # ties
+    scores[1, 0, ::3] = NAN
+    scores[1, 1, 200:] = -INF
+    _check(scores, [width, 300], max_tokens=max_tokens, sink_tokens=3, page_size=32, finished=finished)
+    assert not finished.any()
+
+
+def test_levels_fit_registers():
+    module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
+    for width in (16384, 16385, 131072, 524288, 1 << 20, 1 << 22):
+        for max_tokens in (80, 256, 1000, 1024, 2048, 4096, 8192):
+            levels, span = module._levels(width, max_tokens)
+            if levels > 1:
+                assert max_tokens * span <= module.LISTED_AT_ONCE
+                assert -(-width // span ** (levels - 1)) <= module.KEYS_AT_ONCE
+            else:
+                assert width <= module.KEYS_AT_ONCE or width * max_tokens**2 >= 2**40
+
+
+def test_special_scores():
+    scores = torch.tensor(
+        [
+            [NAN, 1.0, NAN, -INF, 2.0, NAN, 0.0, -0.0],
+            [NAN] * 8,
+            [-INF] * 8,
+            [INF, INF, 65504.0, INF, 1.0, INF, NAN, -65504.0],
+            [-0.0, 0.0, -0.0, 0.0, 6e-8, -6e-8, 0.0, -0.0],
+        ]
+    )
+    scores = torch.cat((scores.repeat(1, 6), torch.zeros(5, 16)), dim=1)[:, None]
+    for max_tokens in (17, 20, 30, 64):
+        _check(scores, [64, 64, 63, 64, 50], max_tokens=max_tokens, sink_tokens=1, page_size=16)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_properties(data):
+    width = data.draw(st.integers(1, 90))
+    lengths = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=2))
+    page_size = data.draw(st.sampled_from([16, 32, 48]))
+    sink_tokens = data.draw(st.integers(0, 9))
+    max_tokens = data.draw(st.integers(sink_tokens + page_size, 100))
+    # Few distinct values, so that ties are common.
+    values = torch.tensor([-INF, -1.5, -0.0, 0.0, 6e-8, 2.0, 2.002, INF, NAN])
+    places = data.draw(st.lists(st.integers(0, len(values) - 1), min_size=width, max_size=width))
+    scores = values[torch.tensor(places)].expand(len(lengths), 1, width)
+    _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
+
+
+def test_the_reference_takes_wider_scores():
+    for dtype in (torch.float32, torch.float64):
+        scores = torch.linspace(1, 1.00001, 40, dtype=dtype, device=device).expand(1, 1, 40)
+        options = {"max_tokens": 20, "sink_tokens": 1, "page_size": 16, "impl": "reference"}
+        indices, _ = select_tokens_by_score(scores, int32([0]), int32([40]), **options)
+        assert indices.tolist() == [[[0, *range(21, 40)]]]
+
+
+def test_errors():
+    scores, rows = torch.zeros(1, 2, 40, device=device).half(), (int32([0]), int32([40]))
+    for options, message in (
+        ({"max_tokens": 19}, r"sink_tokens=4 and page_size=16; allowed: together at most max_tokens=19"),
+        ({"page_size": 8}, r"page_size=8; allowed: a multiple of 16"),
+        ({"sink_tokens": -1}, r"sink_tokens=-1; allowed: an int of at least 0"),
+        ({"finished": torch.zeros(1, 1, dtype=torch.int32, device=device)}, r"finished has shape \[1, 1\]; allowed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_tokens_by_score(scores, *rows, **{"max_tokens": 30, "sink_tokens": 4, "page_size": 16, **options})
+    with pytest.raises(TypeError, match=r"scores has dtype torch.float32; allowed for impl='triton': torch.float16"):
+        select_tokens_by_score(scores.float(), *rows, max_tokens=30, sink_tokens=4, page_size=16, impl="triton")
+
+
+def test_the_schema_declares_what_is_written():
+    scores, finished = torch.zeros(1, 2, 40, device=device).half(), torch.zeros(1, 2, dtype=torch.int32, device=device)
+    options = {"max_tokens": 30, "sink_tokens": 4, "page_size": 16, "finished": finished}
+    check_schema(
+        "select_tokens_by_score", {"scores": scores, "seq_start": int32([0]), "seq_end": int32([40]), **options}
+    )
