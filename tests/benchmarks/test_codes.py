@@ -1,7 +1,10 @@
 """The entries of the key codes at a tiny shape, checked as before a measurement; and wrong results."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hf_sparse_attn_kernels.codes import reference_encode
 from op_bench import oracle
 from op_bench.code_entries import CODES
 from op_bench.code_workload import code_bytes, code_layer_bytes, make_code_layer
@@ -33,18 +36,62 @@ def test_the_kernels_pass_too(group_reduce):
     check_entry(ENTRIES["keycodes_step", group_reduce], layer, "triton")
 
 
-def test_wrong_codes_fail():
+def _encode_with(layer, monkeypatch, **changes):
+    """Code the layer's prompt with parts of the reference replaced, as an implementation that rounds otherwise."""
+    for name, change in changes.items():
+        original = getattr(reference_encode, name)
+        monkeypatch.setattr(
+            reference_encode, name, lambda *args, original=original, change=change: change(*original(*args))
+        )
+    layer.encode(0, None, "reference")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_wrong_codes_fail(bits):
+    entry = ENTRIES["encode_keys", "prompt"]
+
+    def fails(message, name, at, change):
+        layer = make_code_layer(SHAPE, replace(SETTINGS, code_bits=bits), torch.device("cpu"), impl="reference")
+        entry.check(layer, ())
+        layer.codes[name][at] = change(layer.codes[name][at])
+        with pytest.raises(oracle.Mismatch, match=message):
+            entry.check(layer, ())
+
+    wrong = "encode_keys: {} of the {} {} of KV head 1 of row {} are wrong".format
+    fails(wrong(1, 10240, "codes", 1), "codes", (1, 1, 77, bits - 1, 0), lambda code: code ^ 1)
+    fails(wrong(1, 1280, "factors", 0), "factors", (0, 1, 3, 0), lambda factor: factor * 1.002)
+    fails(wrong(1, 1280, "factors", 0), "factors", (0, 1, 3, 1), lambda offset: offset + 1e-3)
+    fails(wrong(1, 1280, "factors", 0), "factors", (0, 1, 3, 1), lambda offset: offset * float("nan"))
+    fails(wrong(1, 160, "centres", 0), "centres", (0, 1, 9, 3), lambda level: level + 1 - 2 * (level == 127))
+    fails(wrong(1, 10, "centre_scale", 1), "centre_scale", (1, 1, 4), lambda scale: scale * 1.01)
     layer = new_layer()
-    layer.codes["codes"][1, 1, 5:40] ^= 1
-    with pytest.raises(oracle.Mismatch, match="encode_keys: 70 of 20480 bits of KV head 1 differ"):
-        ENTRIES["encode_keys", "prompt"].check(layer, ())
-    layer = new_layer()
-    layer.codes["factors"][0, 1, 3, 1] += 1
-    with pytest.raises(oracle.Mismatch, match="factors of KV head 1 differ"):
-        ENTRIES["encode_keys", "prompt"].check(layer, ())
     layer.coded -= 1
     with pytest.raises(oracle.Mismatch, match="not all pages are counted"):
-        ENTRIES["encode_keys", "prompt"].check(layer, ())
+        entry.check(layer, ())
+
+
+def test_rounding_may_decide_what_lies_on_a_border(monkeypatch):
+    entry, layer = ENTRIES["encode_keys", "prompt"], new_layer()
+    before = {name: tensor.clone() for name, tensor in layer.codes.items()}
+    up = torch.tensor(float("inf"), dtype=torch.float16)
+
+    def next_scale(_, scale):
+        scale = torch.nextafter(scale, up)
+        levels = layer.keys.double().unflatten(2, (-1, SETTINGS.code_page)).mean(dim=3) / scale[..., None]
+        return (levels + 0.5).floor(), scale
+
+    _encode_with(layer, monkeypatch, centre_of=next_scale)
+    assert (layer.codes["centre_scale"] != before["centre_scale"]).all()
+    assert (layer.codes["factors"] != before["factors"]).any(dim=2).all()
+    entry.check(layer, ())
+    # Off by a thousandth of their length: codes near a border differ, and this is more than rounding.
+    _encode_with(layer, monkeypatch, residuals_of=lambda r, u, squares: (r, u + 1e-3 * squares.sqrt(), squares))
+    with pytest.raises(oracle.Mismatch, match=r"encode_keys: \d+ of the 10240 codes of KV head 0 of row 0 are wrong"):
+        entry.check(layer, ())
+    # Off by less than that of float32: the codes and factors are right, whichever sign a channel near 0 has.
+    _encode_with(layer, monkeypatch, residuals_of=lambda r, u, squares: (r, u + 5e-6 * squares.sqrt(), squares))
+    entry.check(layer, ())
 
 
 def test_wrong_scores_and_choices_fail():

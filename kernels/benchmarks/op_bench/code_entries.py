@@ -7,7 +7,7 @@ from functools import partial
 import hf_sparse_attn_kernels as ops
 import torch
 
-from op_bench import floors, oracle
+from op_bench import code_oracle, floors, oracle
 from op_bench.code_workload import CodedLayer, code_bytes, code_layer_bytes, in_tokens, make_code_layer
 from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
@@ -15,8 +15,6 @@ from op_bench.shapes import CODE_SHAPES, QUICK_CODE_SHAPES, Settings, Shape
 
 HALF_ROUNDING = 2.0**-10
 """Twice the relative rounding of float16."""
-DIFFERING_BITS = 1e-4
-"""Share of the bits that may differ from the reference's: rotated residuals so near 0 that rounding decides."""
 
 
 def _run_prompt(layer: CodedLayer, impl: str | None) -> Outputs:
@@ -92,24 +90,9 @@ def _spoil_last_page(layer: CodedLayer) -> None:
 
 
 def _check_codes(layer: CodedLayer, outputs: Outputs) -> None:
-    """Compare with the reference's codes, head by head: it computes in float64."""
     if not bool((layer.coded == layer.shape.length // layer.settings.code_page).all()):
         raise oracle.Mismatch("encode_keys: not all pages are counted")
-    for head in range(layer.shape.kv_heads):
-        one = slice(head, head + 1)
-        found = {name: tensor[:, one] for name, tensor in layer.codes.items()}
-        expected = {name: torch.empty_like(tensor) for name, tensor in found.items()}
-        options = layer.code_options | {"query_centre": layer.query_centre[:, one].contiguous()}
-        coded = torch.zeros_like(layer.coded[:, one])
-        ops.encode_keys(layer.keys[:, one], **expected, coded=coded, **layer.row_bounds, **options, impl="reference")
-        for name in ("centres", "centre_scale", "factors"):
-            rounding = 1.0 if name == "centres" else HALF_ROUNDING * expected[name].double().abs() + 1e-4
-            if not bool(((found[name].double() - expected[name].double()).abs() <= rounding).all()):
-                raise oracle.Mismatch(f"encode_keys: {name} of KV head {head} differ from the reference's")
-        differing = found["codes"] ^ expected["codes"]
-        count = sum(int(((differing >> bit) & 1).sum()) for bit in range(8))
-        if count > DIFFERING_BITS * 8 * differing.numel():
-            raise oracle.Mismatch(f"encode_keys: {count} of {8 * differing.numel()} bits of KV head {head} differ")
+    code_oracle.check_codes(layer)
 
 
 def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:

@@ -46,30 +46,58 @@ def encode_keys(
     coded.copy_(torch.minimum(full_pages, coded + most))
 
 
-def _encode(
-    keys: torch.Tensor, query_centre: torch.Tensor | None, bits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Code pages of keys [batch, kv_heads, pages, page_size, head_dim]."""
-    head_dim = keys.shape[-1]
-    mean = keys.mean(dim=3)
-    scale = (mean.abs().amax(dim=3) / 127).clamp_(LEAST_HALF, MOST_HALF).half()
+def centre_of(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the levels of the mean of each page of float64 keys [..., page_size, head_dim], and the scale."""
+    mean = keys.mean(dim=-2)
+    scale = (mean.abs().amax(dim=-1) / 127).clamp_(LEAST_HALF, MOST_HALF).half()
     levels = (mean / scale[..., None] + 0.5).floor_().clamp_(-127, 127)
-    residual = keys - (levels * scale[..., None])[..., None, :]
-    rotated = residual @ rotation(head_dim, keys.device).double().T
-    squares = residual.square().sum(dim=4, keepdim=True)
+    return levels, scale
+
+
+def residuals_of(
+    keys: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the residuals of pages of float64 keys, the rotated ones, and the squared lengths [..., page_size, 1]."""
+    residual = keys - (levels.double() * scale.double()[..., None])[..., None, :]
+    rotated = residual @ rotation(keys.shape[-1], keys.device).double().T
+    return residual, rotated, residual.square().sum(dim=-1, keepdim=True)
+
+
+def values_of(rotated: torch.Tensor, squares: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the values of rotated residuals, uint8 [..., head_dim]."""
     if bits == 1:
-        value = (rotated >= 0).to(torch.uint8)
-    else:
-        unit = (squares / head_dim).sqrt_().mul_(STEP)
-        steps = torch.where(unit > 0, rotated / unit, 0.0)  # all residuals 0: any value, with a factor of 0
-        value = (steps.floor_() + 2).clamp_(0, 3).to(torch.uint8)
+        return (rotated >= 0).to(torch.uint8)
+    unit = (squares / rotated.shape[-1]).sqrt_().mul_(STEP)
+    steps = torch.where(unit > 0, rotated / unit, 0.0)  # all residuals 0: any value, with a factor of 0
+    return (steps.floor_() + 2).clamp_(0, 3).to(torch.uint8)
+
+
+def factors_of(
+    residual: torch.Tensor,
+    rotated: torch.Tensor,
+    squares: torch.Tensor,
+    value: torch.Tensor,
+    query_centre: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """Return the factors of residuals [batch, kv_heads, pages, page_size, head_dim], and with a centre the offsets."""
     symbols = 2 * value.double() - (2**bits - 1)
     along = (rotated * symbols).sum(dim=4, keepdim=True)
     factors = torch.where(along > 0, squares / along, 0.0)
     if query_centre is not None:
-        offset = (residual @ query_centre.double()[:, :, None, :, None]) * head_dim**-0.5
+        offset = (residual @ query_centre.double()[:, :, None, :, None]) * residual.shape[4] ** -0.5
         factors = torch.cat((factors, offset), dim=4)
-    return _pack(value, bits), factors.clamp_(-MOST_HALF, MOST_HALF), levels, scale
+    return factors.clamp_(-MOST_HALF, MOST_HALF)
+
+
+def _encode(
+    keys: torch.Tensor, query_centre: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Code pages of keys [batch, kv_heads, pages, page_size, head_dim]."""
+    levels, scale = centre_of(keys)
+    residual, rotated, squares = residuals_of(keys, levels, scale)
+    value = values_of(rotated, squares, bits)
+    return _pack(value, bits), factors_of(residual, rotated, squares, value, query_centre, bits), levels, scale
 
 
 def _pack(value: torch.Tensor, bits: int) -> torch.Tensor:
