@@ -203,6 +203,5 @@ class KeyCodes(SparseMethod):
             max_tokens=self.token_budget,
             sink_tokens=self.sink_tokens,
             page_size=self.page_size,
-            finished=layer.finished,
         )
         return Selection(block_indices, block_counts, block_size=1)

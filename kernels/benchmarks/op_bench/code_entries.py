@@ -45,9 +45,7 @@ def _run_scores(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outpu
 
 
 def _select(layer: CodedLayer, scores: torch.Tensor, impl: str | None) -> Outputs:
-    selected: Outputs = ops.select_tokens_by_score(
-        scores, **layer.row_bounds, **layer.choice, finished=layer.finished, impl=impl
-    )
+    selected: Outputs = ops.select_tokens_by_score(scores, **layer.row_bounds, **layer.choice, impl=impl)
     return selected
 
 

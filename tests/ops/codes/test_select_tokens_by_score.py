@@ -21,13 +21,13 @@ def _brute_force(scores, length, max_tokens, sink_tokens, page_size):
     return sorted(sorted(range(length), key=rank)[:max_tokens])
 
 
-def _check(scores, lengths, *, max_tokens, finished=None, **options):
+def _check(scores, lengths, *, max_tokens, **options):
     starts = [5 * row for row in range(len(lengths))]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     scores = scores.half().to(device)
     for impl in IMPLS:
         indices, counts = select_tokens_by_score(
-            scores, int32(starts), int32(ends), max_tokens=max_tokens, finished=finished, impl=impl, **options
+            scores, int32(starts), int32(ends), max_tokens=max_tokens, impl=impl, **options
         )
         assert indices.dtype == counts.dtype == torch.int32
         assert indices.shape == (*scores.shape[:2], max_tokens)
@@ -61,40 +61,41 @@ def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size)
 
 
 @pytest.mark.parametrize(
-    ("keys", "listed", "width", "max_tokens", "levels"),
-    [
-        (1024, 512, 1500, 60, (2, 8)),
-        (512, 512, 1300, 50, (2, 8)),
-        (256, 256, 1300, 50, (3, 4)),
-        grid(128, 256, 1000, 50, (3, 4)),
-        (256, 128, 400, 70, (1, 1)),
-    ],
+    ("width", "max_tokens", "tile"),
+    [(1500, 60, 64), (1300, 400, 128), grid(1024, 1024, 32), grid(400, 70, 512)],
 )
-def test_levels_of_spans(monkeypatch, keys, listed, width, max_tokens, levels):
-    """Long rows: the best spans first; a budget too large for spans takes tile after tile."""
+def test_rows_of_several_tiles(monkeypatch, width, max_tokens, tile):
+    """Ties, NaN and few candidates over the borders of tiles, and more histograms than are added at once."""
     module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
-    monkeypatch.setattr(module, "KEYS_AT_ONCE", keys)
-    monkeypatch.setattr(module, "LISTED_AT_ONCE", listed)
-    assert module._levels(width, max_tokens) == levels
-    finished = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    monkeypatch.setattr(module, "LEAST_TILE", tile)
+    monkeypatch.setattr(module, "MOST_TILE", tile)
     scores = _scores(2, width)
-    scores[0, 0] = (2 * scores[0, 0]).round()  # ties
+    scores[0, 0] = (2 * scores[0, 0]).round()
+    scores[0, 1] = 1.0
     scores[1, 0, ::3] = NAN
     scores[1, 1, 200:] = -INF
-    _check(scores, [width, 300], max_tokens=max_tokens, sink_tokens=3, page_size=32, finished=finished)
-    assert not finished.any()
+    for lengths in ([width, 300], [width - 1, tile], [tile + 1, 1], [0, width]):
+        _check(scores, lengths, max_tokens=max_tokens, sink_tokens=3, page_size=32)
 
 
-def test_levels_fit_registers():
-    module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
-    for width in (16384, 16385, 131072, 524288, 1 << 20, 1 << 22):
-        for max_tokens in (80, 256, 1000, 1024, 2048, 4096, 8192):
-            levels, span = module._levels(width, max_tokens)
-            if levels > 1:
-                assert max_tokens * span <= module.LISTED_AT_ONCE
-                assert -(-width // span ** (levels - 1)) <= module.KEYS_AT_ONCE
-            else:
-                assert width <= module.KEYS_AT_ONCE or width * max_tokens**2 >= 2**40
+def test_every_score_of_float16():
+    """Each has its place in the order: negative ones, NaN, and those below the normal range."""
+    numbers = 1 << 16
+    scores = torch.arange(-numbers // 2, numbers // 2).to(torch.int16).view(torch.float16)
+    scores = scores[torch.randperm(numbers, generator=torch.Generator().manual_seed(0))].to(device)
+    values = scores.float().nan_to_num(nan=-INF, neginf=-INF, posinf=INF)
+    for max_tokens in (100, 31000, 32000, 60000):
+        options = {"max_tokens": max_tokens, "sink_tokens": 0, "page_size": 16}
+        by_impl = [
+            select_tokens_by_score(scores[None, None], int32([0]), int32([numbers]), **options, impl=impl)[0].flatten()
+            for impl in IMPLS
+        ]
+        assert all(torch.equal(indices, by_impl[0]) for indices in by_impl)
+        is_taken = torch.zeros(numbers, dtype=torch.bool, device=device)
+        is_taken[by_impl[0].long()] = True
+        assert is_taken.sum() == max_tokens
+        assert is_taken[-16:].all()
+        assert values[:-16][is_taken[:-16]].min() >= values[~is_taken].max()
 
 
 def test_special_scores():
@@ -141,7 +142,6 @@ def test_errors():
         ({"max_tokens": 19}, r"sink_tokens=4 and page_size=16; allowed: together at most max_tokens=19"),
         ({"page_size": 8}, r"page_size=8; allowed: a multiple of 16"),
         ({"sink_tokens": -1}, r"sink_tokens=-1; allowed: an int of at least 0"),
-        ({"finished": torch.zeros(1, 1, dtype=torch.int32, device=device)}, r"finished has shape \[1, 1\]; allowed"),
     ):
         with pytest.raises(ValueError, match=message):
             select_tokens_by_score(scores, *rows, **{"max_tokens": 30, "sink_tokens": 4, "page_size": 16, **options})
@@ -150,8 +150,8 @@ def test_errors():
 
 
 def test_the_schema_declares_what_is_written():
-    scores, finished = torch.zeros(1, 2, 40, device=device).half(), torch.zeros(1, 2, dtype=torch.int32, device=device)
-    options = {"max_tokens": 30, "sink_tokens": 4, "page_size": 16, "finished": finished}
+    scores = torch.zeros(1, 2, 40, device=device).half()
+    options = {"max_tokens": 30, "sink_tokens": 4, "page_size": 16}
     check_schema(
         "select_tokens_by_score", {"scores": scores, "seq_start": int32([0]), "seq_end": int32([40]), **options}
     )

@@ -212,7 +212,7 @@ def code_scores(
     return output(query, (batch, kv_heads, tokens if num_tokens is None else num_tokens), dtype)
 
 
-@op(launcher="select", writes=("finished",))
+@op(launcher="select")
 def select_tokens_by_score(
     scores: torch.Tensor,
     seq_start: torch.Tensor,
@@ -221,7 +221,6 @@ def select_tokens_by_score(
     max_tokens: int,
     sink_tokens: int,
     page_size: int,
-    finished: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to read: the first ones, the newest token's page, and those with the highest scores.
@@ -243,9 +242,6 @@ def select_tokens_by_score(
         Number of first tokens that are always chosen.
     page_size : int
         Tokens per page, a multiple of 16.
-    finished : torch.Tensor, optional
-        Scratch counters, int32 [batch, kv_heads]; zero on entry and exit; shareable within a stream. None allocates
-        them, which takes a launch.
     impl : str, optional
         "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
 
@@ -270,7 +266,4 @@ def select_tokens_by_score(
     batch, kv_heads = scores.shape[:2]
     check_sequence(seq_start, seq_end, batch, "scores", scores)
     check_token_budget(max_tokens, sink_tokens, page_size)
-    if finished is not None:
-        check_int32("finished", finished, "batch, kv_heads", (batch, kv_heads), "scores", scores)
-        check_contiguous("finished", finished)
     return selection_output(scores, batch, kv_heads, max_tokens)

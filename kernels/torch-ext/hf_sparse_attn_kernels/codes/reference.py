@@ -105,7 +105,6 @@ def select_tokens_by_score(
     max_tokens: int,
     sink_tokens: int,
     page_size: int,
-    finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.select_tokens_by_score`."""
     batch, kv_heads, width = scores.shape

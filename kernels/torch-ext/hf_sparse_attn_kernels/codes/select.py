@@ -1,187 +1,199 @@
-"""Triton kernel of `select_tokens_by_score`: all programs find maxima of spans, the last searches the best spans."""
+"""Triton kernels of `select_tokens_by_score`: the k-th highest score is found digit by digit, then all compact.
+
+A score of 16 bits has two digits of 8. Three launches count the first digits, count the second digits, and write the
+choice: each needs what all programs of a row and KV head counted before. Every program adds up the others' histograms
+itself, so there are no atomics, no program waits for another, and nothing has to be cleared.
+"""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 
 from .._check import check_triton_dtype
-from .._topk import load_order_keys, write_top_blocks
-from .._triton import cdiv, finished_last, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
+from .._topk import _ranks
+from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 
-KEYS_AT_ONCE = 16384
-"""Keys that the selecting program keeps in registers."""
-LISTED_AT_ONCE = 8192
-"""Keys that it keeps together with their indices."""
-ABSENT = tl.constexpr(-0x80000000)
-
-
-@triton.jit
-def write_top_spans(
-    keys,  # int32 [BLOCK_N]
-    spans,  # int32 [BLOCK_N], ascending
-    floor,
-    num_spans,  # that exist among them
-    kept,
-    kept_ptr,  # int32 [kept], written
-    BLOCK_N: tl.constexpr,
-):
-    """Write the spans with the greatest keys, and return a key that at least `kept` of them reach."""
-    floor = write_top_blocks(keys, spans, floor, kept_ptr, kept_ptr, num_spans, kept, kept, 0, 0, BLOCK_N, True, False)
-    tl.debug_barrier()  # the other threads of this program read what was just written
-    return floor
+BINS = tl.constexpr(256)  # of a digit
+ADDED_AT_ONCE = tl.constexpr(16)  # histograms
+FORCED = tl.constexpr(0xFFFF)  # above the key of every score, which is at most 0xFC00
+LEAST_TILE, MOST_TILE = 1024, 16384
+"""Tokens of a program; at most 2 ** 15 - 1, which a histogram's bin can hold."""
 
 
 @triton.jit
-def parts_of_spans(kept_ptr, kept, num_parts, SPAN: tl.constexpr, BLOCK_C: tl.constexpr):
-    """List the parts of the kept spans [BLOCK_C], SPAN for each; `num_parts` where there is none."""
-    lanes = tl.arange(0, BLOCK_C)
-    exists = lanes < kept * SPAN
-    parts = tl.load(kept_ptr + lanes // SPAN, mask=exists, other=0) * SPAN + lanes % SPAN
-    return tl.where(exists & (parts < num_parts), parts, num_parts)
+def row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE: tl.constexpr):
+    """Return the pair, the row's length, and its number of tiles, at least 1."""
+    pair = tl.program_id(1).to(tl.int64)
+    row = pair // kv_heads
+    length = tl.minimum(tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0), num_tokens)
+    return pair, length, tl.maximum(tl.cdiv(length, TILE), 1)
 
 
 @triton.jit
-def top_spans(
-    maxima_ptr,  # of the pair, like the next two
-    coarse_maxima_ptr,
-    kept_ptr,
-    num_spans,
-    max_tokens,
-    SPAN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Write the spans with the greatest maxima; return their number and a key that as many tokens reach."""
-    lanes = tl.arange(0, BLOCK_N)
-    kept = tl.minimum(num_spans, max_tokens)
-    if LEVELS == 2:
-        keys = tl.load(maxima_ptr + lanes, mask=lanes < num_spans, other=ABSENT, cache_modifier=".cg")
-        floor = write_top_spans(keys, lanes, ABSENT, num_spans, kept, kept_ptr, BLOCK_N)
-    else:
-        num_coarse = tl.cdiv(num_spans, SPAN)
-        kept_coarse = tl.minimum(num_coarse, max_tokens)
-        coarse_keys = tl.load(coarse_maxima_ptr + lanes, mask=lanes < num_coarse, other=ABSENT, cache_modifier=".cg")
-        floor = write_top_spans(coarse_keys, lanes, ABSENT, num_coarse, kept_coarse, kept_ptr, BLOCK_N)
-        spans = parts_of_spans(kept_ptr, kept_coarse, num_spans, SPAN, BLOCK_C)
-        tl.debug_barrier()  # every thread has read the spans that are overwritten next
-        keys = tl.load(maxima_ptr + spans, mask=spans < num_spans, other=ABSENT, cache_modifier=".cg")
-        floor = tl.where(kept_coarse == kept, floor, ABSENT)
-        found = tl.sum((spans < num_spans).to(tl.int32))
-        floor = write_top_spans(keys, spans, floor, found, kept, kept_ptr, BLOCK_C)
-    return kept, floor
+def load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """Load this program's scores as keys: ints of 16 bits and the same order, with forced tokens above all scores.
+
+    Returns the tokens, their keys, and whether they exist, all [TILE]. PADDED allows reading up to a multiple of 16
+    scores: a mask that changes only there keeps the loads vectorized.
+    """
+    tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exists = tokens < length
+    mask = tokens < (length + 15) // 16 * 16 if PADDED else exists
+    bits = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg").to(tl.int16, bitcast=True)
+    bits = bits.to(tl.int32)
+    magnitude = bits & 0x7FFF
+    signed = tl.where(bits < 0, -magnitude, magnitude)  # -0.0 ties with 0.0
+    signed = tl.where(magnitude > 0x7C00, -0x7C00, signed)  # NaN ranks with -inf
+    newest_page = tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE
+    is_forced = (tokens < sink_tokens) | (tokens >= newest_page)
+    return tokens, tl.where(is_forced, FORCED, 0x8000 + signed), exists
 
 
 @triton.jit
-def select_tokens_by_score_kernel(
+def store_histogram(histograms_ptr, digits, counted):
+    """Store how often this program counted each digit."""
+    counts = tl.histogram(digits, BINS, mask=counted)
+    tl.store(histograms_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts.to(tl.int16))
+
+
+@triton.jit
+def add_histograms(histograms_ptr, programs):
+    """Add the histograms of all programs of a pair, and those of the programs before this one."""
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    for first in range(0, programs, ADDED_AT_ONCE):
+        rows = (first + tl.arange(0, ADDED_AT_ONCE))[:, None]
+        at = histograms_ptr + rows * BINS + tl.arange(0, BINS)[None, :]
+        counts = tl.load(at, mask=rows < programs, other=0, cache_modifier=".cg").to(tl.int32)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(rows < tl.program_id(0), counts, 0), axis=0)
+    return total, before
+
+
+@triton.jit
+def find_digit(counts, rank):
+    """Return the digit of the key of this rank, counted from 1 at the highest, and its rank among its equals."""
+    bins = tl.arange(0, BINS)
+    reached = tl.sum(counts) - _ranks(counts, BINS)  # keys with this digit or a higher one
+    digit = tl.maximum(tl.sum((reached >= rank).to(tl.int32)) - 1, 0)
+    return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
+
+
+@triton.jit
+def count_first_digits_kernel(
     scores_ptr,  # float16 [pairs, num_tokens]
-    maxima_ptr,  # int32 [pairs, programs * PROGRAM_T / SPAN], for LEVELS > 1, like the next
-    kept_ptr,  # int32 [pairs, max_tokens]
-    coarse_maxima_ptr,  # int32 [pairs, programs * PROGRAM_T / SPAN ** 2], for LEVELS == 3
+    histograms_ptr,  # int16 [pairs, programs, BINS], written
     start_ptr,
     end_ptr,
-    finished_ptr,  # int32 [pairs], 0 before and after
-    indices_ptr,  # int32 [pairs, max_tokens]
-    counts_ptr,  # int32 [pairs]
+    kv_heads,
+    num_tokens,
+    sink_tokens,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Count the first digits of a tile's keys; grid (programs, pairs)."""
+    wait_for_previous_kernel(PDL)
+    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
+    if tl.program_id(0) < programs:
+        scores_ptr += pair * num_tokens
+        _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
+        store_histogram(histograms_ptr + pair * tl.num_programs(0) * BINS, keys >> 8, exists)
+
+
+@triton.jit
+def count_second_digits_kernel(
+    scores_ptr,
+    first_ptr,  # int16 [pairs, programs, BINS]
+    second_ptr,  # int16 [pairs, programs, BINS], written
+    found_ptr,  # int32 [pairs, programs, 4], written
+    start_ptr,
+    end_ptr,
     kv_heads,
     num_tokens,
     max_tokens,
     sink_tokens,
     PAGE_SIZE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SPAN: tl.constexpr,
-    PROGRAM_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    TILE: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Select the tokens of a row and KV head; the last program to finish its part does; grid (programs, pairs).
+    """Find the first digit of the least chosen key; count the second digits behind it; grid (programs, pairs).
 
-    The spans of SPAN tokens with the highest maxima hold all tokens that can be selected. With 3 levels, the same holds
-    for these spans and spans of SPAN of them.
+    Each program keeps for itself this digit, the least chosen key's rank among the keys that have it, and how many
+    keys above them the tiles before have.
     """
     wait_for_previous_kernel(PDL)
-    pair = tl.program_id(1).to(tl.int64)
-    row = pair // kv_heads
-    length = tl.minimum(tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0), num_tokens)
-    recent = length - tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE
-    programs = tl.maximum(tl.cdiv(length, PROGRAM_T), 1)
+    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
     program = tl.program_id(0)
     if program < programs:
-        SPANS: tl.constexpr = PROGRAM_T // SPAN
         scores_ptr += pair * num_tokens
-        maxima_ptr += pair * (tl.num_programs(0) * SPANS)
-        coarse_maxima_ptr += pair * (tl.num_programs(0) * (SPANS // SPAN))
-        kept_ptr += pair * max_tokens
+        _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
+        line = pair * tl.num_programs(0)
+        total, before = add_histograms(first_ptr + line * BINS, programs)
+        digit, rank = find_digit(total, tl.minimum(length, max_tokens))
+        found_ptr += (line + program) * 4
+        tl.store(found_ptr, digit)
+        tl.store(found_ptr + 1, rank)
+        tl.store(found_ptr + 2, tl.sum(tl.where(tl.arange(0, BINS) > digit, before, 0)))
+        store_histogram(second_ptr + line * BINS, keys & 0xFF, exists & (keys >> 8 == digit))
+
+
+@triton.jit
+def write_chosen_kernel(
+    scores_ptr,
+    second_ptr,
+    found_ptr,
+    start_ptr,
+    end_ptr,
+    indices_ptr,  # int32 [pairs, max_tokens], written
+    counts_ptr,  # int32 [pairs], written
+    kv_heads,
+    num_tokens,
+    max_tokens,
+    sink_tokens,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the least chosen key, and write a tile's chosen tokens at their places; grid (programs, pairs)."""
+    wait_for_previous_kernel(PDL)
+    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
+    program = tl.program_id(0)
+    if program < programs:
+        scores_ptr += pair * num_tokens
         indices_ptr += pair * max_tokens
-        if LEVELS > 1:
-            tokens = program * PROGRAM_T + tl.arange(0, PROGRAM_T)
-            keys = load_order_keys(scores_ptr, tokens, length, sink_tokens, recent, PADDED)
-            maxima = tl.max(tl.reshape(keys, (SPANS, SPAN)), axis=1)
-            tl.store(maxima_ptr + program * SPANS + tl.arange(0, SPANS), maxima)
-            if LEVELS == 3:
-                coarse = tl.max(tl.reshape(maxima, (SPANS // SPAN, SPAN)), axis=1)
-                at = program * (SPANS // SPAN) + tl.arange(0, SPANS // SPAN)
-                tl.store(coarse_maxima_ptr + at, coarse)
-        if LEVELS == 1 or finished_last(finished_ptr + pair, programs):
+        tokens, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
+        line = pair * tl.num_programs(0)
+        found_ptr += (line + program) * 4
+        first_digit = tl.load(found_ptr, cache_modifier=".cg")
+        rank = tl.load(found_ptr + 1, cache_modifier=".cg")
+        above_before = tl.load(found_ptr + 2, cache_modifier=".cg")
+        total, before = add_histograms(second_ptr + line * BINS, programs)
+        # `ties` of the keys equal to the least chosen one are chosen, those with the lowest indices.
+        second_digit, ties = find_digit(total, rank)
+        bins = tl.arange(0, BINS)
+        above_before += tl.sum(tl.where(bins > second_digit, before, 0))
+        ties_before = tl.sum(tl.where(bins == second_digit, before, 0))
+        least = (first_digit << 8) | second_digit
+        is_above = exists & (keys > least)
+        is_tied = exists & (keys == least)
+        ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
+        ties_until = ties_before + (ranks >> 16)
+        places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
+        tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
+        if program == 0:
             count = tl.minimum(length, max_tokens)
             tl.store(counts_ptr + pair, count)
-            if LEVELS == 1:
-                lanes = tl.arange(0, BLOCK_N)
-                write_top_blocks(
-                    load_order_keys(scores_ptr, lanes, length, sink_tokens, recent, PADDED),
-                    lanes,
-                    ABSENT,
-                    scores_ptr,
-                    indices_ptr,
-                    length,
-                    count,
-                    max_tokens,
-                    sink_tokens,
-                    recent,
-                    BLOCK_N,
-                    ONE_TILE,
-                    PADDED,
-                )
-            else:
-                num_spans = tl.cdiv(length, SPAN)
-                kept, floor = top_spans(
-                    maxima_ptr, coarse_maxima_ptr, kept_ptr, num_spans, max_tokens, SPAN, LEVELS, BLOCK_N, BLOCK_C
-                )
-                candidates = parts_of_spans(kept_ptr, kept, length, SPAN, BLOCK_C)
-                write_top_blocks(
-                    load_order_keys(scores_ptr, candidates, length, sink_tokens, recent, False),
-                    candidates,
-                    tl.where(kept == count, floor, ABSENT),
-                    scores_ptr,
-                    indices_ptr,
-                    tl.sum((candidates < length).to(tl.int32)),
-                    count,
-                    max_tokens,
-                    sink_tokens,
-                    recent,
-                    BLOCK_C,
-                    True,
-                    False,
-                )
-
-
-def _levels(num_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return the number of levels, and the tokens of a span, with which no level has too many keys for registers."""
-    largest = LISTED_AT_ONCE // next_power_of_2(max_tokens)
-    if num_tokens > KEYS_AT_ONCE and largest > 1:
-        # Levels of about the same size: num_tokens / span spans, then max_tokens * span tokens.
-        balanced = min(largest, next_power_of_2(max(2, math.isqrt(num_tokens // max_tokens))))
-        for levels, span in ((2, balanced), (2, largest), (3, balanced), (3, largest)):
-            if cdiv(num_tokens, span ** (levels - 1)) <= KEYS_AT_ONCE:
-                return levels, span
-    return 1, 1
+            lanes = tl.arange(0, TILE)
+            for first in range(count // TILE * TILE, max_tokens, TILE):
+                slots = first + lanes
+                absent = tl.full((TILE,), -1, tl.int32)
+                tl.store(indices_ptr + slots, absent, mask=(slots >= count) & (slots < max_tokens))
 
 
 def select_tokens_by_score(
@@ -192,56 +204,37 @@ def select_tokens_by_score(
     max_tokens: int,
     sink_tokens: int,
     page_size: int,
-    finished: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel."""
+    """Launch the kernels."""
     check_triton_dtype("scores", scores, (torch.float16,))
     batch, kv_heads, num_tokens = scores.shape
     pairs, device = batch * kv_heads, scores.device
-    levels, span = _levels(num_tokens, max_tokens)
-    keys = cdiv(num_tokens, span ** (levels - 1))
-    one_tile = keys <= KEYS_AT_ONCE
-    block_n = max(128, next_power_of_2(keys)) if one_tile else LISTED_AT_ONCE
-    block_c = max(128, next_power_of_2(max_tokens) * span)
-    # About one program for each multiprocessor, since one that selects is large.
-    program_t = next_power_of_2(cdiv(num_tokens * pairs, multiprocessors(device)))
-    program_t = max(1024, span**2, min(program_t, KEYS_AT_ONCE))
-    programs = 1 if levels == 1 else cdiv(num_tokens, program_t)
-
+    # About one program for each multiprocessor: each reads the histograms of all programs of its pair.
+    tile = next_power_of_2(cdiv(num_tokens * pairs, multiprocessors(device)))
+    tile = max(LEAST_TILE, min(tile, MOST_TILE))
+    programs = max(1, cdiv(num_tokens, tile))
     indices = torch.empty((batch, kv_heads, max_tokens), dtype=torch.int32, device=device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
-    maxima = coarse_maxima = kept = indices
-    if levels > 1:
-        maxima = torch.empty((pairs, programs * program_t // span), dtype=torch.int32, device=device)
-        kept = torch.empty((pairs, max_tokens), dtype=torch.int32, device=device)
-        if finished is None:
-            finished = torch.zeros((pairs,), dtype=torch.int32, device=device)
-    if levels == 3:
-        coarse_maxima = torch.empty((pairs, programs * program_t // span**2), dtype=torch.int32, device=device)
-    largest = max(block_n, block_c if levels > 1 else 0)
-    select_tokens_by_score_kernel[(programs, pairs)](
-        scores.contiguous(),
-        maxima,
-        kept,
-        coarse_maxima,
-        seq_start.contiguous(),
-        seq_end.contiguous(),
-        counts if finished is None else finished,
-        indices,
-        counts,
-        kv_heads,
-        num_tokens,
-        max_tokens,
-        sink_tokens,
-        PAGE_SIZE=page_size,
-        LEVELS=levels,
-        SPAN=span,
-        PROGRAM_T=program_t,
-        BLOCK_N=block_n,
-        BLOCK_C=block_c,
-        ONE_TILE=one_tile,
-        PADDED=num_tokens % 16 == 0,
-        num_warps=4 if largest <= 2048 else 16,
+    first = torch.empty((pairs, programs, BINS.value), dtype=torch.int16, device=device)
+    second = torch.empty_like(first)
+    found = torch.empty((pairs, programs, 4), dtype=torch.int32, device=device)
+
+    scores = scores.contiguous()
+    row_bounds = (seq_start.contiguous(), seq_end.contiguous())
+    sizes = (kv_heads, num_tokens)
+    launch = {
+        "PAGE_SIZE": page_size,
+        "TILE": tile,
+        "PADDED": num_tokens % 16 == 0,
+        "num_warps": max(1, min(16, tile // 256)),
         **launch_options(device),
+    }
+    grid = (programs, pairs)
+    count_first_digits_kernel[grid](scores, first, *row_bounds, *sizes, sink_tokens, **launch)
+    count_second_digits_kernel[grid](
+        scores, first, second, found, *row_bounds, *sizes, max_tokens, sink_tokens, **launch
+    )
+    write_chosen_kernel[grid](
+        scores, second, found, *row_bounds, indices, counts, *sizes, max_tokens, sink_tokens, **launch
     )
     return indices, counts
