@@ -86,7 +86,8 @@ def write_span(
     if ONE_SPAN:
         tl.store(order_ptr + places, tl.where(places < count, _block_of(keys), -1), mask=places < max_blocks)
         for first in range(SPAN, max_blocks, SPAN):
-            slots = first + tl.arange(0, SPAN)
+            # A wider store would impose its layout on the whole sort.
+            slots = tl.max_contiguous(first + tl.arange(0, SPAN), 1)
             tl.store(order_ptr + slots, tl.full((SPAN,), -1, tl.int32), mask=slots < max_blocks)
     else:
         tl.store(sorted_ptr + places, keys)
