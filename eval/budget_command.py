@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +37,7 @@ from eval.terminal import WIDTH, on_record, progress
 from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split, visible
 
 if TYPE_CHECKING:
+    from eval.config import RunConfig
     from eval.findings import Target
 
 
@@ -115,18 +116,25 @@ def budget(
 
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
         wanted = make_target(_search_of(config), asked)
+        targets = [_of_run(wanted, each.method, configs) for each in configs]
         processes = Processes.current()
         models = Models(processes)
         folders = result_folders(configs, out, None if config is None else config.stem, kind="budget-")
-        for each, folder in zip(configs, folders, strict=True):
+        for each, its_target, folder in zip(configs, targets, folders, strict=True):
             with progress(f"budgets on {each.benchmark} -> {folder}", processes.is_main) as update:
-                report = search(each, wanted, folder, models, processes, on_record(update))
+                report = search(each, its_target, folder, models, processes, on_record(update))
             if processes.is_main:
                 print_table(budget_table(report), WIDTH)
                 if (picture := write_picture(report, folder)) is not None:
                     typer.echo(visible(str(picture)))
             if not any(entry["dense"]["samples"] for entry in report["results"]):
                 raise typer.Exit(1)
+
+
+def _of_run(target: Target, methods: Sequence[str], configs: Sequence[RunConfig]) -> Target:
+    """Leave out the steps of methods that only other runs of a sweep search; unknown names stay, to be refused."""
+    elsewhere = {name for config in configs for name in config.method} - set(methods)
+    return replace(target, steps={name: steps for name, steps in target.steps.items() if name not in elsewhere})
 
 
 def _judge(records: list[Path], target: Target, out: Path | None, others: Mapping[str, Any]) -> None:

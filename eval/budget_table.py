@@ -101,7 +101,7 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     return "\n".join(
         [
             f"## Dense-equivalent budgets, {title(report)}\n",
-            f"`python -m eval budget {_run(report)} {asked}`\n",
+            f"`python -m eval budget {_command(report, asked)}`\n",
             f"{versions}; {report['date'][:10]}. Question: {config['question']}; seed {report['seed']}{protocol}. "
             f"{_caption(report)}\n",
             table,
@@ -109,11 +109,11 @@ def budget_markdown(report: dict[str, Any], table: str) -> str:
     )
 
 
-def _run(report: dict[str, Any]) -> str:
-    """Return the part of the command that says what was measured, or which records were judged."""
+def _command(report: dict[str, Any], asked: str) -> str:
+    """Return the arguments that measure the records, or judge those of folders."""
     if report.get("records"):
-        return " ".join(f"--records {folder}" for folder in report["records"])
-    return f"{report['config']['benchmark']} {_options(report['config'])}"
+        return f"{' '.join(f'--records {folder}' for folder in report['records'])} {asked}"
+    return f"{report['config']['benchmark']} {asked} {_options(report['config'])}"
 
 
 def _options(config: dict[str, Any]) -> str:

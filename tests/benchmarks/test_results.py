@@ -224,6 +224,20 @@ def test_the_page_shows_squeezed_attention_where_it_was_measured(tmp_path):
     assert " 10.0 |" not in page[page.index("## Squeezed Attention") : page.index("`generate()`")]
 
 
+def test_the_page_shows_progressive_attention_beside_quest(tmp_path):
+    quest = report(entry(LONG, 10.0, 20.0))
+    assert "Progressive" not in performance.tables(results_tree(tmp_path / "without", [quest]))
+    other = Shape(32, 8, 64, 1, 1 << 17)
+    new = report(entry(LONG, 12.5, 20.0, *registry.PSA_STEP), entry(other, 40.0, 20.0, *registry.PSA_STEP))
+    new["settings"] |= {"block_size": 32, "microbatch": 8, "threshold": 0.95}
+    page = performance.tables(results_tree(tmp_path / "with", [results.merged(quest, new)]))
+    part = page[page.index("## Progressive Sparse Attention, NVIDIA H200") : page.index("`generate()`")]
+    assert "until P exceeds 0.95: blocks of 32 tokens, tested every 8 blocks" in part
+    rows = [line for line in part.splitlines() if line.startswith(("| 32/8 ", "| 28/4 "))]
+    assert any("| 12.5 | 20.0 | SDPA cuDNN | 1.60 |" in row and row.endswith("| 10.0 | 1.25 |") for row in rows)
+    assert any("| 40.0 | 20.0 | SDPA cuDNN | 0.50 |" in row and row.endswith("| - | - |") for row in rows)
+
+
 def test_the_page_names_the_versions_and_dates_of_the_entries_shown(tmp_path):
     old = report(entry(SHORT, 10.0, 20.0), entry(LONG, 10.0, 20.0))
     new = report(entry(LONG, 5.0, 20.0))

@@ -429,6 +429,20 @@ def test_the_command_line_s_target_replaces_the_file_s():
         make_target({"steps": [64]}, {})
 
 
+def test_runs_of_a_sweep_share_steps_of_methods_that_some_of_them_search(tmp_path, model_dir):
+    path = tmp_path / "search.yaml"
+    shared = f"model: {model_dir}\nlimit: 1\nquestion: prefill\nbenchmark: passkey\nlengths: 300\n"
+    runs = "runs: [{method: [quest, arkvale]}, {method: quest, parameters: {quest.page_size: 8}}]\n"
+    path.write_text(shared + "search: {divergence: 9.0, steps: {quest: [64], arkvale: [64]}}\n" + runs)
+    result = CliRunner().invoke(app, ["budget", "--config", str(path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    folders = sorted(folder.parent.name for folder in (tmp_path / "out").rglob("budget.json"))
+    assert folders == ["01-passkey", "02-passkey"]
+    path.write_text(shared + "search: {divergence: 9.0, steps: {quest: [64], psa: [0.5]}}\n" + runs)
+    result = CliRunner().invoke(app, ["budget", "--config", str(path), "--out", str(tmp_path / "new")])
+    assert "steps: 'psa' is not among the searched methods" in result.output
+
+
 def test_budgets_cannot_be_both_searched_and_given(tmp_path, loaded):
     with pytest.raises(EvalError, match="the budget is searched"):
         go(tmp_path, loaded, Target(target=0.9), token_budget=[64])
