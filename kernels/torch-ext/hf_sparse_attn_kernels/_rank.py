@@ -16,7 +16,7 @@ from ._triton import cdiv, launch_options, next_power_of_2, wait_for_previous_ke
 
 LEAST_SPAN = 128
 BLOCK_R = 128
-SEARCHED_AT_ONCE = 8  # spans
+SEARCHED_AT_ONCE = 4  # spans; with more, the compiler waits for some of the loads before it issues the others
 
 
 @triton.jit
@@ -86,10 +86,42 @@ def write_span(
     if ONE_SPAN:
         tl.store(order_ptr + places, tl.where(places < count, _block_of(keys), -1), mask=places < max_blocks)
         for first in range(SPAN, max_blocks, SPAN):
-            slots = first + tl.arange(0, SPAN)
+            # A wider store would impose its layout on the whole sort.
+            slots = tl.max_contiguous(first + tl.arange(0, SPAN), 1)
             tl.store(order_ptr + slots, tl.full((SPAN,), -1, tl.int32), mask=slots < max_blocks)
     else:
         tl.store(sorted_ptr + places, keys)
+
+
+@triton.jit
+def _count_parts(keys, parts_ptr, LOG_PART: tl.constexpr, PARTS: tl.constexpr):
+    """Count the keys, of PARTS parts of 2 ** LOG_PART each, of the parts whose last key is greater than `keys`."""
+    greater = tl.zeros(parts_ptr.shape, tl.int32)
+    for part in tl.static_range(1, PARTS + 1):
+        greater += tl.where(tl.load(parts_ptr + ((part << LOG_PART) - 1)) > keys, 1 << LOG_PART, 0)
+    return greater
+
+
+@triton.jit
+def _count_greater(keys, sorted_ptr, starts, LOG_SPAN: tl.constexpr):
+    """Count the keys greater than each of `keys` [R] in each of the spans that start at `starts` [S]: int32 [R, S].
+
+    Each step finds the part, of four, where a span's keys cease to be greater. It loads three keys at once, so half as
+    many loads depend on another as in a binary search. The lanes of a warp have neighbouring keys, so they probe
+    neighbouring places.
+    """
+    keys = keys[:, None]
+    greater = tl.zeros((keys.shape[0], starts.shape[0]), tl.int32)
+    for step in tl.static_range((LOG_SPAN - 1) // 2):
+        # If LOG_SPAN is odd, the first step has two parts.
+        greater += _count_parts(
+            keys,
+            sorted_ptr + (starts[None, :] + greater),
+            (LOG_SPAN - 1) // 2 * 2 - 2 * step,
+            1 if LOG_SPAN % 2 == 1 and step == 0 else 3,
+        )
+    # All keys of the last part may be greater.
+    return greater + _count_parts(keys, sorted_ptr + (starts[None, :] + greater), 0, 4)
 
 
 @triton.jit
@@ -109,10 +141,7 @@ def merge_spans_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add, to the ranks of BLOCK_R blocks in their span, the blocks of other spans that come before them.
-
-    Grid (tiles, batch * kv_heads).
-    """
+    """Write BLOCK_R blocks to their ranks, the numbers of greater keys in all spans; grid (tiles, batch * kv_heads)."""
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
     num_blocks = count_blocks(start_ptr, end_ptr, pair // kv_heads, width, BLOCK_SIZE)
@@ -121,24 +150,17 @@ def merge_spans_kernel(
     places = first + tl.arange(0, BLOCK_R)
     sorted_ptr += pair * spans * SPAN
     order_ptr += pair * max_blocks
+    # Does not wait for the row's bounds; absent blocks are the last ones of the last span.
+    keys = tl.load(sorted_ptr + places, mask=places < spans * SPAN, other=0)
     tl.store(order_ptr + places, tl.full((BLOCK_R,), -1, tl.int32), mask=(places >= count) & (places < max_blocks))
     if first < num_blocks:
-        # Absent blocks are the last ones of the last span.
-        keys = tl.load(sorted_ptr + places, mask=places < num_blocks, other=0)
-        own_span = first // SPAN
-        ranks = places - own_span * SPAN
+        ranks = tl.zeros((BLOCK_R,), tl.int32)
         row_spans = tl.cdiv(num_blocks, SPAN)
         for first_span in range(0, row_spans, BLOCK_S):
-            others = first_span + tl.arange(0, BLOCK_S)
-            searched = (others < row_spans) & (others != own_span)
-            before = tl.zeros((BLOCK_R, BLOCK_S), tl.int32)  # keys of the span that are greater
-            # The lanes of a warp have neighbouring keys, so they probe neighbouring places.
-            for step in tl.static_range(LOG_SPAN + 1):
-                skip = max(1, SPAN >> (step + 1))
-                probes = (others * SPAN)[None, :] + before + (skip - 1)
-                found = tl.load(sorted_ptr + probes, mask=searched[None, :], other=0)
-                before += tl.where(searched[None, :] & (found > keys[:, None]), skip, 0)
-            ranks += tl.sum(before, axis=1)
+            searched = first_span + tl.arange(0, BLOCK_S)
+            # In a key's own span the greater keys are those at lower places.
+            greater = _count_greater(keys, sorted_ptr, tl.minimum(searched, row_spans - 1) * SPAN, LOG_SPAN)
+            ranks += tl.sum(tl.where((searched < row_spans)[None, :], greater, 0), axis=1)
         tl.store(order_ptr + ranks, _block_of(keys), mask=(places < num_blocks) & (ranks < max_blocks))
 
 
