@@ -81,14 +81,17 @@ def _check_together(records: Sequence[Record]) -> None:
 
 def _by_method(records: Sequence[Record]) -> dict[tuple[str, str], dict[float, list[Record]]]:
     """Group records by method and the differing hyperparameters besides the searched one, then by that one's value."""
-    fixed = [_fixed(record) for record in records]
+    values: dict[tuple[str, str], set[str]] = {}
+    for record in records:
+        for name, value in _fixed(record).items():
+            values.setdefault((record["method"], name), set()).add(str(value))
     groups: dict[tuple[str, str], dict[float, list[Record]]] = {}
-    for record, own in zip(records, fixed, strict=True):
-        alike = [other for each, other in zip(records, fixed, strict=True) if each["method"] == record["method"]]
-        differing = {name: own[name] for name in own if any(other.get(name) != own[name] for other in alike)}
+    for record in records:
+        method = record["method"]
+        differing = {name: value for name, value in _fixed(record).items() if len(values[method, name]) > 1}
         label = ", ".join(f"{name}={value}" for name, value in differing.items())
-        setting = record["parameters"][knob_of(record["method"]).parameter]
-        groups.setdefault((record["method"], label), {}).setdefault(setting, []).append(record)
+        setting = record["parameters"][knob_of(method).parameter]
+        groups.setdefault((method, label), {}).setdefault(setting, []).append(record)
     return groups
 
 

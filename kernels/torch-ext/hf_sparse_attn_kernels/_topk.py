@@ -165,6 +165,18 @@ def _ranks(flags, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def find_digit(counts, rank, NUM_BINS: tl.constexpr):
+    """Return the digit of the value of a rank, counted from 1 at the largest, and its rank among those with this digit.
+
+    `counts` [NUM_BINS] says how many values have each digit.
+    """
+    bins = tl.arange(0, NUM_BINS)
+    reached = tl.sum(counts) - _ranks(counts, NUM_BINS)  # values with this digit or a larger one
+    digit = tl.maximum(tl.sum((reached >= rank).to(tl.int32)) - 1, 0)
+    return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
+
+
+@triton.jit
 def _write_tile(keys, blocks, bound, ties_left, has_surplus, written, indices_ptr, BLOCK_N: tl.constexpr):
     """Append the indices of a tile's taken blocks; return the number of indices written and of ties left."""
     taken = keys >= bound

@@ -1,7 +1,7 @@
 """Rows with bounds of all their tokens, and tokens to append to them."""
 
 import torch
-from hf_sparse_attn_kernels import page_bounds
+from hf_sparse_attn_kernels import page_bounds, page_scores
 
 from tests.ops.helpers import device, empty_bounds, make_rows
 
@@ -22,3 +22,16 @@ def prefilled(lengths, int8, page_size=16, statistic="minmax", **options):
     lengths_new = {"page_size": page_size, "num_new": 10_000, "statistic": statistic}
     page_bounds(rows.keys, seq_start=rows.start, seq_end=rows.end, impl="reference", **lengths_new, **bounds)
     return rows, bounds
+
+
+def scores_by_parts(
+    query, new_key, new_value, keys, values, bounds, start, end, *, impl, page_size, statistic, **options
+):
+    """Scores of all pages after a token is appended to every row, by the ops of each part."""
+    for row in range(len(start)):
+        if end[row] > start[row]:
+            keys[row, :, end[row] - 1] = new_key[row]
+            values[row, :, end[row] - 1] = new_value[row]
+    rows = {"seq_start": start, "seq_end": end, "page_size": page_size, "impl": impl}
+    page_bounds(keys, num_new=1, statistic=statistic, **rows, **bounds)
+    return page_scores(query, **rows, **bounds, **options)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels import append_and_rank, page_bounds, page_scores, rank_blocks
+from hf_sparse_attn_kernels import append_and_rank, page_bounds, rank_blocks
 
 from tests.ops.helpers import (
     IMPLS,
@@ -14,23 +14,15 @@ from tests.ops.helpers import (
     int32,
     make_rows,
 )
-from tests.ops.pages.steps import new_tokens, prefilled
+from tests.ops.pages.steps import new_tokens, prefilled, scores_by_parts
 
 FORCED = {"sink_blocks": 1, "recent_blocks": 1}
 
 
-def _composed(
-    query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, statistic, forced, **options
-):
+def _composed(*arguments, impl, page_size, forced, **options):
     """The op as its parts."""
-    for row in range(len(start)):
-        if end[row] > start[row]:
-            keys[row, :, end[row] - 1] = new_key[row]
-            values[row, :, end[row] - 1] = new_value[row]
-    rows = {"seq_start": start, "seq_end": end, "page_size": page_size, "impl": impl}
-    page_bounds(keys, num_new=1, statistic=statistic, **rows, **bounds)
-    scores = page_scores(query, **rows, **bounds, **options)
-    return rank_blocks(scores, start, end, block_size=page_size, impl=impl, **forced)
+    scores = scores_by_parts(*arguments, impl=impl, page_size=page_size, **options)
+    return rank_blocks(scores, *arguments[-2:], block_size=page_size, impl=impl, **forced)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -65,9 +57,8 @@ def test_equals_its_parts(
             query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=end, impl=impl,
             **bounds, **options, **forced,
         )  # fmt: skip
-        expected = _composed(
-            query, new_key, new_value, keys, values, expected_bounds, rows.start, end, impl, forced=forced, **options
-        )
+        arguments = (query, new_key, new_value, keys, values, expected_bounds, rows.start, end)
+        expected = _composed(*arguments, impl=impl, forced=forced, **options)
         assert order.dtype == counts.dtype == torch.int32
         assert torch.equal(counts, expected[1])
         assert torch.equal(order, expected[0])

@@ -1,23 +1,17 @@
 import pytest
 import torch
-from hf_sparse_attn_kernels import append_and_select, page_bounds, page_scores, select_blocks
+from hf_sparse_attn_kernels import append_and_select, page_bounds, select_blocks
 
 from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, grid, int32, make_rows
-from tests.ops.pages.steps import new_tokens, prefilled
+from tests.ops.pages.steps import new_tokens, prefilled, scores_by_parts
 
 BUDGET = {"max_blocks": 5, "sink_blocks": 1, "recent_blocks": 1}
 
 
-def _composed(query, new_key, new_value, keys, values, bounds, start, end, impl, page_size, statistic, **options):
+def _composed(*arguments, impl, page_size, **options):
     """The op as its parts."""
-    for row in range(len(start)):
-        if end[row] > start[row]:
-            keys[row, :, end[row] - 1] = new_key[row]
-            values[row, :, end[row] - 1] = new_value[row]
-    rows = {"seq_start": start, "seq_end": end, "page_size": page_size, "impl": impl}
-    page_bounds(keys, num_new=1, statistic=statistic, **rows, **bounds)
-    scores = page_scores(query, **rows, **bounds, **options)
-    return select_blocks(scores, start, end, block_size=page_size, impl=impl, **BUDGET)
+    scores = scores_by_parts(*arguments, impl=impl, page_size=page_size, **options)
+    return select_blocks(scores, *arguments[-2:], block_size=page_size, impl=impl, **BUDGET)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -53,7 +47,8 @@ def test_equals_its_parts(impl, int8, lengths, page_size, kv_heads, group, head_
             query, new_key, new_value, rows.keys, rows.values, seq_start=rows.start, seq_end=end, impl=impl,
             **bounds, **options, **BUDGET,
         )  # fmt: skip
-        expected = _composed(query, new_key, new_value, keys, values, expected_bounds, rows.start, end, impl, **options)
+        arguments = (query, new_key, new_value, keys, values, expected_bounds, rows.start, end)
+        expected = _composed(*arguments, impl=impl, **options)
         assert indices.dtype == counts.dtype == torch.int32
         assert torch.equal(counts, expected[1])
         assert torch.equal(indices, expected[0])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .._check import check_triton_dtype
-from .._topk import _ranks
+from .._topk import _ranks, find_digit
 from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 
 BINS = tl.constexpr(256)  # of a digit
@@ -73,15 +73,6 @@ def add_histograms(histograms_ptr, programs):
 
 
 @triton.jit
-def find_digit(counts, rank):
-    """Return the digit of the key of this rank, counted from 1 at the highest, and its rank among its equals."""
-    bins = tl.arange(0, BINS)
-    reached = tl.sum(counts) - _ranks(counts, BINS)  # keys with this digit or a higher one
-    digit = tl.maximum(tl.sum((reached >= rank).to(tl.int32)) - 1, 0)
-    return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
-
-
-@triton.jit
 def count_first_digits_kernel(
     scores_ptr,  # float16 [pairs, num_tokens]
     histograms_ptr,  # int16 [pairs, programs, BINS], written
@@ -134,7 +125,7 @@ def count_second_digits_kernel(
         _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
         line = pair * tl.num_programs(0)
         total, before = add_histograms(first_ptr + line * BINS, programs)
-        digit, rank = find_digit(total, tl.minimum(length, max_tokens))
+        digit, rank = find_digit(total, tl.minimum(length, max_tokens), BINS)
         found_ptr += (line + program) * 4
         tl.store(found_ptr, digit)
         tl.store(found_ptr + 1, rank)
@@ -175,7 +166,7 @@ def write_chosen_kernel(
         above_before = tl.load(found_ptr + 2, cache_modifier=".cg")
         total, before = add_histograms(second_ptr + line * BINS, programs)
         # `ties` of the keys equal to the least chosen one are chosen, those with the lowest indices.
-        second_digit, ties = find_digit(total, rank)
+        second_digit, ties = find_digit(total, rank, BINS)
         bins = tl.arange(0, BINS)
         above_before += tl.sum(tl.where(bins > second_digit, before, 0))
         ties_before = tl.sum(tl.where(bins == second_digit, before, 0))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._topk import _key_of, _ranks
+from .._topk import _key_of, _ranks, find_digit
 from .._triton import cdiv, wait_for_previous_kernel
 from .candidates import Candidates, candidates_of
 
@@ -73,9 +73,7 @@ def _find_digit(histogram_ptr, rank, NUM_BINS: tl.constexpr):
             counts += tl.load(histogram_ptr + copy * NUM_BINS + bins)
     else:
         counts = tl.load(histogram_ptr + bins)
-    reached = tl.sum(counts) - _ranks(counts, NUM_BINS)  # values with this digit or a larger one
-    digit = tl.sum((reached >= rank).to(tl.int32)) - 1
-    return digit, rank - tl.sum(tl.where(bins > digit, counts, 0))
+    return find_digit(counts, rank, NUM_BINS)
 
 
 @triton.jit
