@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import code_scores, encode_keys, select_tokens_by_score
 
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.base import Selection, SelectionSize, SparseMethod
 from hf_sparse_attn.rope import head_dim_of
 
 if TYPE_CHECKING:
@@ -110,6 +110,11 @@ class KeyCodes(SparseMethod):
         head_dim = head_dim_of(model.config)
         if head_dim % CHANNEL_MULTIPLE:
             raise ValueError(f"{self.name}: head_dim must be a multiple of {CHANNEL_MULTIPLE}, got {head_dim}")
+
+    @property
+    def selection_size(self) -> SelectionSize:
+        """Size of a step's selection: single tokens."""
+        return SelectionSize(1, self.token_budget)
 
     @property
     def keeps_queries(self) -> int:
