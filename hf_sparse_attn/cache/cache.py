@@ -98,8 +98,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         def storage(method: SparseMethod) -> Storage:
             if kv_storage == "host" and method is not FULL:
                 if max_cache_len is None:
-                    return GrowingHostStorage(self._stages, initial_capacity)
-                return StaticHostStorage(self._stages, max_cache_len)
+                    return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
+                return StaticHostStorage(self._stages, method.selection_size, max_cache_len)
             if self._offloaded is None:
                 return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
             room = (max_cache_len or initial_capacity, max_cache_len)

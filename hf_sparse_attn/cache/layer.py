@@ -451,7 +451,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = method
         fork.keep_queries = max(self.keep_queries, method.keeps_queries)
-        fork.storage = self.storage.fork(self.held)
+        fork.storage = self.storage.fork(self.held, method.selection_size)
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared
         if self.is_initialized:

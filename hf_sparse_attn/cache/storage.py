@@ -15,7 +15,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.traffic import Traffic
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.methods.base import Selection
+    from hf_sparse_attn.methods.base import Selection, SelectionSize
     from hf_sparse_attn.stats import LayerCounter
 
 MIN_CAPACITY = 64
@@ -166,8 +166,11 @@ class Storage(ABC):
             fresh = make(self)
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
 
-    def fork(self, tokens: int) -> Storage:
-        """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens."""
+    def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
+        """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens.
+
+        ``size`` is that of the selections of the fork's method.
+        """
         fork = copy.copy(self)
         fork.metadata, fork.shared_tokens = {}, tokens
         return fork

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_sparse_attn.cache.host.kept import KeptBlocks
 from hf_sparse_attn.cache.host.memory import host_zeros
 from hf_sparse_attn.cache.host.prompts import KeysAndValues, PromptStage, PromptStages
 from hf_sparse_attn.cache.host.traffic import HostTraffic
@@ -17,7 +18,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.storage import GrowingStorage, Present, Rows, StaticStorage, Storage
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.methods.base import Selection
+    from hf_sparse_attn.methods.base import Selection, SelectionSize
     from hf_sparse_attn.stats import LayerCounter
 
 COPIED_TOKENS = 4096
@@ -35,6 +36,9 @@ class HostStorage(Storage):
     ----------
     stages
         The memory of the cache's devices for passes over several tokens.
+    size
+        Size of the selections of the layer's method. With a maximum, the blocks of the last steps' selections are kept
+        on the device, and a step reads the others in host memory; without one it reads all of them there.
     room
         Arguments of the kind of storage.
     """
@@ -42,8 +46,10 @@ class HostStorage(Storage):
     keeps_rows = False
     traffic: HostTraffic
 
-    def __init__(self, stages: PromptStages, *room: Any) -> None:
+    def __init__(self, stages: PromptStages, size: SelectionSize | None, *room: Any) -> None:
         super().__init__(*room)
+        self._size = size
+        self._kept: KeptBlocks | None = None
         self.traffic = HostTraffic()
         self._stages = stages
         self._written: int | None = 0  # tokens of a row; None if the host would have to wait for the device
@@ -64,14 +70,32 @@ class HostStorage(Storage):
         super().allocate_metadata(make)  # type: ignore[safe-super]  # of the kind that it is mixed into
         with lasting_tensors():
             self.traffic.allocate(self.keys, self.pin)
+        self._keep_blocks()
+
+    def _keep_blocks(self) -> None:
+        """Create empty slots for the blocks of selections, if these have a maximum size."""
+        self._kept = None
+        if self._size is not None and self._size.blocks is not None:
+            self._kept = KeptBlocks(self.keys, self._size, self._size.blocks, self._mark)
+        self.traffic.reads_all = self._kept is None
+
+    def _mark(self, tensor: torch.Tensor, dynamic_dims: tuple[int, ...]) -> torch.Tensor:
+        return mark_static(tensor, dynamic_dims) if self.is_compileable else tensor
+
+    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Reset the metadata to that of empty rows, as when rows begin elsewhere: then blocks do too."""
+        super().clear_metadata(make)
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        if self._kept is not None:
+            self._kept.empty()
 
     def _place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         buffers = [host_zeros(shape, dtype, device) for _ in "kv"]
         keys, values = (buffer.host for buffer in buffers)
         self.on_host = keys, values
-        self.keys, self.values = (
-            mark_static(buffer.alias, dynamic_dims=(2,)) if self.is_compileable else buffer.alias for buffer in buffers
-        )
+        self.keys, self.values = (self._mark(buffer.alias, (2,)) for buffer in buffers)
         self._stage.drop(self)
 
     def _replace_buffers(self, shape: tuple[int, ...], order: torch.Tensor | None = None) -> None:
@@ -81,6 +105,8 @@ class HostStorage(Storage):
         with lasting_tensors():
             for target, source in zip((self.keys, self.values), former, strict=True):
                 self._copy_tokens(target, source, order)
+        if self._kept is not None:
+            self._keep_blocks()
 
     def enlarge(self, capacity: int) -> None:
         """Move the tokens to larger buffers."""
@@ -99,7 +125,9 @@ class HostStorage(Storage):
         self._written = lengths.known_length
 
     def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterable[Present]:
-        """Return host memory, where the op reads the selected blocks over the link."""
+        """Return the slots of the selected blocks; without slots the host memory, where the op then reads."""
+        if self._kept is not None:
+            return (self._kept.take(self.keys, self.values, selection, lengths, counter, self.traffic),)
         batch, kv_heads = self.keys.shape[:2]
         self.traffic.counts[3:] += batch * kv_heads
         return super().present(selection, lengths, counter)
@@ -123,6 +151,7 @@ class HostStorage(Storage):
     def cut(self, length: int) -> None:
         """Drop tokens; copy the buffers if they belong to another storage too."""
         self._stage.drop(self)
+        self._forget_blocks()
         if length < self.shared_tokens:
             self._replace_buffers(tuple(self.keys.shape))
             self.shared_tokens = 0
@@ -141,21 +170,23 @@ class HostStorage(Storage):
         with lasting_tensors():
             self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
 
-    def fork(self, tokens: int) -> Storage:
-        """Return a storage over the same host memory, without metadata; its rows share ``tokens`` tokens."""
+    def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
+        """Return a storage over the same host memory, without metadata or slots; its rows share ``tokens`` tokens."""
         fork = super().fork(tokens)
         assert isinstance(fork, HostStorage)
-        fork.traffic = HostTraffic()
+        fork.traffic, fork._size, fork._kept = HostTraffic(), size, None
         return fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStorage:
         """Return a storage with host memory and metadata of its own."""
         twin = copy.copy(self)
+        twin._kept = None
         memo[id(self)] = twin
         twin.traffic, twin.metadata = copy.deepcopy((self.traffic, self.metadata), memo)
         if hasattr(self, "keys"):
             twin._replace_buffers(tuple(self.keys.shape))
             twin.shared_tokens = 0
+            twin._keep_blocks()
         return twin
 
     def _copy_tokens(self, target: torch.Tensor, source: torch.Tensor, order: torch.Tensor | None) -> None:

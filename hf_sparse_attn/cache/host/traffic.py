@@ -21,6 +21,8 @@ class HostTraffic(Traffic):
     def __init__(self) -> None:
         super().__init__()
         self._token_bytes = 0
+        self.reads_all = False
+        """Whether steps read all that they select in host memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostTraffic:
         """Return a record with the same totals."""
@@ -36,14 +38,14 @@ class HostTraffic(Traffic):
         if not hasattr(self, "counts"):
             self.counts = pin(torch.zeros(4, dtype=torch.int64, device=keys.device))
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self, kv_bytes: int) -> dict[str, Any]:
         """Return the totals by the names of the fields of ``LayerStats``. Waits for the device."""
-        totals = super().totals()
+        totals = super().totals(kv_bytes)
         blocks, hits, loaded, stored = self.counts.tolist() if hasattr(self, "counts") else (0, 0, 0, 0)
         return {
             **totals,
             "blocks_read": totals["blocks_read"] + blocks,
             "blocks_hit": totals["blocks_hit"] + hits,
-            "bytes_loaded": totals["bytes_loaded"] + loaded * self._token_bytes,
+            "bytes_loaded": totals["bytes_loaded"] + loaded * self._token_bytes + kv_bytes * self.reads_all,
             "bytes_stored": totals["bytes_stored"] + stored * self._token_bytes,
         }

@@ -124,7 +124,7 @@ def keep_chosen(
         int32 [batch, kv_heads, n], or [batch, 1, n] for all KV heads, n <= slots: the chosen blocks in any order,
         counted from seq_start, without duplicates.
     block_counts : torch.Tensor
-        int32 [batch, kv_heads] or [batch, 1]: number of leading entries of `block_indices`, each of which holds a token.
+        int32 [batch, kv_heads] or [batch, 1]: number of leading entries of `block_indices`; each holds a token.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `keys`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     block_size : int
@@ -201,8 +201,8 @@ def check_slots(
         raise TypeError(f"block_slots has dtype {block_slots.dtype}; allowed: torch.int16, torch.int32")
     if block_slots.shape[:2] != pairs or block_slots.shape[2] < blocks:
         raise ValueError(
-            f"block_slots has shape {list(block_slots.shape)}; allowed: [batch, kv_heads, blocks] = {[*pairs, blocks]}, "
-            "or more blocks"
+            f"block_slots has shape {list(block_slots.shape)}; allowed: [batch, kv_heads, blocks] = "
+            f"{[*pairs, blocks]}, or more blocks"
         )
     if slots > torch.iinfo(block_slots.dtype).max:
         raise ValueError(f"block_slots has dtype {block_slots.dtype}; allowed for {slots} slots: torch.int32")
