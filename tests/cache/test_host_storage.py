@@ -1,6 +1,7 @@
 """Keys and values in host memory: the tokens and logits of the device's storage, and what crosses the link."""
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -326,6 +327,7 @@ def test_available_memory_is_the_least_of_system_and_container(version, tmp_path
 def test_kernels_and_host_share_the_memory_and_it_is_unpinned_in_the_end():
     device = torch.device("cuda", torch.cuda.current_device())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        gc.collect()
         buffer = memory.host_zeros((2, 3, 5, 80), dtype, device)
         assert buffer.alias.device == device
         assert buffer.host.is_pinned()
@@ -344,16 +346,19 @@ def test_kernels_and_host_share_the_memory_and_it_is_unpinned_in_the_end():
 
 
 @pytest.mark.gpu
-def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
-    class Refusing:
-        def __getattr__(self, name):
-            return getattr(torch.cuda.cudart(), name)
-
-        def cudaHostRegister(self, *arguments):  # noqa: N802 - CUDA's name
-            return torch.cuda.cudart().cudaError(2)
-
-    monkeypatch.setattr(memory, "_runtime", Refusing)
+@torch.inference_mode()
+def test_where_the_driver_pins_no_pages_torch_allocates_them_and_a_second_refusal_is_an_error(monkeypatch):
+    monkeypatch.setattr(memory, "_register", lambda host, device: False)
     model = make_model("llama")
+    with sparse_attention(model, SMALL[0]):
+        expected = model.generate(random_ids(1, 70), **GREEDY)
+    with sparse_attention(model, SMALL[0], kv_storage="host"):
+        assert torch.equal(model.generate(random_ids(1, 70), **GREEDY), expected)
+
+    def refuse(shape, dtype):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(memory, "pinned_empty", refuse)
     with sparse_attention(model, SMALL[0], kv_storage="host"):
         cache = SparseCache.for_model(model)
         with pytest.raises(RuntimeError, match=r"GiB of host memory cannot be pinned \(out of memory\)"):
