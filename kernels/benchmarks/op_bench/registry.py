@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family, Outputs
+from op_bench.keep_entries import KEPT
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST, STEP
 from op_bench.shapes import Shape
@@ -35,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     SQUEEZED_PREFILL,
     PROGRESSIVE,
     CODES,
+    KEPT,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
