@@ -1,4 +1,4 @@
-"""What each variant of a sweep keeps of dense attention's predictions, and of its finds, against the KV bytes it reads."""
+"""What each variant of a sweep keeps of dense attention's predictions and finds, against the KV bytes that it reads."""
 
 from __future__ import annotations
 
