@@ -1,4 +1,4 @@
-"""Runs that measure the divergence from dense attention: records, scores beside it, resumption, tables, and settings."""
+"""Runs that measure the divergence from dense attention: records, scores beside it, resumption, tables, settings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_folders_from_before_there_was_a_choice_measured_scores(tmp_path, loaded
     config = tmp_path / "config.json"
     lines = config.read_text().splitlines()
     kept = "\n".join(line for line in lines if '"measure"' not in line and '"score"' not in line)
-    config.write_text(kept.replace("  ],\n  \"dtype\"", '  "dtype"'))
+    config.write_text(kept.replace('  ],\n  "dtype"', '  "dtype"'))
     seen: list[Any] = []
     go(tmp_path, loaded, model_dir, seen)
     assert seen == []
