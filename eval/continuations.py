@@ -44,6 +44,8 @@ class DensePath:
     """The tokens fed after the question."""
     logits: Sequence[torch.Tensor]
     """Logits [vocabulary] after the question and after each fed token."""
+    answer_ids: tuple[int, ...] | None
+    """The whole answer; None if the sample has a given text."""
 
 
 def answer_sample(
@@ -109,6 +111,7 @@ def dense_path(
 
     A sample with a given text (``forced_ids``) has that text instead of an answer.
     """
+    answer_ids = None
     if sample.forced_ids:
         fed_ids = tuple(sample.forced_ids[:-1])
     else:
@@ -121,8 +124,10 @@ def dense_path(
             stop_ids=stop_ids,
             min_new_tokens=sample.min_new_tokens,
         )
-        fed_ids = given.token_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
-    return DensePath(fed_ids, list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token)))
+        answer_ids = given.token_ids
+        fed_ids = answer_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
+    logits = list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token))
+    return DensePath(fed_ids, logits, answer_ids)
 
 
 def follow_dense(
@@ -151,6 +156,16 @@ def follow_dense(
         single_token_steps=len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0),
         new_tokens=0,
     )
+
+
+def same_answer(sample: Sample, path: DensePath, followed: Continuation) -> tuple[int, ...] | None:
+    """Return dense attention's answer if a method that followed it would give it by itself; None if that is not known.
+
+    It would where the most likely token was the same everywhere. A minimum length hides the tokens that end an answer,
+    so what is chosen instead is not known from these.
+    """
+    agrees = followed.result["top_agreement"] == 1.0 and sample.min_new_tokens == 0
+    return path.answer_ids if agrees else None
 
 
 def _predictions(

@@ -32,10 +32,10 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
-        means of ``score`` (0 to 1), ``divergence`` (nats), ``kv_fraction``, ``realised_budget`` (tokens),
-        ``selection_hit_rate`` (0 to 1) and ``prompt_tokens``; geometric mean of ``perplexity``, every record with the
-        same weight; medians of ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum
-        of ``peak_memory_bytes``.
+        means of ``score`` (0 to 1), ``divergence`` (nats), ``top_agreement`` (0 to 1), ``kv_fraction``,
+        ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and ``prompt_tokens``; geometric mean of
+        ``perplexity``, every record with the same weight; medians of ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum
+        of ``divergence_max`` (nats) and ``peak_memory_bytes``.
     """
     measured = [record for record in records if record.get("error") is None]
 
@@ -54,6 +54,8 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score": mean("score"),
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
         "divergence": mean("divergence"),
+        "divergence_max": max(values("divergence_max"), default=None),
+        "top_agreement": mean("top_agreement"),
         "kv_fraction": mean("kv_fraction"),
         "realised_budget": mean("realised_budget"),
         "selection_hit_rate": mean("selection_hit_rate"),

@@ -128,6 +128,8 @@ def test_summary_of_only_errors_has_no_figures() -> None:
             "score",
             "perplexity",
             "divergence",
+            "divergence_max",
+            "top_agreement",
             "kv_fraction",
             "realised_budget",
             "ttft_seconds",
