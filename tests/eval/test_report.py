@@ -130,6 +130,7 @@ def test_summary_of_only_errors_has_no_figures() -> None:
             "divergence",
             "divergence_max",
             "top_agreement",
+            "divergence_by_position",
             "kv_fraction",
             "realised_budget",
             "ttft_seconds",

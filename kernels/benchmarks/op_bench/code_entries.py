@@ -53,6 +53,17 @@ def _run_select(layer: CodedLayer, impl: str | None) -> Outputs:
     return _select(layer, layer.scores, impl)
 
 
+def _attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl: str | None) -> torch.Tensor:
+    tensors = (layer.query, layer.keys, layer.values, indices, counts)
+    options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
+    out: torch.Tensor = ops.sparse_decode(*tensors, **options, **layer.row_bounds)[0]
+    return out
+
+
+def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
+    return (_attend(layer, layer.block_indices, layer.block_counts, impl),)
+
+
 def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
     """Run a step whose token does not fill a page, as 63 of 64 do."""
     ops.encode_keys(
@@ -66,10 +77,7 @@ def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs
     )
     scores = _scores(group_reduce, layer, impl)
     indices, counts = _select(layer, scores, impl)
-    tensors = (layer.query, layer.keys, layer.values, indices, counts)
-    options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
-    options |= layer.row_bounds
-    return (ops.sparse_decode(*tensors, **options)[0], scores, indices, counts)
+    return (_attend(layer, indices, counts, impl), scores, indices, counts)
 
 
 def _reset_counter(layer: CodedLayer) -> None:
@@ -119,14 +127,23 @@ def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) ->
             raise oracle.Mismatch(f"select_tokens_by_score: {int((ours != theirs).sum())} of the {name} differ")
 
 
+def _tokens_read(layer: CodedLayer) -> tuple[int, int]:
+    """Return the tokens that a step reads and those that dense attention would read, over rows and KV heads."""
+    pairs = layer.shape.batch * layer.shape.kv_heads
+    return pairs * layer.settings.code_budget, pairs * layer.shape.length
+
+
+def _check_attention(layer: CodedLayer, outputs: Outputs) -> None:
+    oracle.check_sparse_output(outputs[0], layer, layer.block_indices, layer.block_counts)
+    oracle.check_counter(layer, (*_tokens_read(layer), 0, 1))
+
+
 def _check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
     out, scores, *selected = outputs
     _check_scores(group_reduce, layer, (scores,))
     _check_select(layer, scores, tuple(selected))
     oracle.check_sparse_output(out, layer, *selected)
-    pairs = layer.shape.batch * layer.shape.kv_heads
-    tokens = (pairs * layer.settings.code_budget, pairs * layer.shape.length)
-    oracle.check_counter(layer, (*tokens, _scanned_bytes(layer.shape, layer.settings), 1))
+    oracle.check_counter(layer, (*_tokens_read(layer), _scanned_bytes(layer.shape, layer.settings), 1))
 
 
 def _scanned_bytes(shape: Shape, settings: Settings) -> int:
@@ -195,6 +212,14 @@ CODES = Family(
             _run_select,
             lambda layer, outputs: _check_select(layer, layer.scores, outputs),
             _select_bytes,
+        ),
+        Entry(
+            "sparse_decode",
+            "single tokens",
+            _run_attention,
+            _check_attention,
+            lambda shape, settings: floors.sparse_decode_bytes(shape, in_tokens(settings)),
+            _reset_counter,
         ),
     ),
     make_code_layer,
