@@ -96,7 +96,12 @@ def test_rows_of_several_tiles(monkeypatch, width, tile):
     scores[0, 1] = 1.0
     scores[1, 0, ::3] = NAN
     scores[1, 1, 200:] = -INF
-    for lengths, max_tokens in (([width, 300], None), ([width - 1, tile], 150), ([tile + 1, 1], 2000), ([0, width], 90)):
+    for lengths, max_tokens in (
+        ([width, 300], None),
+        ([width - 1, tile], 150),
+        ([tile + 1, 1], 2000),
+        ([0, width], 90),
+    ):
         _check(scores, lengths, top_p=0.8, max_tokens=max_tokens, sink_tokens=3, page_size=32)
 
 
