@@ -89,8 +89,7 @@ class KeyCodes(CodedMethod):
             self.token_budget >= always_read,
             f"at least {always_read}: the first sink_tokens={self.sink_tokens} and a page of {self.page_size}",
         )
-        if not isinstance(self.query_centre, bool):
-            raise TypeError(f"query_centre must be True or False, got {self.query_centre!r}")
+        self._require_query_centre()
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

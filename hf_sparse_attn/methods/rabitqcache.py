@@ -40,6 +40,8 @@ class RaBitQCache(CodedMethod):
         authors' value is 128.
     sink_tokens
         First tokens, always read: a multiple of ``page_size``. The authors' value is 128.
+    query_centre
+        Keep the exact product of each residual with the mean query, 16 bits a token, as the authors do.
     dense_layers
         Number of first layers that attend to the whole cache; the authors' value is 2.
 
@@ -58,6 +60,7 @@ class RaBitQCache(CodedMethod):
     top_p: float = 0.95
     page_size: int = 128
     sink_tokens: int = 128
+    query_centre: bool = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters.
@@ -75,6 +78,7 @@ class RaBitQCache(CodedMethod):
         self._require_page_size()
         is_multiple = self.sink_tokens >= 0 and self.sink_tokens % self.page_size == 0
         self._require("sink_tokens", is_multiple, f"0 or a multiple of page_size={self.page_size}")
+        self._require_query_centre()
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
         if self.token_budget is not None:
             least = self.sink_tokens + self.page_size

@@ -57,6 +57,7 @@ def chosen(weights, n, method):
     [
         ({}, 16),
         ({"top_p": 0.95, "token_budget": 48}, 16),
+        ({"query_centre": False}, 16),
         ({"top_p": 0.8, "sink_tokens": 0}, 40),  # a rotation without Hadamard's matrix
     ],
     ids=str,
@@ -73,10 +74,12 @@ def test_every_step_reads_the_tokens_that_the_formula_chooses(parameters, head_d
         model.generate(ids, attention_mask=mask, **GREEDY)
         stats = sparse_attention_stats(model)
     layer, kv_heads = steps.layer, 2
-    query_centre = layer.prompt_queries.mean.unflatten(1, (kv_heads, -1)).mean(2).float().double()
-    assert torch.equal(layer.metadata["query_centre"].double(), query_centre)
+    query_centre = layer.keys.new_zeros(2, kv_heads, head_dim)
+    if method.query_centre:
+        query_centre = layer.prompt_queries.mean.unflatten(1, (kv_heads, -1)).mean(2).float().double()
+        assert torch.equal(layer.metadata["query_centre"].double(), query_centre)
     stored_centre = layer.metadata["centres"].double() * layer.metadata["centre_scale"].double().unsqueeze(-1)
-    metadata_bytes, sizes = 0, set()
+    metadata_bytes, token_bytes, sizes = 0, head_dim // 8 + (4 if method.query_centre else 2), set()
     for row, start in enumerate(starts):
         for head in range(kv_heads):
             key_centre = stored(layer.keys[row, head, start:PROMPT].double().mean(0))
@@ -90,7 +93,7 @@ def test_every_step_reads_the_tokens_that_the_formula_chooses(parameters, head_d
                 assert torch.equal(reads, chosen(weights, n, method))
                 sizes.add(int(reads.sum()))
                 candidates = (n - 1) // PAGE - method.sink_tokens // PAGE
-                metadata_bytes += candidates * PAGE * (head_dim // 8 + 4) + head_dim + 2
+                metadata_bytes += candidates * PAGE * token_bytes + head_dim + 2
                 # A second way: as many of the exact weights as hold the share, and the share that is held.
                 if method.token_budget is None:
                     exact = weights.sort(descending=True)[0]
@@ -161,9 +164,8 @@ def test_a_prompt_in_parts_has_the_codes_of_the_whole(cuts, model):
         torch.testing.assert_close(decode(model, parts, steps), decode(model, whole, steps), **ROUNDING)
         for layer, other in zip(parts.layers[1:], whole.layers[1:], strict=True):
             assert layer.metadata["coded"].tolist() == other.metadata["coded"].tolist() == [[7, 7]]
-            torch.testing.assert_close(
-                layer.metadata["centre_scale"], other.metadata["centre_scale"], rtol=1e-3, atol=0
-            )
+            scales = (each.metadata["centre_scale"] for each in (layer, other))
+            torch.testing.assert_close(*scales, rtol=1e-3, atol=0)
 
 
 @torch.inference_mode()
@@ -237,8 +239,9 @@ def test_a_share_of_1_reads_everything(max_cache_len, model):
         cache = SparseCache.for_model(model, max_cache_len=max_cache_len)
         model(ids, past_key_values=cache)
         found = decode(model, cache, steps)
-        assert (cache.stats().metadata_bytes > 0) == (max_cache_len is not None)
-        assert cache.stats().kv_fraction == 1.0
+        stats = sparse_attention_stats(model)
+    assert (stats.metadata_bytes > 0) == (max_cache_len is not None)
+    assert stats.kv_fraction == 1.0
     whole = model(torch.cat((ids, steps), dim=1)).logits[:, PROMPT:]
     torch.testing.assert_close(found, whole, **ROUNDING)
 
@@ -276,6 +279,7 @@ def test_dense_attention_serves_rows_of_which_everything_is_read(parameters, len
             "rabitqcache: token_budget must be None, or at least 256: the first sink_tokens=128 and a page of 128",
         ),
         ({"token_budget": 300.0}, TypeError, "token_budget must be a whole number, got 300.0"),
+        ({"query_centre": 1}, TypeError, "query_centre must be True or False, got 1"),
         ({"dense_layers": -1}, ValueError, "rabitqcache: dense_layers must be 0 or more, got -1"),
     ],
 )
