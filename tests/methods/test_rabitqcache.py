@@ -232,18 +232,21 @@ def test_forks_of_a_dense_prefill_choose_as_a_prefill_of_their_own(model):
 
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "static"])
 @torch.inference_mode()
-def test_a_share_of_1_reads_everything(max_cache_len, model):
-    """Growing buffers take the dense path, static ones select at every length."""
+def test_a_share_of_1_reads_everything(max_cache_len, model, monkeypatch):
+    """By the dense path; and by a choice of all tokens, if there were none."""
     ids, steps = random_ids(1, PROMPT), random_ids(1, 20, seed=4)
-    with sparse_attention(model, RaBitQCache(**{**SMALL, "top_p": 1})):
-        cache = SparseCache.for_model(model, max_cache_len=max_cache_len)
-        model(ids, past_key_values=cache)
-        found = decode(model, cache, steps)
-        stats = sparse_attention_stats(model)
-    assert (stats.metadata_bytes > 0) == (max_cache_len is not None)
-    assert stats.kv_fraction == 1.0
     whole = model(torch.cat((ids, steps), dim=1)).logits[:, PROMPT:]
-    torch.testing.assert_close(found, whole, **ROUNDING)
+    for is_chosen in (False, True):
+        if is_chosen:
+            monkeypatch.setattr(RaBitQCache, "covers", lambda method, length: False)
+        with sparse_attention(model, RaBitQCache(**{**SMALL, "top_p": 1})):
+            cache = SparseCache.for_model(model, max_cache_len=max_cache_len)
+            model(ids, past_key_values=cache)
+            found = decode(model, cache, steps)
+            stats = sparse_attention_stats(model)
+        assert (stats.metadata_bytes > 0) == is_chosen
+        assert stats.kv_bytes == stats.dense_bytes
+        torch.testing.assert_close(found, whole, **ROUNDING)
 
 
 @pytest.mark.parametrize(
