@@ -119,7 +119,10 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in _joined(summaries):
-            lines += details(summary, _cells(summary), _table) if diverges(summary) else _benchmark(summary)
+            if not diverges(summary):
+                lines += _benchmark(summary)
+                continue
+            lines += [*details(summary, _cells(summary), _table), *_by_position(summary["table"])]
     return "\n".join(lines)
 
 
@@ -234,7 +237,6 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         heading,
         settings,
         _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
-        *_by_position(entries),
         '<details markdown="1"><summary>What it cost</summary>\n',
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
