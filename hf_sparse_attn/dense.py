@@ -36,7 +36,8 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     torch.Tensor
         Same shape as ``query``.
     """
-    keys, values = layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length]
+    rows = layer.rows
+    keys, values = rows.keys[:, :, : layer.length], rows.values[:, :, : layer.length]
     if not layer.method.needs_mask:
         mask = _mask_by_bounds(query.shape[2], layer)
     if layer.method.rotates_keys:

@@ -35,6 +35,8 @@ class Patch:
     """Instance attributes that patching replaced."""
     rope_tables: RopeTables | None = None
     """Rotations for a method that caches keys before RoPE."""
+    kv_storage: str = "device"
+    """Where the caches that ``generate()`` and ``forward`` create keep K and V: ``"device"`` or ``"host"``."""
     takes_prefix: bool = False
     """Whether the model belongs to a PEFT model that passes a learned prefix in a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()

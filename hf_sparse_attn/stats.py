@@ -71,15 +71,16 @@ class LayerCounter:
     def read(self) -> LayerStats:
         """Wait for the device and return the totals."""
         tokens, dense_tokens, metadata_bytes, steps = self.totals.tolist() if hasattr(self, "totals") else (0, 0, 0, 0)
+        kv_bytes = (tokens + self._host_tokens) * self._token_bytes
         own = self.own.tolist() if hasattr(self, "own") else [0] * len(self._names)
         return LayerStats(
             decode_steps=steps + self._host_steps,
             tokens_read=tokens + self._host_tokens,
-            kv_bytes=(tokens + self._host_tokens) * self._token_bytes,
+            kv_bytes=kv_bytes,
             metadata_bytes=metadata_bytes,
             dense_bytes=(dense_tokens + self._host_dense_tokens) * self._token_bytes,
             method_counts=dict(zip(self._names, own, strict=True)),
-            **({} if self._traffic is None else self._traffic.totals()),
+            **({} if self._traffic is None else self._traffic.totals(kv_bytes)),
         )
 
 

@@ -23,7 +23,7 @@ from hf_sparse_attn import (
 from hf_sparse_attn.patch.generation import static_capacity
 from hf_sparse_attn.rope import decoder_rotary
 from tests import models
-from tests.methods.toy import TokenTopK
+from tests.methods.toy import TokenTopK, UnboundedQuest
 from tests.models import FAMILIES, random_ids
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -131,6 +131,24 @@ def test_every_kind_of_method_compiles(method):
     for lengths in ((150, 90), (80, 80), (210, 3)):
         assert_as_eager(model, padded(lengths))
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "method",
+    [SMALL, KeyCodes(token_budget=48, page_size=16), UnboundedQuest(token_budget=48)],
+    ids=lambda method: method.name,
+)
+def test_steps_over_host_memory_compile_and_give_the_tokens_of_the_device(method, backend):
+    prompts = [padded(lengths) for lengths in ((150, 90), (80, 80), (210, 3))]
+    model = patch_model(make_model("llama"), method)
+    expected = [model.generate(**prompt, **GREEDY, disable_compile=True) for prompt in prompts]
+    patch_model(model, method, kv_storage="host")
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert_as_eager(model, prompt, backend)
+        assert torch.equal(model.generate(**prompt, **compiled(backend)), tokens)
+    assert graphs() == 1
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize(("levels", "backend"), [(1, "eager"), (2, "eager"), (1, "aot_eager")])
@@ -371,9 +389,24 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
     ids=lambda method: method.name,
 )
 def test_cuda_graphs_replay_the_step(method, family):
-    model = make_model(family)
+    model = patch_model(make_model(family), method)
+    check_cuda_graphs(model)
+    unpatch_model(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [SMALL, KeyCodes(token_budget=48, page_size=16)], ids=lambda method: method.name)
+def test_cuda_graphs_replay_the_step_over_host_memory(method):
+    model = patch_model(make_model("llama"), method)
+    expected = model.generate(**padded((300, 290, 201)), **GREEDY, disable_compile=True)
+    patch_model(model, method, kv_storage="host")
+    assert torch.equal(check_cuda_graphs(model), expected)
+    unpatch_model(model)
+
+
+def check_cuda_graphs(model):
+    """Assert that recorded steps give the tokens and stats of eager ones, and return the tokens."""
     inputs = padded((300, 290, 201))
-    patch_model(model, method)
     expected = model.generate(**inputs, **GREEDY, disable_compile=True)
     expected_stats = sparse_attention_stats(model)
     for _ in range(3):
@@ -382,4 +415,4 @@ def test_cuda_graphs_replay_the_step(method, family):
     assert graphs() == 1
     assert not counters["graph_break"]
     assert counters["inductor"]["cudagraph_skips"] == 0
-    unpatch_model(model)
+    return expected

@@ -10,6 +10,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_sparse_attn.cache.forward_pass import ForwardPass
+from hf_sparse_attn.cache.host.prompts import PromptStages
+from hf_sparse_attn.cache.host.room import check_host_room, check_kv_storage
+from hf_sparse_attn.cache.host.storage import GrowingHostStorage, HostStorage, StaticHostStorage
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.blocks import SharedBlocks
@@ -18,7 +21,7 @@ from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
-from hf_sparse_attn.patched import base_model, patched_method
+from hf_sparse_attn.patched import base_model, get_patch, patched_method
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -60,12 +63,15 @@ class SparseCache(Cache):  # type: ignore[misc]
     keep_queries
         Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them,
         and with them the mean of all of the prompt's queries.
+    kv_storage
+        Where keys and values lie: ``"device"``, or ``"host"`` for pinned host memory, which the kernels of decode steps
+        read themselves. Metadata and dense layers stay on the device.
 
     Raises
     ------
     ValueError
-        ``max_cache_len`` is below 1, a layer of the model is neither full nor sliding-window attention, or ``prefix``
-        fits neither the method nor the layers.
+        ``max_cache_len`` is below 1, a layer of the model is neither full nor sliding-window attention, ``prefix``
+        fits neither the method nor the layers, or the method does not support ``kv_storage``.
     """
 
     def __init__(
@@ -77,15 +83,23 @@ class SparseCache(Cache):  # type: ignore[misc]
         prefix: Sequence[Prefix] | None = None,
         prefix_hash: str | None = None,
         keep_queries: int = 0,
+        kv_storage: str = "device",
     ) -> None:
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
+        check_kv_storage(kv_storage, self.method)
+        self.kv_storage = kv_storage
+        self._stages = PromptStages()
 
         offload = self.method.offloading
         self._offloaded = None if offload is None else SharedBlocks(offload, config.num_key_value_heads)
 
         def storage(method: SparseMethod) -> Storage:
+            if kv_storage == "host" and method is not FULL:
+                if max_cache_len is None:
+                    return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
+                return StaticHostStorage(self._stages, method.selection_size, max_cache_len)
             if self._offloaded is None:
                 return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
             room = (max_cache_len or initial_capacity, max_cache_len)
@@ -128,7 +142,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The model is not patched.
         """
-        return cls(base_model(model).config, patched_method(model), max_cache_len)
+        return cls(
+            base_model(model).config, patched_method(model), max_cache_len, kv_storage=get_patch(model).kv_storage
+        )
 
     def fork(self, method: SparseMethod | str) -> SparseCache:
         """Create a cache for a method that starts with the tokens cached here, without copying keys or values.
@@ -144,10 +160,11 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
-            queries than the cache keeps, the methods offload differently, or the cache has a prefix, which belongs to
-            its method.
+            queries than the cache keeps, the methods offload differently, the method does not support the cache's
+            ``kv_storage``, or the cache has a prefix, which belongs to its method.
         """
         new_method = make_method(method)
+        check_kv_storage(self.kv_storage, new_method)
         if new_method.offloading != self.method.offloading:
             raise ValueError(
                 f"method={new_method} keeps keys and values elsewhere than the cache of {self.method}: offload, "
@@ -285,6 +302,8 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with "
                 f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
             )
+        if self._pass is None and not self.is_traced:
+            self._stages.end_pass()
         visible: tuple[torch.Tensor, torch.Tensor]
         visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return visible
@@ -337,6 +356,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         if not self.shared.prompt_is_open:
             self._finished_at = cached  # decode steps keep up what the method made of the prompt
         self._pass = forward_pass
+        self._stages.begin_pass()
         self.left_out = [*self.left_out, *(self.fed + place for place in left_out)]
         if forward_pass.is_decode_step:
             if self.shared.prompt_is_open:
@@ -348,6 +368,15 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Raise ``ValueError`` if the device cannot hold at once what a step over so many rows reads."""
         if self._offloaded is not None:
             self._offloaded.check_rows(rows)
+
+    def check_host(self, rows: int, num_new: int, token_bytes: int) -> None:
+        """Raise ``RuntimeError`` if host memory has no room for what the first tokens allocate.
+
+        ``token_bytes`` are those of a layer's keys and values.
+        """
+        layers = [layer.storage for layer in self.sparse_layers if isinstance(layer.storage, HostStorage)]
+        if layers and not any(layer.is_initialized for layer in self.sparse_layers):
+            check_host_room(len(layers) * rows * token_bytes, layers[0].first_capacity(num_new))
 
     @property
     def fed(self) -> int:
@@ -382,6 +411,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     def end_call(self, failed: bool = False) -> ForwardPass | None:
         """End a forward pass and return it; None for a compiled step. Undo the pass if it failed."""
         forward_pass = self._pass
+        if forward_pass is not None:
+            self._stages.end_pass()
         if failed:
             self.recover()
         self._pass = self.shared.padding = None
@@ -402,6 +433,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         cached, forward_pass = self.length, self._pass
         self._pass = self.shared.padding = None
         if forward_pass is not None:
+            self._stages.end_pass()
             forward_pass.undo()
             cached = forward_pass.cached  # not the layers' minimum: all may hold a prompt's first chunks
         elif all(lengths.known_length in (None, cached) for lengths in self.lengths):

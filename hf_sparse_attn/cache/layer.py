@@ -94,8 +94,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> torch.Tensor:
         """[batch, kv_heads, capacity, head_dim], after RoPE, or before it if the method sets ``rotates_keys``.
 
-        If the method offloads, their contents are valid in passes over several tokens only: see :attr:`newest` and
-        :meth:`present`.
+        If the method offloads, their contents are valid in passes over several tokens only; with
+        ``kv_storage="host"``, between these passes only. :attr:`rows`, :attr:`newest` and :meth:`present` serve both.
         """
         return self.storage.keys
 
@@ -167,6 +167,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def newest(self) -> Rows:
         """The rows for an op that reads and writes nothing but the newest block of each, in a decode step or a crop."""
         return self.storage.newest(self.lengths)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows for an op that reads all their tokens, in a pass over several tokens."""
+        return self.storage.rows(self.lengths)
 
     def present(self, selection: Selection) -> Iterable[Present]:
         """Return where an op finds the selected blocks of a decode step, after :meth:`append`.
@@ -446,7 +451,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = method
         fork.keep_queries = max(self.keep_queries, method.keeps_queries)
-        fork.storage = self.storage.fork(self.held)
+        fork.storage = self.storage.fork(self.held, method.selection_size)
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared
         if self.is_initialized:

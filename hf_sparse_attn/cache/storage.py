@@ -15,7 +15,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.traffic import Traffic
 
 if TYPE_CHECKING:
-    from hf_sparse_attn.methods.base import Selection
+    from hf_sparse_attn.methods.base import Selection, SelectionSize
     from hf_sparse_attn.stats import LayerCounter
 
 MIN_CAPACITY = 64
@@ -88,6 +88,10 @@ class Storage(ABC):
         """Create empty buffers for tokens like these, [batch, kv_heads, tokens, head_dim]."""
 
     @abstractmethod
+    def first_capacity(self, tokens: int) -> int:
+        """Return the capacity of buffers that are created for a first pass over so many tokens."""
+
+    @abstractmethod
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Replace the metadata by ``make(self)``."""
 
@@ -104,6 +108,10 @@ class Storage(ABC):
 
     def newest(self, lengths: Lengths) -> Rows:
         """Return the rows for an op that reads and writes nothing but the newest block of each."""
+        return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
+
+    def rows(self, lengths: Lengths) -> Rows:
+        """Return the rows for an op that reads all their tokens, in a pass over several tokens."""
         return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
 
     def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterable[Present]:
@@ -158,8 +166,11 @@ class Storage(ABC):
             fresh = make(self)
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
 
-    def fork(self, tokens: int) -> Storage:
-        """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens."""
+    def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
+        """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens.
+
+        ``size`` is that of the selections of the fork's method.
+        """
         fork = copy.copy(self)
         fork.metadata, fork.shared_tokens = {}, tokens
         return fork
@@ -196,10 +207,14 @@ class GrowingStorage(Storage):
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Create empty buffers with room for at least these tokens."""
-        capacity = max(self.initial_capacity, key_states.shape[2])
+        capacity = self.first_capacity(key_states.shape[2])
         with lasting_tensors():
             self.keys = _empty(key_states, capacity)
             self.values = _empty(value_states, capacity)
+
+    def first_capacity(self, tokens: int) -> int:
+        """Return the initial capacity, or the number of tokens if that is larger."""
+        return max(self.initial_capacity, tokens)
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Replace the metadata by ``make(self)``, in any inference mode."""
@@ -213,10 +228,14 @@ class GrowingStorage(Storage):
         capacity = max(length, grown_capacity(self.capacity))
         self.shared_tokens = 0
         with lasting_tensors():
-            self.keys = enlarged(self.keys, _empty(self.keys, capacity))
-            self.values = enlarged(self.values, _empty(self.values, capacity))
+            self.enlarge(capacity)
             grown = make(self)
             self.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
+
+    def enlarge(self, capacity: int) -> None:
+        """Replace the buffers by larger ones with the same tokens."""
+        self.keys = enlarged(self.keys, _empty(self.keys, capacity))
+        self.values = enlarged(self.values, _empty(self.values, capacity))
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Copy the tokens to the end of the rows."""
@@ -273,6 +292,10 @@ class StaticStorage(Storage):
         with lasting_tensors():
             self.keys = mark_static(_empty(key_states, self.max_tokens).zero_(), dynamic_dims=(2,))
             self.values = mark_static(_empty(value_states, self.max_tokens).zero_(), dynamic_dims=(2,))
+
+    def first_capacity(self, tokens: int) -> int:
+        """Return the maximum number of tokens."""
+        return self.max_tokens
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Replace the metadata, and mark the sizes that depend on the capacity."""

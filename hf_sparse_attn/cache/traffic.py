@@ -40,8 +40,11 @@ class Traffic:
         if len(self._waits) > MOST_PENDING:
             self._collect([wait for wait in self._waits if wait[1].query()])
 
-    def totals(self) -> dict[str, Any]:
-        """Return the totals by the names of the fields of ``LayerStats``. Waits for the device."""
+    def totals(self, kv_bytes: int) -> dict[str, Any]:
+        """Return the totals by the names of the fields of ``LayerStats``. Waits for the device.
+
+        ``kv_bytes`` are those that decode steps have read, wherever they were.
+        """
         self._collect_all()
         names = ("blocks_read", "blocks_hit", "bytes_loaded", "bytes_stored")
         return {"stall_seconds": self._stall_seconds, **{name: getattr(self, name) for name in names}}

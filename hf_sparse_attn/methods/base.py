@@ -53,6 +53,15 @@ class Offload(NamedTuple):
         return self.gpu_cache_tokens // self.block_size * layers * kv_heads
 
 
+class SelectionSize(NamedTuple):
+    """Size of the selections of a method whose steps read K and V by :meth:`SparseMethod.attend` alone."""
+
+    block_size: int
+    """Tokens in a block."""
+    blocks: int | None
+    """Maximum number of blocks for a row and KV head; None if it is not fixed."""
+
+
 @dataclass(frozen=True)
 class SparseMethod:
     """A sparse-attention method: hyperparameters as fields, rules as methods, no state.
@@ -151,6 +160,16 @@ class SparseMethod:
     def resident(self) -> SparseMethod:
         """The same method with K and V on the device."""
         return self
+
+    @property
+    def selection_size(self) -> SelectionSize | None:
+        """Size of a step's selection if ``kv_storage="host"`` may hold K and V; None if it may not.
+
+        It may if decode steps read K and V by :meth:`attend`, and otherwise only a few tokens: the newest block's. In
+        passes over several tokens :meth:`update_metadata` and :meth:`prefill` must read ``layer.rows``, not
+        ``layer.keys`` or ``layer.values``.
+        """
+        return None
 
     @property
     def keeps_queries(self) -> int:

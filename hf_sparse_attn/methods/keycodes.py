@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import select_tokens_by_score
 
-from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.coded import CodedMethod
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ class KeyCodes(CodedMethod):
             f"at least {always_read}: the first sink_tokens={self.sink_tokens} and a page of {self.page_size}",
         )
         self._require_query_centre()
+
+    @property
+    def selection_size(self) -> SelectionSize:
+        """Size of a step's selection: single tokens."""
+        return SelectionSize(1, self.token_budget)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

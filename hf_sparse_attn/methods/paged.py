@@ -132,7 +132,7 @@ class PagedMethod(SparseMethod, partial=True):
         Channel exponents adapt to every call of a prompt: fixed by a short first call, such as a chat's first turn,
         they would fit later text badly. A decode step keeps them, and a page with larger keys raises its own exponent.
         """
-        rows = layer.newest if num_new == 1 else layer
+        rows = layer.newest if num_new == 1 else layer.rows
         page_bounds(
             rows.keys,
             seq_start=rows.seq_start,

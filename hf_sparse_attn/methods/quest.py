@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import append_and_select, select_blocks
 
-from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.paged import PagedMethod
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ class Quest(PagedMethod):
     @property
     def _pages_at_once(self) -> tuple[int, str]:
         return self.num_pages - 1, "the selection without the newest"
+
+    @property
+    def selection_size(self) -> SelectionSize:
+        """Size of a step's selection: pages."""
+        return SelectionSize(self.page_size, self.num_pages)
 
     @property
     def num_pages(self) -> int:

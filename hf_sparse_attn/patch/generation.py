@@ -100,16 +100,17 @@ class PrepareCache(StandIn):
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
         """Create a static cache if ``generate()`` compiles its decode step or asks for one, else a growing cache."""
-        config, method = self.model.config, patched_method(self.model)
+        config, patch = self.model.config, get_patch(self.model)
+        method, kv_storage = patch.method, patch.kv_storage
         tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
         wanted = generation_config.cache_implementation
         if wanted == "static" or (wanted is None and not generation_config.disable_compile):
-            static = SparseCache(config, method, static_capacity(tokens))
+            static = SparseCache(config, method, static_capacity(tokens), kv_storage=kv_storage)
             if wanted == "static" or self.model._valid_auto_compile_criteria(
                 {"past_key_values": static}, generation_config
             ):
                 return static
-        return SparseCache(config, method, initial_capacity=max_cache_length)
+        return SparseCache(config, method, initial_capacity=max_cache_length, kv_storage=kv_storage)
 
 
 def _check_padding(attention_mask: Any) -> None:

@@ -17,7 +17,7 @@ from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, get_patch
-from hf_sparse_attn.rope import max_positions
+from hf_sparse_attn.rope import head_dim_of, max_positions
 
 
 class DecoderHooks:
@@ -86,12 +86,15 @@ class DecoderHooks:
         if cache is None:
             use_cache = kwargs.get("use_cache")
             use_cache = self.model.config.use_cache if use_cache is None else use_cache
-            return SparseCache(self.model.config, patch.method) if use_cache else None
+            return self._new_cache(patch) if use_cache else None
         if patch.takes_prefix and type(cache) is DynamicCache:
-            return with_prefix(SparseCache(self.model.config, patch.method), cache)
+            return with_prefix(self._new_cache(patch), cache)
         check_cache(cache, patch.method)
         checked: SparseCache = cache
         return checked
+
+    def _new_cache(self, patch: Patch) -> SparseCache:
+        return SparseCache(self.model.config, patch.method, kv_storage=patch.kv_storage)
 
     def _begin(
         self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], patch: Patch
@@ -107,6 +110,8 @@ class DecoderHooks:
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
+        token_bytes = 2 * config.num_key_value_heads * head_dim_of(config) * self.model.dtype.itemsize
+        cache.check_host(_tokens(kwargs).shape[0], query_length, token_bytes)
         cache.shared.recorder = patch.recorder
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared

@@ -27,7 +27,7 @@ from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.support import check_supported, has_prefix
-from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, patched_method, set_patch
+from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 if TYPE_CHECKING:
@@ -72,7 +72,11 @@ AttentionMaskInterface.register(UNMASKED_IMPLEMENTATION, _padding_mask)
 
 
 def patch_model(
-    model: PreTrainedModel, method: str | SparseMethod = "quest", **hyperparameters: Any
+    model: PreTrainedModel,
+    method: str | SparseMethod = "quest",
+    *,
+    kv_storage: str = "device",
+    **hyperparameters: Any,
 ) -> PreTrainedModel:
     """Make a model's attention sparse. ``generate()`` and ``forward`` are called as before.
 
@@ -85,6 +89,10 @@ def patch_model(
         around one.
     method
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
+    kv_storage
+        Where the caches that the model creates keep K and V: ``"device"``, or ``"host"`` for pinned host memory, which
+        the kernels of decode steps read themselves, so that a context need not fit into the device's memory. KeyCodes,
+        Quest and ArkVale allow it.
     hyperparameters
         The method's parameters, if ``method`` is a name.
 
@@ -98,7 +106,7 @@ def patch_model(
     TypeError
         ``model`` or ``method`` has the wrong type.
     ValueError
-        The architecture, the model's state or a hyperparameter is not supported.
+        The architecture, the model's state, ``kv_storage`` or a hyperparameter is not supported.
 
     Examples
     --------
@@ -109,9 +117,9 @@ def patch_model(
     checked = make_method(method, **hyperparameters)
     inner = base_model(model)
     takes_prefix = has_prefix(model)
-    check_supported(inner, checked, takes_prefix)
+    check_supported(inner, checked, takes_prefix, kv_storage)
     recorder = _take_out(inner).recorder if is_patched(inner) else None
-    _put_in(inner, checked, takes_prefix, recorder)
+    _put_in(inner, checked, kv_storage, takes_prefix, recorder)
     return model
 
 
@@ -132,27 +140,42 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def sparse_attention(
-    model: PreTrainedModel, method: str | SparseMethod = "quest", **hyperparameters: Any
+    model: PreTrainedModel,
+    method: str | SparseMethod = "quest",
+    *,
+    kv_storage: str = "device",
+    **hyperparameters: Any,
 ) -> Iterator[PreTrainedModel]:
     """Patch a model inside a ``with`` block, with the arguments of :func:`patch_model`.
 
-    A model that was patched before gets its former method back at the end.
+    A model that was patched before gets its former method and ``kv_storage`` back at the end.
     """
-    former = patched_method(model) if is_patched(model) else None
-    patch_model(model, method, **hyperparameters)
+    former = get_patch(model) if is_patched(model) else None
+    patch_model(model, method, kv_storage=kv_storage, **hyperparameters)
     try:
         yield model
     finally:  # no checks here: patch_model has checked the former state
         inner = base_model(model)
         recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
-            _put_in(inner, former, has_prefix(model), recorder)
+            _put_in(inner, former.method, former.kv_storage, has_prefix(model), recorder)
 
 
-def _put_in(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool, recorder: SelectionRecord | None) -> None:
+def _put_in(
+    model: PreTrainedModel,
+    method: SparseMethod,
+    kv_storage: str,
+    takes_prefix: bool,
+    recorder: SelectionRecord | None,
+) -> None:
     decoder = model.get_decoder()
     patch = Patch(
-        method, stock_config=model.config, config=copy.copy(model.config), takes_prefix=takes_prefix, recorder=recorder
+        method,
+        stock_config=model.config,
+        config=copy.copy(model.config),
+        kv_storage=kv_storage,
+        takes_prefix=takes_prefix,
+        recorder=recorder,
     )
     _replace_config(model, patch.stock_config, patch.config)
     model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)

@@ -15,7 +15,9 @@ MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
 
 
-def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: bool = False) -> None:
+def check_supported(
+    model: PreTrainedModel, method: SparseMethod, takes_prefix: bool = False, kv_storage: str = "device"
+) -> None:
     """Raise if the model cannot be patched with the method."""
     if takes_prefix and method.rotates_keys:
         raise ValueError(
@@ -38,7 +40,7 @@ def check_supported(model: PreTrainedModel, method: SparseMethod, takes_prefix: 
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
     method.check_model(model)
-    cache = SparseCache(config, method)
+    cache = SparseCache(config, method, kv_storage=kv_storage)
     full_attention = cache.sparse_layers
     if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
         raise ValueError(

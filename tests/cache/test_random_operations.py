@@ -39,7 +39,7 @@ from hf_sparse_attn import (
 from hf_sparse_attn.methods.coded import CodedMethod
 from hf_sparse_attn.methods.paged import PagedMethod
 from hf_sparse_attn.patched import is_patched
-from tests.methods.toy import MassThreshold, TokenTopK
+from tests.methods.toy import MassThreshold, MassThresholdInHostMemory, TokenTopK
 from tests.models import POSITIONS, VOCABULARY, make_model
 
 MAX_TOKENS = 90  # growing buffers begin with room for 64
@@ -74,6 +74,13 @@ MORE_METHODS = {
     ),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
+IN_HOST_MEMORY = {
+    "quest": METHODS["quest"],
+    "keycodes": METHODS["keycodes"],
+    "arkvale": METHODS["arkvale"],
+    "toy": MassThresholdInHostMemory(threshold=2.0, block_size=4),
+}
+"""Methods that run with ``kv_storage="host"`` too; the selections of the last one have no maximum size."""
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 PLACES = ["embed_tokens", "layers.0.mlp", "layers.1.input_layernorm", "layers.1.mlp", "norm"]
 ERRORS = [RuntimeError, KeyboardInterrupt]
@@ -192,12 +199,12 @@ some_new_tokens = st.one_of(st.just(1), st.just(1), st.integers(2, 30))
 class Operations(RuleBasedStateMachine):
     """The operations on one cache of a patched model."""
 
-    def __init__(self, method, is_static, device):
+    def __init__(self, method, is_static, device, kv_storage):
         super().__init__()
-        self.method, self.is_static, self.device = method, is_static, device
+        self.method, self.is_static, self.device, self.kv_storage = method, is_static, device, kv_storage
         # RoPE's tables are float32, and so are the norms, which a GPU adds up in an order that depends on the shape.
         self.tolerance = 1e-4 if method.rotates_keys or device == "cuda" else 1e-6
-        self.model = patch_model(models(device)[0], method)
+        self.model = patch_model(models(device)[0], method, kv_storage=kv_storage)
         self.mode = torch.no_grad
         self.rows = Rows.empty(1)
         self.cache = self.new_cache()
@@ -210,7 +217,8 @@ class Operations(RuleBasedStateMachine):
             unpatch_model(self.model)
 
     def new_cache(self):
-        return SparseCache(self.model.config, self.method, MAX_TOKENS if self.is_static else None)
+        max_cache_len = MAX_TOKENS if self.is_static else None
+        return SparseCache(self.model.config, self.method, max_cache_len, kv_storage=self.kv_storage)
 
     def draw_tokens(self, batch, number, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -384,7 +392,7 @@ class Operations(RuleBasedStateMachine):
     @rule()
     def patch_anew(self):
         unpatch_model(self.model)
-        patch_model(self.model, self.method)
+        patch_model(self.model, self.method, kv_storage=self.kv_storage)
 
     @rule(number=some_new_tokens, seed=numbers, starts=st.lists(numbers, min_size=1, max_size=3))
     @precondition(lambda self: not self.method.rotates_keys and self.is_settled)
@@ -395,7 +403,7 @@ class Operations(RuleBasedStateMachine):
             try:
                 self.call(rows, number, self.cache, needs_mask=True)
             finally:
-                patch_model(self.model, self.method)
+                patch_model(self.model, self.method, kv_storage=self.kv_storage)
             self.rows = rows
 
     @rule(method=st.sampled_from(list(METHODS.values())), seed=numbers)
@@ -543,12 +551,12 @@ class Operations(RuleBasedStateMachine):
                     assert torch.equal(metadata[name][row, :, :held], anew[name][row, :, :held])
 
 
-def run(method, is_static, device, monkeypatch, examples):
+def run(method, is_static, device, monkeypatch, examples, kv_storage="device"):
     if method.sparse_phases:
         monkeypatch.setattr(type(method), "covers", lambda self, length: False)
     with use_impl("reference"):
         run_state_machine_as_test(
-            lambda: Operations(method, is_static, device),
+            lambda: Operations(method, is_static, device, kv_storage),
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=20,
@@ -566,7 +574,7 @@ def on_devices(methods):
     on_cuda = [
         pytest.param(method, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
         for name, method in methods.items()
-        if isinstance(method, PagedMethod) and method.offload
+        if methods is IN_HOST_MEMORY or (isinstance(method, PagedMethod) and method.offload)
     ]
     return pytest.mark.parametrize(("method", "device"), on_cpu + on_cuda)
 
@@ -578,6 +586,19 @@ storages = pytest.mark.parametrize("is_static", [False, True], ids=["growing", "
 @on_devices(METHODS)
 def test_any_sequence_of_operations(method, device, is_static, monkeypatch):
     run(method, is_static, device, monkeypatch, examples=12)
+
+
+@storages
+@on_devices(IN_HOST_MEMORY)
+def test_any_sequence_of_operations_in_host_memory(method, device, is_static, monkeypatch):
+    run(method, is_static, device, monkeypatch, examples=12, kv_storage="host")
+
+
+@pytest.mark.grid
+@storages
+@on_devices(IN_HOST_MEMORY)
+def test_many_sequences_of_operations_in_host_memory(method, device, is_static, monkeypatch):
+    run(method, is_static, device, monkeypatch, examples=200, kv_storage="host")
 
 
 @pytest.mark.grid

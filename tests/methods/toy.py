@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 from hf_sparse_attn_kernels import select_blocks
 
-from hf_sparse_attn.methods import Selection, SparseMethod
+from hf_sparse_attn.methods import Quest, Selection, SparseMethod
+from hf_sparse_attn.methods.base import SelectionSize
 
 
 def unrounded(x):
@@ -81,6 +83,41 @@ class MassThreshold(SparseMethod):
         ranks = torch.arange(num_blocks, device=query.device)
         indices = order.masked_fill(ranks >= counts[..., None], -1)
         return Selection(indices.int(), counts.int(), self.block_size)
+
+
+@dataclass(frozen=True)
+class MassThresholdInHostMemory(MassThreshold):
+    """The same with ``kv_storage="host"``: a prompt's sums come from ``layer.rows``."""
+
+    name: ClassVar[str] = "toy-mass-threshold-in-host-memory"
+
+    @property
+    def selection_size(self):
+        return SelectionSize(self.block_size, None)
+
+    def update_metadata(self, layer, num_new):
+        super().update_metadata(
+            layer
+            if num_new == 1
+            else SimpleNamespace(
+                keys=layer.rows.keys,
+                seq_start=layer.seq_start,
+                length=layer.length,
+                metadata=layer.metadata,
+            ),
+            num_new,
+        )
+
+
+@dataclass(frozen=True)
+class UnboundedQuest(Quest):
+    """Quest, as if its selections had no maximum size: steps read them straight from host memory."""
+
+    name: ClassVar[str] = "toy-unbounded-quest"
+
+    @property
+    def selection_size(self):
+        return SelectionSize(self.page_size, None)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from hf_sparse_attn.cache.offload.blocks import KeysAndValues, Shape, SharedBloc
 from hf_sparse_attn.cache.offload.loading import BlockLoader
 from hf_sparse_attn.cache.storage import Rows, Storage, enlarged, grown_capacity
 from hf_sparse_attn.cache.traffic import Traffic
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.methods.base import SelectionSize
 
 
 class OffloadStorage(BlockLoader):
@@ -277,7 +280,7 @@ class OffloadStorage(BlockLoader):
         self._starts = tuple(self._starts[row] for row in order) if self._starts else ()
         self._enter()
 
-    def fork(self, tokens: int) -> Storage:
+    def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
         """Return a storage over the same host buffers, without metadata and with no block in the pool."""
         self.settle()
         fork = super().fork(tokens)

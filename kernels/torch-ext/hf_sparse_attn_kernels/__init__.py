@@ -6,7 +6,7 @@ from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .codes.mass_ops import select_tokens_by_mass
 from .codes.ops import code_scores, encode_keys, select_tokens_by_score
 from .kmeans.ops import cluster_sums, nearest_centres
-from .offload.ops import load_blocks
+from .offload.ops import keep_chosen, load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
 from .pages.step_ops import append_and_rank, append_and_select
 from .progressive.ops import progressive_decode, rank_blocks
@@ -21,6 +21,7 @@ __all__ = [
     "code_scores",
     "dense_decode",
     "encode_keys",
+    "keep_chosen",
     "load_blocks",
     "lookup_runs",
     "mean_query",

@@ -1,0 +1,1 @@
+"""Keys and values in pinned host memory that kernels of the device read and write themselves."""

@@ -1,0 +1,150 @@
+"""Pinned host memory as tensors of a device. All that is particular to CUDA's unified addressing is in this file."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_sparse_attn.cache.lasting import lasting_tensors
+
+PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+PAGE_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")  # fewer pages to pin, which a forked process must not copy
+MEMORY_INFO = Path("/proc/meminfo")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+CONTROL_GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Limit and use of memory, in versions 2 and 1."""
+
+
+class HostBuffer(NamedTuple):
+    """One block of host memory, seen from both sides."""
+
+    host: torch.Tensor
+    """On the CPU, for copies by the device's copy engines."""
+    alias: torch.Tensor
+    """The same memory at the same address as a tensor of the device, for kernels. On a CPU, :attr:`host` itself."""
+
+
+class PinnedPages:
+    """Pages of host memory that a CUDA device can address.
+
+    The pages have exactly the size asked for: PyTorch's own pinned allocator rounds up to a power of two, which may
+    double the gigabytes of a long context. They are unpinned and freed once no tensor shows them.
+
+    Parameters
+    ----------
+    num_bytes
+        Size, at least 1.
+    device
+        The device.
+
+    Raises
+    ------
+    RuntimeError
+        The memory cannot be pinned.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in PAGE_ADVICE:
+            if hasattr(mmap, advice):
+                with suppress(OSError):  # a kernel without it
+                    pages.madvise(getattr(mmap, advice))
+        self.host = torch.frombuffer(pages, dtype=torch.uint8)
+        address = self.host.data_ptr()
+        with torch.cuda.device(device):
+            runtime = _runtime()
+            error = runtime.cudaHostRegister(address, num_bytes, PORTABLE | MAPPED)
+        if error != runtime.cudaError.success:
+            raise RuntimeError(
+                f"kv_storage='host': {num_bytes / 2**30:.2f} GiB of host memory cannot be pinned "
+                f"({runtime.cudaGetErrorString(error)}): free host memory, raise the limit on locked memory "
+                "(ulimit -l), lower the batch or the context, or use kv_storage='device'"
+            )
+        weakref.finalize(self, _unpin, pages, address, device).atexit = False
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _unpin(pages: mmap.mmap, address: int, device: torch.device) -> None:
+    """Unpin pages, which are freed with the last reference to them, after the work that may still use them."""
+    torch.cuda.synchronize(device)
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    cudart: Any = torch.cuda.cudart  # untyped
+    return cudart()
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> HostBuffer:
+    """Allocate lasting host memory of zeros for a device, pinned unless the device is a CPU.
+
+    Raises
+    ------
+    ValueError
+        The device is neither CUDA nor a CPU.
+    RuntimeError
+        The memory cannot be pinned, or has another address on the device.
+    """
+    with lasting_tensors():
+        if device.type == "cpu":
+            zeros = torch.zeros(shape, dtype=dtype)
+            return HostBuffer(zeros, zeros)
+        if device.type != "cuda":
+            raise ValueError(f"kv_storage='host' needs a model on CUDA or on a CPU, got {device}")
+        pages = PinnedPages(max(1, prod(shape) * dtype.itemsize), device)
+        # The alias holds a reference to the pages' owner. New tensors over the memory, since views are slow to trace.
+        alias: Any = torch.as_tensor(pages, device=device)
+        if alias.data_ptr() != pages.host.data_ptr():
+            raise RuntimeError(
+                f"kv_storage='host' needs unified addressing of pinned host memory, which {device} lacks"
+            )
+        host, shown = (_over(memory, shape, dtype) for memory in (pages.host, alias))
+        return HostBuffer(host, shown)
+
+
+def _over(memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over a memory's bytes that is no view of another."""
+    contiguous = torch.empty(shape, device="meta").stride()
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), 0, shape, contiguous)
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of host memory that can still be allocated, in a container too; None if Linux does not say."""
+    found = [left for left in (_left_in_system(), _left_in_container()) if left is not None]
+    return min(found, default=None)
+
+
+def _left_in_system() -> int | None:
+    with suppress(OSError, KeyError):
+        return _fields(MEMORY_INFO)["MemAvailable:"] * 1024
+    return None
+
+
+def _left_in_container() -> int | None:
+    """Return what the process's control group leaves of its limit; cached files count as free. None without a limit."""
+    for limit, used in CONTROL_GROUP_FILES:
+        with suppress(OSError, KeyError, ValueError):  # another version of control groups, or no limit: "max"
+            cached = _fields((CONTROL_GROUP / used).with_name("memory.stat"))["inactive_file"]
+            return int((CONTROL_GROUP / limit).read_text()) - int((CONTROL_GROUP / used).read_text()) + cached
+    return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines() if line}

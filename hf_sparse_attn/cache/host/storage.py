@@ -1,0 +1,205 @@
+"""A layer's keys and values in host memory, read and written there by the kernels of decode steps."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_sparse_attn.cache.host.kept import KeptBlocks
+from hf_sparse_attn.cache.host.memory import host_zeros
+from hf_sparse_attn.cache.host.prompts import KeysAndValues, PromptStage, PromptStages
+from hf_sparse_attn.cache.host.traffic import HostTraffic
+from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
+from hf_sparse_attn.cache.lengths import Lengths
+from hf_sparse_attn.cache.storage import GrowingStorage, Present, Rows, StaticStorage, Storage
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.methods.base import Selection, SelectionSize
+    from hf_sparse_attn.stats import LayerCounter
+
+COPIED_TOKENS = 4096
+"""Tokens of a row that pass through the device at once when rows are copied or reordered."""
+
+
+class HostStorage(Storage):
+    """Buffers in host memory, under the addresses that the device's kernels use for them.
+
+    Mixed into a kind of storage, which it gives other memory: :attr:`keys` and :attr:`values` are tensors of the
+    device, but their contents lie on the host. A decode step writes and reads them there, so neither the host nor a
+    copy takes part in it. A pass over several tokens reads :meth:`rows`, which are on the device.
+
+    Parameters
+    ----------
+    stages
+        The memory of the cache's devices for passes over several tokens.
+    size
+        Size of the selections of the layer's method. With a maximum, the blocks of the last steps' selections are kept
+        on the device, and a step reads the others in host memory; without one it reads all of them there.
+    room
+        Arguments of the kind of storage.
+    """
+
+    keeps_rows = False
+    traffic: HostTraffic
+
+    def __init__(self, stages: PromptStages, size: SelectionSize | None, *room: Any) -> None:
+        super().__init__(*room)
+        self._size = size
+        self._kept: KeptBlocks | None = None
+        self.traffic = HostTraffic()
+        self._stages = stages
+        self._written: int | None = 0  # tokens of a row; None if the host would have to wait for the device
+        self.on_host: KeysAndValues
+        """The buffers as tensors of the host."""
+
+    @property
+    def _stage(self) -> PromptStage:
+        return self._stages.on(self.keys.device)
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Create buffers of zeros in host memory."""
+        capacity = self.first_capacity(key_states.shape[2])
+        self._place((*key_states.shape[:2], capacity, key_states.shape[3]), key_states.dtype, key_states.device)
+
+    def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Replace the metadata by ``make(self)``, and allocate what decode steps need on the device."""
+        super().allocate_metadata(make)  # type: ignore[safe-super]  # of the kind that it is mixed into
+        with lasting_tensors():
+            self.traffic.allocate(self.keys, self.pin)
+        self._keep_blocks()
+
+    def _keep_blocks(self) -> None:
+        """Create empty slots for the blocks of selections, if these have a maximum size."""
+        self._kept = None
+        if self._size is not None and self._size.blocks is not None:
+            self._kept = KeptBlocks(self.keys, self._size, self._size.blocks, self._mark)
+        self.traffic.reads_all = self._kept is None
+
+    def _mark(self, tensor: torch.Tensor, dynamic_dims: tuple[int, ...]) -> torch.Tensor:
+        return mark_static(tensor, dynamic_dims) if self.is_compileable else tensor
+
+    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+        """Reset the metadata to that of empty rows, as when rows begin elsewhere: then blocks do too."""
+        super().clear_metadata(make)
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
+        if self._kept is not None:
+            self._kept.empty()
+
+    def _place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        buffers = [host_zeros(shape, dtype, device) for _ in "kv"]
+        keys, values = (buffer.host for buffer in buffers)
+        self.on_host = keys, values
+        self.keys, self.values = (self._mark(buffer.alias, (2,)) for buffer in buffers)
+        self._stage.drop(self)
+
+    def _replace_buffers(self, shape: tuple[int, ...], order: torch.Tensor | None = None) -> None:
+        """Move the tokens to new buffers; row ``b`` becomes row ``order[b]`` of the old ones."""
+        former = self.keys, self.values
+        self._place(shape, self.keys.dtype, self.keys.device)
+        with lasting_tensors():
+            for target, source in zip((self.keys, self.values), former, strict=True):
+                self._copy_tokens(target, source, order)
+        if self._kept is not None:
+            self._keep_blocks()
+
+    def enlarge(self, capacity: int) -> None:
+        """Move the tokens to larger buffers."""
+        batch, kv_heads, _, head_dim = self.keys.shape
+        self._replace_buffers((batch, kv_heads, capacity, head_dim))
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
+        """Write a decode step's token to host memory; stage several tokens on the device, and store them."""
+        if key_states.shape[2] == 1 or lengths.known_length is None:
+            super().write(key_states, value_states, lengths)  # type: ignore[safe-super]
+        else:
+            self._stage.take(self, key_states, value_states, lengths.length)
+
+    def mark_written(self, lengths: Lengths) -> None:
+        """Note how many tokens there are, for copies of the rows."""
+        self._written = lengths.known_length
+
+    def present(self, selection: Selection, lengths: Lengths, counter: LayerCounter) -> Iterable[Present]:
+        """Return the slots of the selected blocks; without slots the host memory, where the op then reads."""
+        if self._kept is not None:
+            return (self._kept.take(self.keys, self.values, selection, lengths, counter, self.traffic),)
+        batch, kv_heads = self.keys.shape[:2]
+        self.traffic.counts[3:] += batch * kv_heads
+        return super().present(selection, lengths, counter)
+
+    def rows(self, lengths: Lengths) -> Rows:
+        """Return all tokens on the device; in host memory if a pass is compiled."""
+        if lengths.known_length is None:
+            return super().rows(lengths)
+        return Rows(*self._stage.rows(self, lengths.length), lengths.seq_start, lengths.seq_end)
+
+    def visible(self, lengths: Lengths, num_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the staged tokens, or the buffers in host memory after a single token."""
+        if num_new == 1 or lengths.known_length is None:
+            return super().visible(lengths, num_new)  # type: ignore[safe-super]
+        return self._stage.rows(self, lengths.length)
+
+    def planned_length(self, lengths: Lengths) -> int:
+        """Return the largest integer, so that decode steps always select: no step reads whole rows."""
+        return sys.maxsize
+
+    def cut(self, length: int) -> None:
+        """Drop tokens; copy the buffers if they belong to another storage too."""
+        self._stage.drop(self)
+        self._forget_blocks()
+        if length < self.shared_tokens:
+            self._replace_buffers(tuple(self.keys.shape))
+            self.shared_tokens = 0
+
+    def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``change`` to the rows of every buffer, through the device and without a copy on the host."""
+        order = change(torch.arange(self.keys.shape[0], device=self.keys.device))
+        if len(order) != self.keys.shape[0]:
+            self._replace_buffers((len(order), *self.keys.shape[1:]), order)
+            self.shared_tokens = 0
+        else:
+            self.cut(0)
+            with lasting_tensors():
+                for buffer in (self.keys, self.values):
+                    self._copy_tokens(buffer, buffer, order)
+        with lasting_tensors():
+            self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
+
+    def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
+        """Return a storage over the same host memory, without metadata or slots; its rows share ``tokens`` tokens."""
+        fork = super().fork(tokens)
+        assert isinstance(fork, HostStorage)
+        fork.traffic, fork._size, fork._kept = HostTraffic(), size, None
+        return fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStorage:
+        """Return a storage with host memory and metadata of its own."""
+        twin = copy.copy(self)
+        twin._kept = None
+        memo[id(self)] = twin
+        twin.traffic, twin.metadata = copy.deepcopy((self.traffic, self.metadata), memo)
+        if hasattr(self, "keys"):
+            twin._replace_buffers(tuple(self.keys.shape))
+            twin.shared_tokens = 0
+            twin._keep_blocks()
+        return twin
+
+    def _copy_tokens(self, target: torch.Tensor, source: torch.Tensor, order: torch.Tensor | None) -> None:
+        """Copy the tokens of [batch, kv_heads, capacity, head_dim], in the order of rows given, part by part."""
+        end = source.shape[2] if self._written is None else self._written
+        for begin in range(0, end, COPIED_TOKENS):
+            part = source[:, :, begin : min(begin + COPIED_TOKENS, end)]
+            target[:, :, begin : begin + part.shape[2]] = part if order is None else part.index_select(0, order)
+
+
+class GrowingHostStorage(HostStorage, GrowingStorage):
+    """Buffers in host memory that are replaced by larger ones when full."""
+
+
+class StaticHostStorage(HostStorage, StaticStorage):
+    """Buffers in host memory with fixed addresses, for compiled decode steps."""
