@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import select_tokens_by_mass
 
-from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.coded import CodedMethod
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ class RaBitQCache(CodedMethod):
         """Whether a row of ``length`` tokens has nothing to leave out."""
         may_read_all = self.token_budget is None or length <= self.token_budget
         return length <= self.sink_tokens + self.page_size or (self.top_p == 1 and may_read_all)
+
+    @property
+    def selection_size(self) -> SelectionSize:
+        """Size of a step's selection: single tokens, whose number each step finds."""
+        return SelectionSize(1, self.token_budget)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the weight of every coded token and keep the heaviest; see :meth:`SparseMethod.select`."""

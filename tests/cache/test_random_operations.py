@@ -78,9 +78,11 @@ IN_HOST_MEMORY = {
     "quest": METHODS["quest"],
     "keycodes": METHODS["keycodes"],
     "arkvale": METHODS["arkvale"],
+    "psa": METHODS["psa"],
+    "rabitqcache": METHODS["rabitqcache"],
     "toy": MassThresholdInHostMemory(threshold=2.0, block_size=4),
 }
-"""Methods that run with ``kv_storage="host"`` too; the selections of the last one have no maximum size."""
+"""Methods that run with ``kv_storage="host"`` too; the selections of the last three have no maximum size."""
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 PLACES = ["embed_tokens", "layers.0.mlp", "layers.1.input_layernorm", "layers.1.mlp", "norm"]
 ERRORS = [RuntimeError, KeyboardInterrupt]
