@@ -14,15 +14,15 @@ class Steps:
 
     def __init__(self, monkeypatch, method_class, layer_idx=1):
         self.queries, self.layer = [], None
-        select = method_class.select
+        decode = method_class.decode
 
-        def seeing(method, query, layer, scale):
+        def seeing(method, query, layer, *rest):
             if layer.layer_idx == layer_idx:
                 self.queries.append(query.double())
                 self.layer = layer
-            return select(method, query, layer, scale)
+            return decode(method, query, layer, *rest)
 
-        monkeypatch.setattr(method_class, "select", seeing)
+        monkeypatch.setattr(method_class, "decode", seeing)
 
 
 def half(numbers):

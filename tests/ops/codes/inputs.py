@@ -28,6 +28,10 @@ class Coded:
     def page_size(self) -> int:
         return self.options["page_size"]
 
+    @property
+    def has_shared_centre(self) -> bool:
+        return "shared_centre" in self.options
+
     def ends(self, lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
         """Bounds of the rows, cut to `lengths`."""
         if lengths is None:
@@ -73,10 +77,10 @@ def make_coded(
         "centres": torch.full((*pair, pages, head_dim), POISON, dtype=torch.int8, device=device),
         "centre_scale": torch.full((*pair, pages), float("nan"), device=device).half(),
     }
+    options = {"page_size": page_size, "bits": bits, "query_centre": 0.9 * shift if centred else None}
     if shared:
         metadata["centres"], metadata["centre_scale"] = centre_levels(1.1 * shift[:, :, None])
-    options = {"page_size": page_size, "bits": bits, "query_centre": 0.9 * shift if centred else None}
-    options["shared_centre"] = shared
+        options["shared_centre"] = True
     return Coded(rows, metadata, torch.zeros(pair, dtype=torch.int32, device=device), options)
 
 

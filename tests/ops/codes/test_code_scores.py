@@ -21,7 +21,7 @@ def _poison(coded: Coded) -> None:
     """NaN in all floats that `encode` has not written, and anything in the rest."""
     for row, (count, *_) in enumerate(coded.coded.tolist()):
         coded.metadata["factors"][row, :, count * coded.page_size :] = float("nan")
-        if not coded.options["shared_centre"]:
+        if not coded.has_shared_centre:
             coded.metadata["centre_scale"][row, :, count:] = float("nan")
 
 

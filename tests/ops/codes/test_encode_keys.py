@@ -26,7 +26,7 @@ def _check_page(coded: Coded, row: int, head: int, page: int) -> None:
     size, bits = coded.page_size, coded.options["bits"]
     first = coded.rows.start[row].item() + page * size
     keys = coded.rows.keys[row, head, first : first + size].double()
-    if not coded.options["shared_centre"]:
+    if not coded.has_shared_centre:
         _check_centre(coded, row, head, page, keys.mean(dim=0))
     residual = keys - centres_of(coded)[row, head, page]
     rotated = residual @ rotation(keys.shape[1], device).double().T
@@ -61,7 +61,7 @@ def _check(coded: Coded, pages: list[int]) -> None:
         tokens = count * coded.page_size
         assert (coded.metadata["codes"][row, :, tokens:] == POISON).all()
         assert coded.metadata["factors"][row, :, tokens:].isnan().all()
-        if not coded.options["shared_centre"]:
+        if not coded.has_shared_centre:
             assert (coded.metadata["centres"][row, :, count:] == POISON).all()
             assert coded.metadata["centre_scale"][row, :, count:].isnan().all()
 
@@ -86,7 +86,7 @@ def test_codes_are_those_of_the_definition(impl, lengths, options):
     given = [coded.metadata[name].clone() for name in ("centres", "centre_scale")]
     coded.encode(impl=impl)
     _check(coded, [length // coded.page_size for length in lengths])
-    if coded.options["shared_centre"]:
+    if coded.has_shared_centre:
         assert all(map(torch.equal, given, [coded.metadata[name] for name in ("centres", "centre_scale")]))
 
 

@@ -13,17 +13,15 @@ import triton
 import triton.language as tl
 
 from .._check import check_triton_dtype
-from .._topk import _ranks
 from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 from . import MOST_HALF
 from .mass_weights import SHARE_BITS, STEPS, STEPS_PER_NAT, step_weights, whole_share
-from .select import row_of_pair
+from .select import add_histograms, row_of_pair, store_histogram, write_taken
 
 BINS = tl.constexpr(STEPS)
 PER_NAT = tl.constexpr(STEPS_PER_NAT)
 UNIT_BITS = tl.constexpr(SHARE_BITS)
 LIMIT = tl.constexpr(MOST_HALF)
-ADDED_AT_ONCE = tl.constexpr(4)  # histograms
 LEAST_TILE, MOST_TILE = 2048, 16384
 """Tokens of a program; at most 2 ** 15 - 1, which a histogram's bin can hold."""
 
@@ -47,10 +45,10 @@ def load_candidates(scores_ptr, length, sink_tokens, PAGE_SIZE: tl.constexpr, TI
 
 @triton.jit
 def load_greatest(greatest_ptr, programs, BLOCK_P: tl.constexpr):
-    """Return the greatest score that any program of the pair found."""
+    """Return the greatest score that any program of the pair found, or the least finite one."""
     program = tl.arange(0, BLOCK_P)
     found = tl.load(greatest_ptr + program, mask=program < programs, other=float("-inf"), cache_modifier=".cg")
-    return tl.max(found)
+    return tl.maximum(tl.max(found), -LIMIT)
 
 
 @triton.jit
@@ -61,20 +59,6 @@ def steps_below(greatest, scores):
     below = tl.where(has_weight, greatest - scores, 0.0) * PER_NAT
     steps = tl.minimum(below, BINS - 1).to(tl.int32)
     return tl.where(has_weight, steps, BINS)
-
-
-@triton.jit
-def add_histograms(histograms_ptr, programs):
-    """Add the histograms of all programs of a pair, and those of the programs before this one."""
-    total = tl.zeros((BINS,), tl.int32)
-    before = tl.zeros((BINS,), tl.int32)
-    for first in range(0, programs, ADDED_AT_ONCE):
-        rows = (first + tl.arange(0, ADDED_AT_ONCE))[:, None]
-        at = histograms_ptr + rows * BINS + tl.arange(0, BINS)[None, :]
-        counts = tl.load(at, mask=rows < programs, other=0, cache_modifier=".cg").to(tl.int32)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where(rows < tl.program_id(0), counts, 0), axis=0)
-    return total, before
 
 
 @triton.jit
@@ -140,8 +124,7 @@ def count_steps_kernel(
         _, _, scores = load_candidates(scores_ptr + pair * num_tokens, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
         line = pair * tl.num_programs(0)
         steps = steps_below(load_greatest(greatest_ptr + line, programs, BLOCK_P), scores)
-        counts = tl.histogram(tl.minimum(steps, BINS - 1), BINS, mask=steps < BINS)
-        tl.store(histograms_ptr + (line + program) * BINS + tl.arange(0, BINS), counts.to(tl.int16))
+        store_histogram(histograms_ptr + line * BINS, tl.minimum(steps, BINS - 1), steps < BINS, BINS)
 
 
 @triton.jit
@@ -171,7 +154,7 @@ def write_heaviest_kernel(
     program = tl.program_id(0)
     indices_ptr += pair * max_tokens
     line = pair * tl.num_programs(0)
-    total, before = add_histograms(histograms_ptr + line * BINS, programs)
+    total, before = add_histograms(histograms_ptr + line * BINS, programs, BINS)
     sinks = tl.minimum(sink_tokens, length)
     newest = tl.maximum(tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE, sinks)
     forced = sinks + length - newest
@@ -190,10 +173,7 @@ def write_heaviest_kernel(
         steps = steps_below(load_greatest(greatest_ptr + line, programs, BLOCK_P), scores)
         is_above = is_forced | (steps < border)
         is_tied = (steps == border) & (is_forced == 0)
-        ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
-        ties_until = ties_before + (ranks >> 16)
-        places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
-        tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
+        write_taken(indices_ptr, tokens, is_above, is_tied, above_before, ties_before, ties, TILE)
     count = forced + chosen
     if program == 0:
         tl.store(counts_ptr + pair, count)
