@@ -42,15 +42,15 @@ class Steps:
 
     def __init__(self, monkeypatch, layer_idx=1):
         self.queries, self.layer = [], None
-        select = KeyCodes.select
+        decode = KeyCodes.decode
 
-        def seeing(method, query, layer, scale):
+        def seeing(method, query, layer, *rest):
             if layer.layer_idx == layer_idx:
                 self.queries.append(query.double())
                 self.layer = layer
-            return select(method, query, layer, scale)
+            return decode(method, query, layer, *rest)
 
-        monkeypatch.setattr(KeyCodes, "select", seeing)
+        monkeypatch.setattr(KeyCodes, "decode", seeing)
 
 
 def half(numbers):
