@@ -123,27 +123,33 @@ def encode_page(
     keys_stride_n,
     codes_ptr,  # uint8 [pairs, pages * PAGE_SIZE, BITS, HEAD_DIM // 8]
     factors_ptr,  # float16 [pairs, pages * PAGE_SIZE, 1 + OFFSETS]
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
     query_centre_ptr,  # of the pair
     rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
+    pair,
     page,  # of all pairs' pages, an int64
     offset_scale,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Code one full page."""
-    centres_ptr += page * HEAD_DIM
-    scale = store_centre(
-        keys_ptr, keys_stride_n, centres_ptr, centre_scale_ptr + page, HEAD_DIM, PAGE_SIZE, BLOCK_T, BLOCK_D
-    )
-    tl.debug_barrier()  # other threads of this program read the levels that were just written
+    if SHARED_CENTRE:
+        centres_ptr += pair * HEAD_DIM
+        scale = tl.load(centre_scale_ptr + pair).to(tl.float32)
+    else:
+        centres_ptr += page * HEAD_DIM
+        scale = store_centre(
+            keys_ptr, keys_stride_n, centres_ptr, centre_scale_ptr + page, HEAD_DIM, PAGE_SIZE, BLOCK_T, BLOCK_D
+        )
+        tl.debug_barrier()  # other threads of this program read the levels that were just written
     for first in range(0, PAGE_SIZE, BLOCK_T):
         rotated, squares, offsets = rotate_residuals(
             keys_ptr,
@@ -193,6 +199,7 @@ def encode_pages_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -219,12 +226,14 @@ def encode_pages_kernel(
             centre_scale_ptr,
             query_centre_ptr + pair * HEAD_DIM,
             rotation_ptr,
+            pair,
             pair * pages + page,
             offset_scale,
             HEAD_DIM,
             PAGE_SIZE,
             BITS,
             OFFSETS,
+            SHARED_CENTRE,
             BLOCK_T,
             BLOCK_B,
             BLOCK_D,
@@ -282,12 +291,13 @@ def encode_keys(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
     max_pages: int | None,
 ) -> None:
     """Launch `encode_pages_kernel`, and for more than one page a row the kernel that counts them."""
     check_triton("keys", keys)
     batch, kv_heads, _, head_dim = keys.shape
-    pages = centre_scale.shape[2]
+    pages = codes.shape[2] // page_size
     max_pages = pages if max_pages is None else min(max_pages, pages)
     pairs = batch * kv_heads
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
@@ -310,6 +320,7 @@ def encode_keys(
         PAGE_SIZE=page_size,
         BITS=bits,
         OFFSETS=query_centre is not None,
+        SHARED_CENTRE=shared_centre,
         ONE_PAGE=max_pages == 1,
         **encode_options(head_dim, page_size),
         **options,

@@ -62,18 +62,21 @@ def rotate_head(
 @triton.jit
 def score_centres(
     query_ptr,  # of the row and its first query head in the group
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
-    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads; written
+    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads and before the first page; written
+    pair,
     page,  # [BLOCK_N], of the pair
+    first_page,
     end,
-    first_page,  # of the pair, among all pairs' pages
+    pages,
     scale,
     query_stride_h,
     query_stride_d,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -86,16 +89,17 @@ def score_centres(
     unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-30) / MOST_UNITS  # [2 * GROUP]
     _, high, low = to_units(query, unit[None, :])
     parts = tl.where((columns % 2 == 0)[None, :], high, low).to(tl.int8)
-    at = centres_ptr + (first_page + page)[:, None] * HEAD_DIM + dims[None, :]
+    centre = pair + page * 0 if SHARED_CENTRE else pair * pages + page
+    at = centres_ptr + centre[:, None] * HEAD_DIM + dims[None, :]
     levels = tl.load(at, mask=(page < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
     products = tl.dot(levels, parts, out_dtype=tl.int32)
     high_product, low_product = tl.split(tl.reshape(products, (BLOCK_N, GROUP, 2)))
     unit, _ = tl.split(tl.reshape(unit, (GROUP, 2)))
-    centre_scale = tl.load(centre_scale_ptr + first_page + page, mask=page < end, other=0.0).to(tl.float32)
+    centre_scale = tl.load(centre_scale_ptr + centre, mask=page < end, other=0.0).to(tl.float32)
     scores = (high_product * 128 + low_product).to(tl.float32) * (unit * scale)[None, :] * centre_scale[:, None]
     heads = tl.arange(0, GROUP)
-    scores = tl.where((heads < HEADS)[None, :], scores, float("-inf"))
-    at = page_scores_ptr + (first_page + page)[:, None] * GROUP + heads[None, :]
+    scores = tl.where((page >= first_page)[:, None] & (heads < HEADS)[None, :], scores, float("-inf"))
+    at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
     tl.store(at, scores, mask=(page < end)[:, None])
 
 
@@ -114,6 +118,7 @@ def prepare_query(
     page_scores_ptr,  # as for `score_centres`
     counter_ptr,
     pages,
+    first_page,
     scale,
     query_stride_h,
     query_stride_d,
@@ -123,6 +128,7 @@ def prepare_query(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -146,23 +152,28 @@ def prepare_query(
             BLOCK_D,
         )
         if COUNT & (program == 0):
-            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS) + HEAD_DIM + 2
-            tl.atomic_add(counter_ptr + 2, scored.to(tl.int64) * PAGE_BYTES, sem="relaxed")
+            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS)
+            candidates = tl.maximum(scored - first_page, 0).to(tl.int64)
+            centres = tl.minimum(candidates, 1) if SHARED_CENTRE else candidates
+            tl.atomic_add(counter_ptr + 2, candidates * PAGE_BYTES + centres * (HEAD_DIM + 2), sem="relaxed")
     elif (program - HEADS) * BLOCK_N < scored:
         score_centres(
             query_ptr,
             centres_ptr,
             centre_scale_ptr,
             page_scores_ptr,
+            pair,
             (program - HEADS) * BLOCK_N + tl.arange(0, BLOCK_N),
+            first_page,
             scored,
-            pair * pages,
+            pages,
             scale,
             query_stride_h,
             query_stride_d,
             HEADS,
             GROUP,
             HEAD_DIM,
+            SHARED_CENTRE,
             BLOCK_N,
             BLOCK_D,
         )
@@ -184,6 +195,7 @@ def prepare_query_kernel(
     kv_heads,
     num_tokens,
     pages,
+    first_page,
     scale,
     query_stride_b,
     query_stride_h,
@@ -194,6 +206,7 @@ def prepare_query_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -219,6 +232,7 @@ def prepare_query_kernel(
         page_scores_ptr,
         counter_ptr,
         pages,
+        first_page,
         scale,
         query_stride_h,
         query_stride_d,
@@ -228,6 +242,7 @@ def prepare_query_kernel(
         PAGE_SIZE,
         BITS,
         OFFSETS,
+        SHARED_CENTRE,
         COUNT,
         BLOCK_N,
         BLOCK_B,

@@ -111,6 +111,7 @@ def append_and_select_tokens(
         shape=(batch, kv_heads, head_dim),
         page_size=page_size,
         bits=bits,
+        shared_centre=False,
         other_name="query",
         other=query,
     )
