@@ -264,17 +264,21 @@ def count_coded_kernel(
     tl.store(coded_ptr + pair, tl.minimum(full_pages, tl.load(coded_ptr + pair) + max_pages))
 
 
-def encode_options(head_dim: int, page_size: int) -> dict[str, int]:
-    """Return the tiles of `encode_page` and the warps for them: the same wherever a page is coded."""
+def encode_options(head_dim: int, page_size: int, max_pages: int) -> dict[str, int]:
+    """Return the tiles of `encode_page` and the warps for them.
+
+    In a decode step, with one page to code, the program is small: it nearly always has nothing to do, and must not take
+    the room of others.
+    """
     block_b = max(4, next_power_of_2(head_dim // 8))
+    most = min(64, 1024 // block_b) if max_pages > 1 else 16
     return {
-        # The largest power of two that divides the page, within the registers of a program.
-        "BLOCK_T": min(page_size & -page_size, 64, 1024 // block_b),
+        "BLOCK_T": min(page_size & -page_size, most),  # divides the page
         "BLOCK_B": block_b,
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "BLOCK_K": ROTATED_AT_ONCE,
         "num_warps": 4 if block_b <= 16 else 8,
-        "num_stages": 2,
+        "num_stages": 2 if max_pages > 1 else 1,
     }
 
 
@@ -322,7 +326,7 @@ def encode_keys(
         OFFSETS=query_centre is not None,
         SHARED_CENTRE=shared_centre,
         ONE_PAGE=max_pages == 1,
-        **encode_options(head_dim, page_size),
+        **encode_options(head_dim, page_size, max_pages),
         **options,
     )
     if max_pages > 1:

@@ -17,7 +17,9 @@ from .scan import scan_codes_kernel
 PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
-LEAST_GROUP = 4  # of two parts each: the tensor cores have at least 8 columns
+MOST_FETCHED = 4096  # tokens of a program
+LEAST_COLUMNS = 8  # of a product
+LEAST_GROUP = 4
 
 
 class Prepared(NamedTuple):
@@ -66,6 +68,7 @@ def plan(
     block_b = max(4, next_power_of_2(head_dim // 8))
     tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
     block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
+    group = max(group, LEAST_COLUMNS // tokens_per_line)
     return Prepared(
         torch.empty((pairs, 2 * group, 8 * block_b), dtype=torch.int8, device=query.device),
         torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device),
@@ -139,7 +142,7 @@ def code_scores(
         **prepared.sizes,
         **launch_options(query.device),
     )
-    return scan(prepared, codes, factors, row_bounds, num_tokens)
+    return scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
 
 
 def scan(
@@ -148,6 +151,7 @@ def scan(
     factors: torch.Tensor,
     row_bounds: tuple[torch.Tensor, torch.Tensor],
     num_tokens: int,
+    first_page: int = 0,
 ) -> torch.Tensor:
     """Launch `scan_codes_kernel`, twice for a reduction by softmax; return the scores."""
     batch, kv_heads, capacity = codes.shape[:3]
@@ -164,21 +168,26 @@ def scan(
     program_lse = prepared.lines
     if prepared.softmax:
         program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
+    fetched = min(tokens_per_program, MOST_FETCHED)
     launch: dict[str, Any] = {
         "BYTES": head_dim // 8,
         "BLOCK_T": block_t,
         "BLOCK_P": next_power_of_2(programs),
         "TOKENS": tokens_per_line,
+        "WHOLE": capacity % block_t == 0,
+        # Lines of 128 bytes of codes, and of factors, that a program asks for before it waits.
+        "CODE_LINES": next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
+        "FACTOR_LINES": next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
+        "STAGES": config["stages"],
         "INTERPRETED": INTERPRET,
         "num_warps": config["warps"],
-        "num_stages": config["stages"],
         **sizes,
         **launch_options(device),
     }
     for result in ("lse", "softmax") if prepared.softmax else ("max",):
         scan_codes_kernel[(programs, pairs)](
             codes,
-            factors.view(torch.int32) if sizes["OFFSETS"] else factors,
+            factors,
             *prepared[:3],
             program_lse,
             *row_bounds,
@@ -186,6 +195,7 @@ def scan(
             kv_heads,
             num_tokens,
             capacity,
+            first_page,
             tokens_per_program,
             prepared.scale * head_dim**0.5,
             RESULT=result,

@@ -14,6 +14,9 @@ from .rotation import rotation
 from .scores import LEAST_DEPTH, PAGES_AT_ONCE, plan, scan, tiles_of_pages
 from .select import select_tokens_by_score
 
+MOST_REGISTERS = 112
+"""Of a thread: enough for all that a step nearly always does. Coding a page spills a few."""
+
 
 @triton.jit
 def append_and_prepare_kernel(
@@ -181,7 +184,7 @@ def append_and_select_tokens(
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     prepared = plan(query, codes, query_centre, page_size=page_size, bits=bits, scale=scale, group_reduce=group_reduce)
     pairs, pages, _ = prepared.page_scores.shape
-    coding = encode_options(head_dim, page_size)
+    coding = encode_options(head_dim, page_size, max_pages=1)
     append_and_prepare_kernel[(1 + prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
         new_key,
@@ -216,6 +219,7 @@ def append_and_select_tokens(
         BLOCK_N=PAGES_AT_ONCE,
         BLOCK_D=max(LEAST_DEPTH, next_power_of_2(head_dim)),
         num_warps=coding["num_warps"],
+        maxnreg=MOST_REGISTERS,
         num_stages=coding["num_stages"],
         **prepared.sizes,
         **launch_options(query.device),
