@@ -26,4 +26,4 @@ def step_weights(device: torch.device) -> torch.Tensor:
 
 def whole_share(top_p: float) -> int:
     """Return a share in units of 2 ** -SHARE_BITS, at least one."""
-    return max(1, round(top_p * 2**SHARE_BITS))
+    return max(1, round(top_p * (1 << SHARE_BITS)))
