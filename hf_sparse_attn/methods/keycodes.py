@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import select_tokens_by_score
+from hf_sparse_attn_kernels import append_and_select_tokens, select_tokens_by_score
 
 from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.coded import CodedMethod
@@ -95,6 +95,31 @@ class KeyCodes(CodedMethod):
     def selection_size(self) -> SelectionSize:
         """Size of a step's selection: single tokens."""
         return SelectionSize(1, self.token_budget)
+
+    def decode(
+        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Append, code, score and select in one op, then attend; see :meth:`SparseMethod.decode`."""
+        newest = layer.newest
+        block_indices, block_counts = append_and_select_tokens(
+            query,
+            new_key,
+            new_value,
+            newest.keys,
+            newest.values,
+            seq_start=newest.seq_start,
+            seq_end=newest.seq_end,
+            page_size=self.page_size,
+            max_tokens=self.token_budget,
+            sink_tokens=self.sink_tokens,
+            bits=self.bits,
+            scale=scale,
+            group_reduce=self.group_reduce,
+            num_tokens=layer.longest_row,
+            counter=layer.counter.totals,
+            **layer.metadata,
+        )
+        return self.attend(query, layer, Selection(block_indices, block_counts, block_size=1), scale)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

@@ -58,6 +58,12 @@ def check_codes(
         check_contiguous(name, tensor)
 
 
+def check_room(codes: torch.Tensor, capacity: int) -> None:
+    """Check that every buffer position has codes."""
+    if codes.shape[2] < capacity:
+        raise ValueError(f"codes has {codes.shape[2]} tokens; allowed: at least capacity={capacity} of keys")
+
+
 def check_reduction(group_reduce: str, num_tokens: int | None, tokens: int) -> None:
     """Check the reduction over a group, and the number of tokens to score."""
     if group_reduce not in GROUP_REDUCE:

@@ -15,7 +15,7 @@ from .._check import (
     check_sequence,
 )
 from .._op import op, output, selection_output
-from .checks import CODES_AXES, check_codes, check_reduction, check_token_budget
+from .checks import CODES_AXES, check_codes, check_reduction, check_room, check_token_budget
 
 
 @op(launcher="encode", writes=("codes", "factors", "centres", "centre_scale", "coded"))
@@ -115,8 +115,7 @@ def encode_keys(
         other_name="keys",
         other=keys,
     )
-    if codes.shape[2] < capacity:
-        raise ValueError(f"codes has {codes.shape[2]} tokens; allowed: at least capacity={capacity} of keys")
+    check_room(codes, capacity)
     check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "keys", keys)
     check_contiguous("coded", coded)
     check_sequence(seq_start, seq_end, batch, "keys", keys)

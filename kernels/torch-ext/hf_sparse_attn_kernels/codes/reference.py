@@ -1,15 +1,23 @@
 """Torch references of the ops on key codes."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, host_lengths, row_lengths, score_order
+from .._reference import append, compute_dtype, host_lengths, row_lengths, score_order
 from . import MOST_HALF, UNITS
 from .reference_encode import encode_keys
 from .reference_mass import select_tokens_by_mass
 from .rotation import rotation
 
-__all__ = ["code_scores", "encode_keys", "select_tokens_by_mass", "select_tokens_by_score"]
+__all__ = [
+    "append_and_select_tokens",
+    "code_scores",
+    "encode_keys",
+    "select_tokens_by_mass",
+    "select_tokens_by_score",
+]
 
 # Above and below every `score_order`.
 _FORCED, _ABSENT = 1 << 33, -(1 << 33)
@@ -130,3 +138,54 @@ def select_tokens_by_score(
     indices.masked_fill_(indices == last, -1)
     indices = pad(indices, (0, max_tokens - indices.shape[2]), value=-1)
     return indices, length.clamp(max=max_tokens).expand(batch, kv_heads).contiguous()
+
+
+def append_and_select_tokens(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    centres: torch.Tensor,
+    centre_scale: torch.Tensor,
+    coded: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    sink_tokens: int,
+    bits: int,
+    query_centre: torch.Tensor | None,
+    scale: float | None,
+    group_reduce: str,
+    num_tokens: int | None,
+    counter: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.append_and_select_tokens`."""
+    append((keys, values), (new_key, new_value), seq_start, seq_end)
+    metadata = (codes, factors, centres, centre_scale)
+    coding: dict[str, Any] = {
+        "page_size": page_size,
+        "bits": bits,
+        "query_centre": query_centre,
+        "shared_centre": False,
+    }
+    encode_keys(keys, *metadata, coded, seq_start, seq_end, max_pages=1, **coding)
+    scores = code_scores(
+        query,
+        *metadata,
+        seq_start,
+        seq_end,
+        first_page=0,
+        scale=scale,
+        group_reduce=group_reduce,
+        num_tokens=num_tokens,
+        counter=counter,
+        **coding,
+    )
+    return select_tokens_by_score(
+        scores, seq_start, seq_end, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size
+    )
