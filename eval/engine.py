@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -72,18 +72,16 @@ def make_variants(config: RunConfig) -> list[Variant]:
     known = known_methods()
     try:
         methods = make_methods(config.method, config.token_budget, config.parameters, known)
-        others = [
-            method
-            for each in config.variants
-            for method in make_methods([each["method"]], (), {k: v for k, v in each.items() if k != "method"}, known)
-        ]
+        variants = [Variant(make_method(DENSE), None)]
+        for method, varied in zip(methods, varied_parameters(methods), strict=True):
+            name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
+            variants.append(Variant(method, method.token_budget, name))
+        for given in config.variants:
+            parameters = {key: value for key, value in given.items() if key != "method"}
+            for method in make_methods([given["method"]], (), parameters, known):
+                variants.append(Variant(method, method.token_budget, _named(method, parameters)))
     except (ValueError, TypeError) as error:
         raise EvalError(str(error)) from error
-    variants = [Variant(make_method(DENSE), None)]
-    for method, varied in zip(methods, varied_parameters(methods), strict=True):
-        name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
-        variants.append(Variant(method, method.token_budget, name))
-    variants += [Variant(method, method.token_budget, _own_parameters(method)) for method in others]
     keys = [(variant.method.name, variant.token_budget, variant.name) for variant in variants]
     for key in keys:
         if keys.count(key) > 1:
@@ -91,14 +89,11 @@ def make_variants(config: RunConfig) -> list[Variant]:
     return variants
 
 
-def _own_parameters(method: SparseMethod) -> str:
-    """Name the parameters besides the budget that are not the method's defaults."""
-    own = [
-        f"{field.name}={getattr(method, field.name)}"
-        for field in fields(method)
-        if field.name != "token_budget" and getattr(method, field.name) != field.default
-    ]
-    return ", ".join(own)
+def _named(method: SparseMethod, given: Iterable[str]) -> str:
+    """Name the given hyperparameters besides the budget that are not the method's defaults."""
+    defaults = {field.name: field.default for field in fields(method)}
+    values = {name: getattr(method, name) for name in given if name != "token_budget"}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
 
 
 Job = tuple["Sample", Sequence[Variant]]
