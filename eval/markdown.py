@@ -13,6 +13,7 @@ from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_rows
 from eval.errors import EvalError
 from eval.frontier_page import details, diverges, frontier_markdown
+from eval.position_table import by_position, run_summaries
 from eval.store import read_json
 from eval.summary import column_order
 from eval.terminal import number
@@ -85,6 +86,18 @@ def _budget(name: str, report: dict[str, Any]) -> str:
     return budget_table.budget_markdown(report, table)
 
 
+def position_tables(results: Path, sweep: str) -> str:
+    """Return the tables of a sweep's divergences by position, as Markdown; a sentence if there are none.
+
+    Raises
+    ------
+    EvalError
+        A summary cannot be read.
+    """
+    found = [part for each in run_summaries(results / sweep) for part in by_position(each, _cells(each), _table)]
+    return "\n".join(found) or f"No measurements of `eval/configs/{sweep}.yaml` are in this checkout.\n"
+
+
 @contextmanager
 def _named(path: Path, what: str) -> Iterator[None]:
     """Turn missing or mistyped content into an error that names the file."""
@@ -119,10 +132,8 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in _joined(summaries):
-            if not diverges(summary):
-                lines += _benchmark(summary)
-                continue
-            lines += [*details(summary, _cells(summary), _table), *_by_position(summary["table"])]
+            lines += by_position(summary, _cells(summary), _table)
+            lines += details(summary, _cells(summary), _table) if diverges(summary) else _benchmark(summary)
     return "\n".join(lines)
 
 
@@ -246,27 +257,6 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
 def _cells(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the names that the lines of a run's divergences begin with: task, length, method."""
     return [(entry["task"], number(entry["length"], "{:,}"), _column(*_variant(entry))) for entry in summary["table"]]
-
-
-def _by_position(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the divergence along the answers, empty if all are too short to have several positions."""
-    found = {id(entry): dict(entry.get("divergence_by_position") or ()) for entry in entries}
-    positions = sorted({position for means in found.values() for position in means})
-    if len(positions) < 2:
-        return []
-    rows = [
-        [
-            *(entry["task"], number(entry["length"], "{:,}"), _column(*_variant(entry))),
-            number(entry["divergence"], "{:.4f}"),
-            *(number(found[id(entry)].get(position), "{:.4f}") for position in positions),
-        ]
-        for entry in entries
-        if found[id(entry)]
-    ]
-    return [
-        "Mean KL from dense attention in nats a token, over all tokens and from each position on:\n",
-        _table(("task", "length", "method", "all", *(f"{position:,}" for position in positions)), rows, left=1),
-    ]
 
 
 def _means(columns: Sequence[Sequence[dict[str, Any] | None]]) -> list[list[str]]:
