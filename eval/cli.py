@@ -22,6 +22,7 @@ from eval.options import (
     DtypeOption,
     LengthsOption,
     LimitOption,
+    MeasureOption,
     MethodOption,
     ModelOption,
     ParameterOption,
@@ -83,6 +84,7 @@ def run(
     data_dir: DataDirOption = None,
     protocol_dir: ProtocolDirOption = None,
     settings: SettingOption = None,
+    measure: MeasureOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -106,6 +108,7 @@ def run(
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "options": parse_settings("--set", settings or []),
+        "measure": split(measure),
         "dtype": dtype,
         "device": device,
     }

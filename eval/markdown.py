@@ -218,9 +218,31 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         heading,
         settings,
         _table(("task", "length", "samples", *(f"{what}: {name}" for name in names)), scores, left=1),
+        *_by_position(entries),
         '<details markdown="1"><summary>What it cost</summary>\n',
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
+    ]
+
+
+def _by_position(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the divergence along the answers, empty if all are too short to have several positions."""
+    found = {id(entry): dict(entry.get("divergence_by_position") or ()) for entry in entries}
+    positions = sorted({position for means in found.values() for position in means})
+    if len(positions) < 2:
+        return []
+    rows = [
+        [
+            *(entry["task"], number(entry["length"], "{:,}"), _column(*_variant(entry))),
+            number(entry["divergence"], "{:.4f}"),
+            *(number(found[id(entry)].get(position), "{:.4f}") for position in positions),
+        ]
+        for entry in entries
+        if found[id(entry)]
+    ]
+    return [
+        "Mean KL from dense attention in nats a token, over all tokens and from each position on:\n",
+        _table(("task", "length", "method", "all", *(f"{position:,}" for position in positions)), rows, left=1),
     ]
 
 

@@ -57,6 +57,7 @@ def draw(section: Section, styles: Styles) -> list[Picture]:
         score_by_budget,
         score_by_kv_read,
         perplexity_by_position,
+        divergence_by_position,
         score_by_depth,
         latency_by_length,
     )
@@ -140,6 +141,31 @@ def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     caption = "Perplexity by position (lower is better)"
     overall = {column: _perplexity([v for values in nll[column].values() for v in values]) for column in nll}
     return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
+
+
+def divergence_by_position(section: Section, styles: Styles) -> Picture | None:
+    """Plot the divergence from dense attention along its answers, over the samples."""
+    found: dict[Column, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in section.records:
+        for position, value in record.get("divergence_by_position") or []:
+            found[record["method"], record["token_budget"]][position].append(value)
+    if not any(len(positions) > 1 for positions in found.values()):
+        return None
+    figure, (axis,) = panels(1)
+    for column in section.columns:
+        if column in found:
+            positions = sorted(found[column])
+            axis.plot(positions, [fmean(found[column][p]) for p in positions], **styles.line(column))
+    axis.set_xlabel("predicted tokens before")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_ylabel("KL from dense attention (nats a token)")
+    axis.set_ylim(bottom=0)
+    legend_below(figure, [axis])
+    caption = "Divergence from dense attention along its answers (lower is better)"
+    said = ", ".join(
+        f"{label(column)} {fmean(v for values in found[column].values() for v in values):.4f}" for column in found
+    )
+    return Picture(f"{section.slug}-divergence", caption, f"{caption}. Over all positions: {said}.", figure)
 
 
 def _perplexity(losses: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "SparseMethod",
     "Squeezed",
     "TokenSelect",
+    "make_known",
     "make_method",
 ]
 
@@ -60,9 +61,16 @@ def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMet
         return method
     if not isinstance(method, str):
         raise TypeError(f"method must be a name ({', '.join(METHODS)}) or a SparseMethod, got {method!r}")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}{_near_match(method, METHODS)}; known: {', '.join(METHODS)}")
-    method_class = METHODS[method]
+    return make_known(METHODS, method, hyperparameters)
+
+
+def make_known(
+    methods: Mapping[str, type[SparseMethod]], method: str, hyperparameters: Mapping[str, Any]
+) -> SparseMethod:
+    """Create one of some methods from its name and hyperparameters; errors as of :func:`make_method`."""
+    if method not in methods:
+        raise ValueError(f"unknown method {method!r}{_near_match(method, methods)}; known: {', '.join(methods)}")
+    method_class = methods[method]
     known = [field.name for field in fields(method_class)]
     for parameter in hyperparameters:
         if parameter not in known:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from op_bench.break_even import break_even, speed_ratios, step_ratios
+from op_bench.load_tables import load_part
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.progressive_tables import progressive_part
 from op_bench.registry import STEP
@@ -38,6 +39,7 @@ def tables(root: Path) -> str:
         parts += token_part(report)
         parts += squeezed_part(report)
         parts += progressive_part(report)
+        parts += load_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:
