@@ -47,7 +47,8 @@ def _arguments(coded, token, lengths):
     rows = coded.rows
     buffers = {"keys": rows.keys, "values": rows.values, **coded.metadata, "coded": coded.coded}
     named = dict(zip(("query", "new_key", "new_value"), token, strict=True))
-    return {**named, **buffers, **coded.ends(lengths), **coded.options}
+    options = {name: coded.options[name] for name in ("page_size", "bits", "query_centre")}
+    return {**named, **buffers, **coded.ends(lengths), **options}
 
 
 def _by_parts(coded, token, lengths, budget, impl, **options):

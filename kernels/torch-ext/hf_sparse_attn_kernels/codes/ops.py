@@ -40,7 +40,8 @@ def encode_keys(
 
     RaBitQ (arXiv 2405.12497), which RaBitQCache (arXiv 2606.31519) brought to the KV cache. Here every page has a
     centre. Page p of row b holds the row's tokens p * page_size to (p + 1) * page_size - 1, counted from seq_start[b].
-    It is coded once it is full, from its keys alone, so codes do not depend on how a text is split into calls:
+    It is coded once it is full, from its keys alone. So codes do not depend on how a text is split into calls, up to
+    the rounding of float32:
 
     - The centre c is the mean of the page's keys, stored as levels of 8 bits with one scale,
       max|mean| / 127 rounded to float16 and at least 2 ** -14. The stored centre is what follows uses. With
