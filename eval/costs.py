@@ -66,6 +66,21 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
     )
 
 
+def traffic_per_step(model: PreTrainedModel) -> dict[str, float]:
+    """Return what a patched, offloaded model moved for the cache that it used last, per decode step.
+
+    ``pool_hits`` is the share of the blocks read that the device held already; ``bytes_loaded`` and ``stall_ms``, the
+    time for which the model waited for loads, are sums over the layers.
+    """
+    stats = sparse_attention_stats(model)
+    steps = max(stats.decode_steps, 1)
+    return {
+        "pool_hits": stats.hit_rate,
+        "bytes_loaded": stats.bytes_loaded / steps,
+        "stall_ms": 1e3 * stats.stall_seconds / steps,
+    }
+
+
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the number of CPU cores that the process may use."""
     if device.type == "cuda":

@@ -76,7 +76,7 @@ def _context(name: str, report: dict[str, Any]) -> str:
 
 
 def _throughput(name: str, report: dict[str, Any]) -> str:
-    table = _table(throughput_table.HEAD, throughput_table.rows(report), left=1)
+    table = _table(throughput_table.head(report), throughput_table.rows(report), left=1)
     return throughput_table.throughput_markdown(name, report, table)
 
 

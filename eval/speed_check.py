@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from eval.config import DENSE
 from eval.errors import EvalError
 from eval.knobs import knob_of
 from eval.speed_runs import Side, Work, generate
-from hf_sparse_attn import SparseCache, SparseMethod
+from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.rope import max_positions
 
 CHECKED_TOKENS = 4
@@ -30,52 +31,75 @@ def check_covering(
     """Raise unless the method, with a budget for everything, starts with the same tokens as dense attention.
 
     ``dense_ids`` has the tokens of each row. Dense attention on CUDA is not deterministic, so tokens whose logits tie
-    count as equal. If the method caches keys before RoPE, dense attention gets the filled buffers rotated.
+    count as equal. If the method caches keys before RoPE, dense attention gets the filled buffers rotated. An offloaded
+    method, which would load everything at every step, is compared with itself on the device instead.
 
     Returns
     -------
     dict
         The comparison: ``method``, ``token_budget``, ``tokens``, and ``against``, a text.
     """
+    if method.offloading is not None:
+        return _check_offloaded(model, work, method)
     everything = covering(method, work, len(dense_ids[0]))
     side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))
-    expected, against = [list(row[:CHECKED_TOKENS]) for row in dense_ids], "dense attention"
-    tokens = len(expected[0])
-    new_dense_cache: Callable[[], SparseCache] = partial(work.new_cache, DENSE)
+    expected = [list(row[:CHECKED_TOKENS]) for row in dense_ids]
+    dense = Side("dense attention", None, partial(work.new_cache, DENSE))
     if work.filled is not None and method.rotates_keys:
-        new_dense_cache, against = work.new_rotated_cache, "dense attention, the cached keys rotated to their positions"
-        expected = generate(model, Side(against, None, new_dense_cache), work, tokens).token_ids
-    compared = {
-        "method": method.name,
-        "token_budget": everything.token_budget,
-        "tokens": tokens,
-        "against": against,
-    }
+        dense = Side("dense attention, the cached keys rotated to their positions", None, work.new_rotated_cache)
+        expected = generate(model, dense, work, len(expected[0])).token_ids
+    _compare(model, work, side, dense, expected, "with a budget for everything the patched model")
+    return _compared(method, everything.token_budget, expected, dense.name)
+
+
+def _check_offloaded(model: PreTrainedModel, work: Work, method: SparseMethod) -> dict[str, Any]:
+    """Raise unless an offloaded method starts with the same tokens as the same method on the device."""
+    name = f"{method.name}, {method.token_budget}"
+    resident = Side("the same method on the device", method.resident, partial(work.new_cache, method.resident))
+    expected = generate(model, resident, work, CHECKED_TOKENS).token_ids
+    side = Side(f"{name}, offloaded", method, partial(work.new_cache, method))
+    _compare(model, work, side, resident, expected, "the offloaded method")
+    return _compared(method, method.token_budget, expected, resident.name)
+
+
+def _compared(
+    method: SparseMethod, token_budget: int | None, expected: Sequence[Sequence[int]], against: str
+) -> dict[str, Any]:
+    return {"method": method.name, "token_budget": token_budget, "tokens": len(expected[0]), "against": against}
+
+
+def _compare(
+    model: PreTrainedModel, work: Work, side: Side, reference: Side, expected: Sequence[Sequence[int]], what: str
+) -> None:
+    """Raise ``EvalError`` if a side's tokens differ from the expected ones where the reference's logits do not tie."""
+    tokens = len(expected[0])
     found = generate(model, side, work, tokens).token_ids
     for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         differing = [step for step in range(tokens) if ours[step] != theirs[step]]
-        if differing and not _ties(model, work, new_dense_cache(), expected, row, ours, differing[0]):
+        if differing and not _ties(model, work, reference, expected, row, ours, differing[0]):
             raise EvalError(
-                f"{side.name}, context={work.context}: with a budget for everything the patched model begins with "
-                f"tokens {ours}, {against} with {theirs}"
+                f"{side.name}, context={work.context}: {what} begins with tokens {ours}, {reference.name} with {theirs}"
             )
-    return compared
 
 
 def _ties(
     model: PreTrainedModel,
     work: Work,
-    cache: SparseCache,
+    reference: Side,
     expected: Sequence[Sequence[int]],
     row: int,
     found: Sequence[int],
     step: int,
 ) -> bool:
-    """Whether dense attention's logits of both tokens tie where a row first differs; later tokens follow others."""
-    fed = torch.tensor([each[:step] for each in expected], dtype=torch.long, device=work.input_ids.device)
-    input_ids = torch.cat([work.input_ids[:, cache.get_seq_length() :], fed], dim=1)
-    with torch.inference_mode():
-        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[row, -1]
+    """Whether the reference's logits of both tokens tie where a row first differs; later tokens follow others."""
+    cache = reference.make_cache()
+    answers = torch.tensor(expected, device=work.input_ids.device)
+    # As generate() passes them: what is not cached of the prompt, then one token at a time.
+    parts = [work.input_ids[:, int(cache.get_seq_length()) :], *(answers[:, at : at + 1] for at in range(step))]
+    patched = nullcontext() if reference.method is None else sparse_attention(model, reference.method)
+    with torch.inference_mode(), patched:
+        for part in parts:
+            logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[row, -1]
     gap = float(logits[expected[row][step]] - logits[found[step]])
     return abs(gap) <= TIE_ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max())
 
@@ -87,7 +111,5 @@ def covering(method: SparseMethod, work: Work, new_tokens: int) -> SparseMethod:
         budget = min(work.capacity, max_positions(work.model.config))
     # A method that has both takes the budget instead of k.
     given = {field.name: getattr(method, field.name) for field in fields(method) if field.name != "k"}
-    if method.offloading is not None:
-        given["gpu_cache_tokens"] = budget  # a step holds all that it selects
     knob = knob_of(method.name)
     return type(method)(**{**given, knob.parameter: knob.steps(budget)[-1], "token_budget": budget})

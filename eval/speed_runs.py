@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from eval.config import DENSE
-from eval.costs import sparse_reads
+from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
@@ -124,9 +124,11 @@ class Work:
             Side(STATIC, None, self._kept(self.new_static_cache), compiled=compiles),
         ]
         for method in methods:
-            name, new_cache = f"{method.name}, {_setting(method)}", partial(self.new_cache, method)
-            sides.append(Side(name, method, self._kept(new_cache), compiled=compiles))
-            if compiles:
+            is_resident = method.offloading is None
+            name = f"{method.name}, {_setting(method)}" + ("" if is_resident else ", offloaded")
+            new_cache = partial(self.new_cache, method)
+            sides.append(Side(name, method, self._kept(new_cache), compiled=compiles and is_resident))
+            if compiles and is_resident:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self._kept(new_cache)))
         return sides
 
@@ -220,6 +222,8 @@ class Run:
     costs: dict[str, float | None]
     seconds: float
     """Time of the whole call."""
+    traffic: dict[str, float] | None = None
+    """An offloaded method's :func:`~eval.costs.traffic_per_step`."""
 
 
 def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) -> Run:
@@ -242,6 +246,8 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         )
         seconds = time.perf_counter() - started
         reads = None if side.method is None else sparse_reads(model, cache)
+        is_offloaded = side.method is not None and side.method.offloading is not None
+        traffic = traffic_per_step(model) if is_offloaded else None
     prompt_tokens = work.input_ids.shape[1]
     token_ids = output[:, prompt_tokens:].tolist()
     times = clock.marks[1:]  # without that of the prompt
@@ -261,7 +267,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         if is_fixed and not (reads.kv_bytes or 0) < (reads.dense_bytes or 0):
             raise EvalError(f"{side.name}, context={work.context}: the patched run read as much as dense attention")
         costs = {"kv_fraction": reads.kv_fraction, "realised_budget": reads.realised_budget}
-    return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds)
+    return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds, traffic)
 
 
 def _setting(method: SparseMethod) -> str:

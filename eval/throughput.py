@@ -177,7 +177,7 @@ def _measure_sides(
     arrived = arrivals(_requests(config), config.rate, config.seed)
     entries: list[dict[str, Any]] = []
     dense_ids: list[list[int]] | None = None
-    checked: list[dict[str, Any]] = []
+    checks: dict[SparseMethod, dict[str, Any]] = {}
     for side in _sides(work, methods):
         try:
             if side.method is not None:
@@ -185,8 +185,9 @@ def _measure_sides(
                     raise EvalError(
                         f"batch={config.batch}: no dense side fits in the memory of {device_name(model.device)}"
                     )
-                say(f"check: {side.name}")
-                checked.append(check_covering(model, work, side.method, dense_ids))
+                if side.method not in checks:
+                    say(f"check: {side.name}")
+                    checks[side.method] = check_covering(model, work, side.method, dense_ids)
             say(side.name)
             entry, warm = _serve(side, work, arrived, config)
         except torch.OutOfMemoryError:
@@ -194,12 +195,19 @@ def _measure_sides(
         if side.method is None and warm is not None:
             dense_ids = warm.token_ids
         entries.append(_described(side) | entry)
-    return entries, checked
+    return entries, list(checks.values())
 
 
 def _sides(work: Work, methods: Sequence[SparseMethod]) -> Iterator[Side]:
-    """Yield dense attention over each cache, then each method, compiled where ``generate()`` compiles."""
-    return (side for side in work.sides(methods) if not side.name.endswith(UNCOMPILED))
+    """Yield dense attention over each cache, then each method, compiled where ``generate()`` compiles.
+
+    An offloaded method comes after the same method on the device, compiled and not, since it is never compiled itself.
+    """
+    offloaded = {method.resident for method in methods if method.offloading is not None}
+    both = dict.fromkeys(each for method in methods for each in (method.resident, method))
+    for side in work.sides(list(both)):
+        if side.method in offloaded or not side.name.endswith(UNCOMPILED):
+            yield side
 
 
 def _serve(side: Side, work: Work, arrived: Sequence[float], config: ThroughputConfig) -> tuple[dict[str, Any], Run]:
@@ -215,6 +223,7 @@ def _serve(side: Side, work: Work, arrived: Sequence[float], config: ThroughputC
     return {
         **served.figures(arrived),
         **warm.costs,
+        "traffic": warm.traffic,
         "peak_memory_bytes": memory.peak_bytes,
         "first_seconds": warm.seconds,
     }, warm

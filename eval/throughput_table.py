@@ -19,10 +19,34 @@ HEAD = (
     "peak memory, MiB",
 )
 
+TRAFFIC_HEAD = ("held already, %", "loaded per step, MiB", "stalled per step, ms")
+"""Further columns if a method is offloaded: see :func:`~eval.costs.traffic_per_step`."""
+
+
+def head(report: dict[str, Any]) -> tuple[str, ...]:
+    """Return the column headings."""
+    return HEAD + (TRAFFIC_HEAD if _has_traffic(report) else ())
+
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
-    """Return the cells of each side under ``HEAD``."""
-    return [_cells(side) for side in report["sides"]]
+    """Return the cells of each side under :func:`head`."""
+    with_traffic = _has_traffic(report)
+    return [[*_cells(side), *(_traffic_cells(side) if with_traffic else ())] for side in report["sides"]]
+
+
+def _has_traffic(report: dict[str, Any]) -> bool:
+    return any(side.get("traffic") for side in report["sides"])
+
+
+def _traffic_cells(side: dict[str, Any]) -> list[str]:
+    traffic = side.get("traffic")
+    if not traffic:
+        return ["-" for _ in TRAFFIC_HEAD]
+    return [
+        f"{100 * traffic['pool_hits']:.1f}",
+        f"{traffic['bytes_loaded'] / 2**20:,.0f}",
+        f"{traffic['stall_ms']:.2f}",
+    ]
 
 
 def _cells(side: dict[str, Any]) -> list[str]:
@@ -51,7 +75,7 @@ def throughput_table(report: dict[str, Any]) -> Table:
         f"({settings['dtype']}, {machine['device']})"
     )
     table = Table(title=title, title_justify="left", caption=setting(report), caption_justify="left")
-    for number, heading in enumerate(HEAD):
+    for number, heading in enumerate(head(report)):
         table.add_column(heading, justify="right" if number else "left")
     for cells in rows(report):
         table.add_row(*cells)

@@ -148,6 +148,11 @@ class SparseMethod:
         return None
 
     @property
+    def resident(self) -> SparseMethod:
+        """The same method with K and V on the device."""
+        return self
+
+    @property
     def keeps_queries(self) -> int:
         """Number of a prompt's last queries that ``layer.prompt_queries`` keeps for :meth:`finish_prompt`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +49,11 @@ class PagedMethod(SparseMethod, partial=True):
         if not self.offload or self.gpu_cache_tokens is None:
             return None
         return Offload(self._page_size, *self._pages_at_once, self.gpu_cache_tokens, self.eviction)
+
+    @property
+    def resident(self) -> PagedMethod:
+        """The same method with K and V on the device."""
+        return replace(self, offload=False, gpu_cache_tokens=None)
 
     @property
     def _pages_at_once(self) -> tuple[int, str]:

@@ -218,8 +218,9 @@ class PSA(PagedMethod):
 
     def _most_blocks(self, layer: SparseLayer) -> int:
         """Upper bound on the blocks that a KV head reads, with room for those that are always read."""
-        most = layer.max_blocks(self.block_size)
-        return max(self.sink_blocks + 1, most if self.max_blocks is None else min(most, self.max_blocks))
+        if self.max_blocks is not None:
+            return self.max_blocks  # even if the capacity is less: comparing the two would be a guard of compiled steps
+        return max(self.sink_blocks + 1, layer.max_blocks(self.block_size))
 
     def _count_blocks(self, layer: SparseLayer, read_counts: torch.Tensor) -> None:
         blocks = (layer.row_lengths() + self.block_size - 1) // self.block_size  # [batch]

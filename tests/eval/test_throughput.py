@@ -22,7 +22,7 @@ from eval.speed_config import SpeedConfig
 from eval.speed_runs import Work
 from eval.speed_shapes import SHAPES, build_model
 from eval.throughput import ThroughputConfig, measure_throughput
-from eval.throughput_table import HEAD, rows, setting, throughput_table
+from eval.throughput_table import HEAD, TRAFFIC_HEAD, head, rows, setting, throughput_table
 
 CONFIG = ThroughputConfig(
     "tiny",
@@ -202,6 +202,39 @@ def test_bad_settings(changes, message):
 def test_squeezed_is_not_timed_from_a_filled_cache():
     with pytest.raises(EvalError, match="not allowed with a shape"):
         SpeedConfig(shape="tiny", contexts=(100,), method=("squeezed",))
+
+
+OFFLOADED = {"offload": True, "gpu_cache_tokens": 96}
+
+
+def test_an_offloaded_method_runs_beside_itself_on_the_device():
+    parameters = {"block_size": 16, "microbatch": 1, "offload": True, "gpu_cache_tokens": 160}
+    config = replace(CONFIG, method=("psa",), parameters=parameters)
+    report = json.loads(json.dumps(measure_throughput(config, lambda what: None)))
+    assert [side["name"] for side in report["sides"][3:]] == ["psa, 64", "psa, 64, offloaded"]
+    assert [each["against"] for each in report["checked"]] == ["dense attention", "the same method on the device"]
+    resident, offloaded = report["sides"][3:]
+    assert resident["traffic"] is None
+    assert resident["kv_fraction"] == offloaded["kv_fraction"]
+    assert 0 < offloaded["traffic"]["pool_hits"] < 1
+    assert offloaded["traffic"]["bytes_loaded"] > 0
+    assert head(report) == HEAD + TRAFFIC_HEAD
+    assert {len(row) for row in rows(report)} == {len(head(report))}
+    assert rows(report)[3][-3:] == ["-", "-", "-"] != rows(report)[4][-3:]
+
+
+def test_an_offloaded_method_with_other_tokens_is_an_error(monkeypatch):
+    generate = speed_check.generate
+
+    def wrong(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
+        run = generate(model, side, work, new_tokens)
+        if side.name.endswith("offloaded"):
+            run.token_ids[1][1] = (run.token_ids[1][1] + 1) % SHAPES["tiny"].vocab_size
+        return run
+
+    monkeypatch.setattr(speed_check, "generate", wrong)
+    with pytest.raises(EvalError, match="context=160: the offloaded method begins with tokens"):
+        measure_throughput(replace(SHORT, new_tokens=4, parameters=OFFLOADED), lambda what: None)
 
 
 def test_prompts_beyond_the_positions_are_refused(monkeypatch):
