@@ -115,7 +115,8 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
     errors = sum(summary["errors"] for summary in summaries)
     harness = sum(summary["harness_seconds"] for summary in summaries)
     model = sum(summary["model_seconds"] for summary in summaries)
-    methods = ", ".join(dict.fromkeys(entry["method"] for entry in first["table"] if entry["method"] != DENSE))
+    named = (*first["config"]["method"], *(each["method"] for each in first["config"].get("variants", ())))
+    methods = ", ".join(dict.fromkeys(method for method in named if method != DENSE))
     models = ", ".join(dict.fromkeys(_model_name(summary["model"]) for summary in summaries))
     lines = [
         f"## {methods}: {models}, {first['dtype']}, {first['device']}\n",

@@ -13,11 +13,12 @@ from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
+from hf_sparse_attn.methods.rabitqcache import RaBitQCache
 from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes)
+    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes, RaBitQCache)
 }
 
 FULL = Full()
@@ -31,6 +32,7 @@ __all__ = [
     "Full",
     "KeyCodes",
     "Quest",
+    "RaBitQCache",
     "Selection",
     "SparseMethod",
     "Squeezed",

@@ -34,6 +34,7 @@ def test_the_kernels_pass_too(group_reduce):
         setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
     check_entry(ENTRIES["encode_keys", "one page"], layer, "triton")
     check_entry(ENTRIES["keycodes_step", group_reduce], layer, "triton")
+    check_entry(ENTRIES["select_tokens_by_mass", ""], layer, "triton")
 
 
 def _encode_with(layer, monkeypatch, **changes):
@@ -101,10 +102,11 @@ def test_wrong_scores_and_choices_fail():
         entry.check(layer, (entry.run(layer, "reference")[0] + 0.1,))
     with pytest.raises(oracle.Mismatch, match="code_scores: the newest page has scores"):
         entry.check(layer, (entry.run(layer, "reference")[0].clamp(min=-99),))
-    entry = ENTRIES["select_tokens_by_score", ""]
-    indices, counts = entry.run(layer, "reference")
-    with pytest.raises(oracle.Mismatch, match=r"select_tokens_by_score: \d+ of the indices differ"):
-        entry.check(layer, (indices + 1, counts))
+    for op in ("select_tokens_by_score", "select_tokens_by_mass"):
+        entry = ENTRIES[op, ""]
+        indices, counts = entry.run(layer, "reference")
+        with pytest.raises(oracle.Mismatch, match=rf"{op}: \d+ of the indices differ"):
+            entry.check(layer, (indices + 1, counts))
 
 
 def test_a_layer_that_would_be_read_whole_fails():

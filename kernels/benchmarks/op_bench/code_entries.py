@@ -13,6 +13,8 @@ from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import CODE_SHAPES, QUICK_CODE_SHAPES, Settings, Shape
 
+TOP_P = 0.95
+"""Share of the estimated attention weight to select."""
 HALF_ROUNDING = 2.0**-10
 """Twice the relative rounding of float16."""
 
@@ -62,6 +64,12 @@ def _attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl
 
 def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
     return (_attend(layer, layer.block_indices, layer.block_counts, impl),)
+
+
+def _by_mass(layer: CodedLayer, impl: str | None) -> Outputs:
+    options = {"sink_tokens": layer.settings.code_page, "page_size": layer.settings.code_page, "impl": impl}
+    selected: Outputs = ops.select_tokens_by_mass(layer.scores, **layer.row_bounds, top_p=TOP_P, **options)
+    return selected
 
 
 def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
@@ -121,10 +129,18 @@ def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> Non
             raise oracle.Mismatch("code_scores: the newest page has scores")
 
 
-def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
-    for name, ours, theirs in zip(("indices", "counts"), selected, _select(layer, scores, "reference"), strict=True):
+def _check_same(op: str, selected: Outputs, expected: Outputs) -> None:
+    for name, ours, theirs in zip(("indices", "counts"), selected, expected, strict=True):
         if not torch.equal(ours, theirs):
-            raise oracle.Mismatch(f"select_tokens_by_score: {int((ours != theirs).sum())} of the {name} differ")
+            raise oracle.Mismatch(f"{op}: {int((ours != theirs).sum())} of the {name} differ")
+
+
+def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
+    _check_same("select_tokens_by_score", selected, _select(layer, scores, "reference"))
+
+
+def _check_mass(layer: CodedLayer, selected: Outputs) -> None:
+    _check_same("select_tokens_by_mass", selected, _by_mass(layer, "reference"))
 
 
 def _tokens_read(layer: CodedLayer) -> tuple[int, int]:
@@ -169,6 +185,11 @@ def _scores_bytes(shape: Shape, settings: Settings) -> int:
 def _select_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the scores and the selection."""
     return shape.batch * shape.kv_heads * (2 * shape.length + 4 * settings.code_budget)
+
+
+def _mass_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the scores, and of a place for every token in the selection."""
+    return shape.batch * shape.kv_heads * shape.length * (2 + 4)
 
 
 def _step_bytes(shape: Shape, settings: Settings) -> int:
@@ -221,6 +242,7 @@ CODES = Family(
             lambda shape, settings: floors.sparse_decode_bytes(shape, in_tokens(settings)),
             _reset_counter,
         ),
+        Entry("select_tokens_by_mass", "", _by_mass, _check_mass, _mass_bytes),
     ),
     make_code_layer,
     code_layer_bytes,

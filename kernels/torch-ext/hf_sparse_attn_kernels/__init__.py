@@ -3,6 +3,7 @@
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
+from .codes.mass_ops import select_tokens_by_mass
 from .codes.ops import code_scores, encode_keys, select_tokens_by_score
 from .kmeans.ops import cluster_sums, nearest_centres
 from .offload.ops import load_blocks
@@ -33,6 +34,7 @@ __all__ = [
     "select_blocks",
     "select_runs",
     "select_tokens",
+    "select_tokens_by_mass",
     "select_tokens_by_score",
     "sparse_decode",
     "sparse_prefill",

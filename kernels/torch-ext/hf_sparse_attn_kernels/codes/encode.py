@@ -122,7 +122,7 @@ def encode_pages_kernel(
     keys_ptr,
     codes_ptr,  # uint8 [pairs, pages * PAGE_SIZE, BITS, HEAD_DIM // 8]
     factors_ptr,  # float16 [pairs, pages * PAGE_SIZE, 1 + OFFSETS]
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
     coded_ptr,  # int32 [pairs]
     query_centre_ptr,  # [pairs, HEAD_DIM]
@@ -139,6 +139,7 @@ def encode_pages_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -158,18 +159,22 @@ def encode_pages_kernel(
         page_of_all = pair * pages + page
         first_key = (start + page * PAGE_SIZE).to(tl.int64)
         keys_ptr += row * keys_stride_b + pair % kv_heads * keys_stride_h + first_key * keys_stride_n
-        centres_ptr += page_of_all * HEAD_DIM
-        scale = store_centre(
-            keys_ptr,
-            keys_stride_n,
-            centres_ptr,
-            centre_scale_ptr + page_of_all,
-            HEAD_DIM,
-            PAGE_SIZE,
-            BLOCK_T,
-            BLOCK_D,
-        )
-        tl.debug_barrier()  # other threads of this program read the levels that were just written
+        if SHARED_CENTRE:
+            centres_ptr += pair * HEAD_DIM
+            scale = tl.load(centre_scale_ptr + pair).to(tl.float32)
+        else:
+            centres_ptr += page_of_all * HEAD_DIM
+            scale = store_centre(
+                keys_ptr,
+                keys_stride_n,
+                centres_ptr,
+                centre_scale_ptr + page_of_all,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_T,
+                BLOCK_D,
+            )
+            tl.debug_barrier()  # other threads of this program read the levels that were just written
         for first in range(0, PAGE_SIZE, BLOCK_T):
             rotated, squares, offsets = rotate_residuals(
                 keys_ptr,
@@ -233,12 +238,13 @@ def encode_keys(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
     max_pages: int | None,
 ) -> None:
     """Launch `encode_pages_kernel`, and for more than one page a row the kernel that counts them."""
     check_triton("keys", keys)
     batch, kv_heads, _, head_dim = keys.shape
-    pages = centre_scale.shape[2]
+    pages = codes.shape[2] // page_size
     max_pages = pages if max_pages is None else min(max_pages, pages)
     pairs = batch * kv_heads
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
@@ -264,6 +270,7 @@ def encode_keys(
         PAGE_SIZE=page_size,
         BITS=bits,
         OFFSETS=query_centre is not None,
+        SHARED_CENTRE=shared_centre,
         ONE_PAGE=max_pages == 1,
         BLOCK_T=block_t,
         BLOCK_B=block_b,

@@ -64,17 +64,18 @@ def prepare_query_kernel(
     query_ptr,
     query_centre_ptr,  # [pairs, HEAD_DIM]
     rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
     start_ptr,
     end_ptr,
     parts_ptr,  # int8 [pairs, 2 * GROUP, 8 * BLOCK_B]
     lines_ptr,  # [pairs, 2, GROUP]: slope and level
-    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads
+    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads and before the first page
     counter_ptr,
     kv_heads,
     num_tokens,
     pages,
+    first_page,
     scale,
     query_stride_b,
     query_stride_h,
@@ -85,6 +86,7 @@ def prepare_query_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -116,8 +118,10 @@ def prepare_query_kernel(
             BLOCK_D,
         )
         if COUNT & (program == 0):
-            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS) + HEAD_DIM + 2
-            tl.atomic_add(counter_ptr + 2, scored.to(tl.int64) * PAGE_BYTES, sem="relaxed")
+            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS)
+            candidates = tl.maximum(scored - first_page, 0).to(tl.int64)
+            centres = tl.minimum(candidates, 1) if SHARED_CENTRE else candidates
+            tl.atomic_add(counter_ptr + 2, candidates * PAGE_BYTES + centres * (HEAD_DIM + 2), sem="relaxed")
     elif (program - HEADS) * BLOCK_N < scored:
         page = (program - HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
         dims = tl.arange(0, BLOCK_D)
@@ -128,14 +132,15 @@ def prepare_query_kernel(
         unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-30) / MOST_UNITS  # [2 * GROUP]
         _, high, low = to_units(query, unit[None, :])
         parts = tl.where((columns % 2 == 0)[None, :], high, low).to(tl.int8)
-        at = centres_ptr + (pair * pages + page)[:, None] * HEAD_DIM + dims[None, :]
+        centre = pair + page * 0 if SHARED_CENTRE else pair * pages + page
+        at = centres_ptr + centre[:, None] * HEAD_DIM + dims[None, :]
         levels = tl.load(at, mask=(page < scored)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
         products = tl.dot(levels, parts, out_dtype=tl.int32)
         high_product, low_product = tl.split(tl.reshape(products, (BLOCK_N, GROUP, 2)))
         unit, _ = tl.split(tl.reshape(unit, (GROUP, 2)))
-        centre_scale = tl.load(centre_scale_ptr + pair * pages + page, mask=page < scored, other=0.0).to(tl.float32)
+        centre_scale = tl.load(centre_scale_ptr + centre, mask=page < scored, other=0.0).to(tl.float32)
         scores = (high_product * 128 + low_product).to(tl.float32) * (unit * scale)[None, :] * centre_scale[:, None]
         heads = tl.arange(0, GROUP)
-        scores = tl.where((heads < HEADS)[None, :], scores, float("-inf"))
+        scores = tl.where((page >= first_page)[:, None] & (heads < HEADS)[None, :], scores, float("-inf"))
         at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
         tl.store(at, scores, mask=(page < scored)[:, None])

@@ -243,5 +243,6 @@ def scan_codes_kernel(
             else:
                 reduced = tl.max(z, axis=1)
             tokens = first + tl.arange(0, BLOCK_T)
-            reduced = tl.where(tokens < end, tl.minimum(tl.maximum(reduced, -LIMIT), LIMIT), float("-inf"))
+            # -inf for all heads: before the first page, or from `end` on.
+            reduced = tl.where(reduced > float("-inf"), tl.minimum(tl.maximum(reduced, -LIMIT), LIMIT), float("-inf"))
             tl.store(scores_ptr + tokens, reduced.to(tl.float16), mask=tokens < stop)
