@@ -133,8 +133,11 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in _joined(summaries):
-            lines += by_position(summary, _cells(summary), _table)
-            lines += details(summary, _cells(summary), _table) if diverges(summary) else _benchmark(summary)
+            if diverges(summary):
+                lines += by_position(summary, _cells(summary), _table)
+                lines += details(summary, _cells(summary), _table)
+            else:
+                lines += _benchmark(summary)
     return "\n".join(lines)
 
 
