@@ -115,7 +115,8 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
     errors = sum(summary["errors"] for summary in summaries)
     harness = sum(summary["harness_seconds"] for summary in summaries)
     model = sum(summary["model_seconds"] for summary in summaries)
-    methods = ", ".join(dict.fromkeys(entry["method"] for entry in first["table"] if entry["method"] != DENSE))
+    named = (*first["config"]["method"], *(each["method"] for each in first["config"].get("variants", ())))
+    methods = ", ".join(dict.fromkeys(method for method in named if method != DENSE))
     models = ", ".join(dict.fromkeys(_model_name(summary["model"]) for summary in summaries))
     lines = [
         f"## {methods}: {models}, {first['dtype']}, {first['device']}\n",
@@ -132,8 +133,11 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in _joined(summaries):
-            lines += by_position(summary, _cells(summary), _table)
-            lines += details(summary, _cells(summary), _table) if diverges(summary) else _benchmark(summary)
+            if diverges(summary):
+                lines += by_position(summary, _cells(summary), _table)
+                lines += details(summary, _cells(summary), _table)
+            else:
+                lines += _benchmark(summary)
     return "\n".join(lines)
 
 

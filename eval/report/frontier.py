@@ -11,12 +11,10 @@ from matplotlib.axes import Axes
 
 from eval.config import DENSE
 from eval.frontier import Frontier, Mean, Point
-from eval.report.plots import Picture
+from eval.report.plots import LEAST_DIVERGENCE, Picture
 from eval.report.style import Styles, legend_below, panels, percent_ticks, score_axis
 
 _EMPHASISED = "keycodes"
-_LEAST_DIVERGENCE = 1e-7
-"""Smaller ones are drawn here: a logarithmic axis has no 0."""
 
 
 def frontier_picture(frontier: Frontier, name: str) -> Picture | None:
@@ -85,7 +83,7 @@ def _families(points: list[Point]) -> Iterator[tuple[str, list[Point]]]:
 
 
 def _at_least(mean: Mean | None) -> float | None:
-    return None if mean is None else max(mean.value, _LEAST_DIVERGENCE)
+    return None if mean is None else max(mean.value, LEAST_DIVERGENCE)
 
 
 def _percent(mean: Mean | None) -> float | None:

@@ -19,13 +19,15 @@ from eval.config import DENSE
 from eval.report.records import Record
 from eval.report.sections import Column, Section, label
 from eval.report.style import Styles, from_zero, legend_below, log2_ticks, panels, percent_ticks, score_axis, wrapped
-from eval.summary import aggregate
+from eval.summary import aggregate, column_order
 
 _DOTS_PER_INCH = 160
 _PAGE_PIXELS_PER_INCH = 100
 _MOST_DEPTHS = 12
 _MOST_NOTES = 9
 _MOST_WRITTEN_CELLS = 80
+LEAST_DIVERGENCE = 1e-7
+"""Smaller ones are drawn here: a logarithmic axis has no 0."""
 _MOST_LOSS = 600.0
 """Largest loss in nats whose perplexity can be drawn."""
 
@@ -56,6 +58,7 @@ def draw(section: Section, styles: Styles) -> list[Picture]:
     plots: tuple[Callable[[Section, Styles], Picture | None], ...] = (
         score_by_budget,
         score_by_kv_read,
+        divergence_by_kv_read,
         perplexity_by_position,
         divergence_by_position,
         score_by_depth,
@@ -118,6 +121,32 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     said = "; ".join(f"{label(column)}: {read:.1f} % read, {figure_:.2f}" for column, (read, figure_) in points.items())
     shown = f"{caption}; {'numbers are token budgets' if len(points) <= _MOST_NOTES else 'a point for each budget'}"
     return Picture(f"{section.slug}-kv-read", shown, f"{caption}. {said}.", figure)
+
+
+def divergence_by_kv_read(section: Section, styles: Styles) -> Picture | None:
+    """Plot the mean divergence from dense attention against the share of the KV cache that was read."""
+    groups: dict[Column, list[Record]] = defaultdict(list)
+    for record in section.records:
+        if record["error"] is None and record.get("divergence") is not None and record["kv_fraction"]:
+            groups[record["method"], record["token_budget"]].append(record)
+    found = {column: aggregate(records) for column, records in groups.items()}
+    points = {
+        column: (100 * entry["kv_fraction"], max(entry["divergence"], LEAST_DIVERGENCE))
+        for column, entry in sorted(found.items(), key=lambda item: column_order(*item[0]))
+    }
+    if not points:
+        return None
+    figure, (axis,) = panels(1)
+    for method, columns in by_method(list(points)):
+        axis.plot(*zip(*(points[column] for column in columns), strict=True), **styles.points(method), label=method)
+    percent_ticks(axis, [read for read, _ in points.values()])
+    axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
+    axis.set_yscale("log")
+    axis.set_ylabel("mean KL from dense attention (nats)")
+    legend_below(figure, [axis])
+    caption = "Divergence from dense attention along its answers against KV cache read (lower is better)"
+    said = "; ".join(f"{label(column)}: {read:.1f} % read, {value:.4f}" for column, (read, value) in points.items())
+    return Picture(f"{section.slug}-divergence", caption, f"{caption}. {said}.", figure)
 
 
 def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:

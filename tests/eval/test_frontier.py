@@ -53,7 +53,10 @@ def sweep(folder, *runs):
         write_records(run / "rows.jsonl", records)
         summary = {
             **{name: first[name] for name in ("model", "dtype", "device", "versions", "protocol_sha256")},
-            "config": {"benchmark": first["benchmark"], "method": ["full"], "question": "decode", "seed": 1},
+            "config": {
+                "benchmark": first["benchmark"], "method": ["full"], "question": "decode", "seed": 1,
+                "variants": [{"method": "keycodes"}, {"method": "quest"}],
+            },
             "date": "2026-01-02T00:00:00", "rows": len(records), "errors": 0, "harness_seconds": 1.0,
             "model_seconds": 40.0, "table": summarise(records),
         }  # fmt: skip
