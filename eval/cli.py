@@ -20,6 +20,7 @@ from eval.options import (
     DataDirOption,
     DeviceOption,
     DtypeOption,
+    KVStorageOption,
     LengthsOption,
     LimitOption,
     MeasureOption,
@@ -228,6 +229,7 @@ def speed(
     parameter: ParameterOption = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed runs of each side.")] = 5,
+    kv_storage: KVStorageOption = "device",
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
@@ -252,6 +254,7 @@ def speed(
             dtype=dtype,
             device=device,
             seed=seed,
+            kv_storage=kv_storage,
         )
         with progress(f"speed of {model or shape}", is_shown=True) as update:
             measured = measure(config, lambda what, done, total: update(done, total, what))

@@ -57,6 +57,9 @@ ParameterOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
 ]
+KVStorageOption = Annotated[
+    str, typer.Option(help="'host' runs each method with keys and values in host memory too, after the device.")
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
 
 

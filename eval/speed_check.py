@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from eval.config import DENSE
 from eval.errors import EvalError
 from eval.knobs import knob_of
-from eval.speed_runs import Side, Work, generate
+from eval.speed_runs import ON_HOST, Side, Work, generate
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.rope import max_positions
 
@@ -49,7 +49,20 @@ def check_covering(
         dense = Side("dense attention, the cached keys rotated to their positions", None, work.new_rotated_cache)
         expected = generate(model, dense, work, len(expected[0])).token_ids
     _compare(model, work, side, dense, expected, "with a budget for everything the patched model")
-    return _compared(method, everything.token_budget, expected, dense.name)
+    against = dense.name
+    if work.kv_storage == "host":
+        against += f"; in host memory: {_check_in_host_memory(model, work, method)}"
+    return _compared(method, everything.token_budget, expected, against)
+
+
+def _check_in_host_memory(model: PreTrainedModel, work: Work, method: SparseMethod) -> str:
+    """Raise unless the method starts with the same tokens from host memory; return what it is compared with."""
+    resident = Side("the same method on the device", method, partial(work.new_cache, method))
+    expected = generate(model, resident, work, CHECKED_TOKENS).token_ids
+    name, new_cache = f"{method.name}, {method.token_budget}{ON_HOST}", partial(work.new_cache, method, "host")
+    side = Side(name, method, new_cache, kv_storage="host")
+    _compare(model, work, side, resident, expected, "the method in host memory")
+    return resident.name
 
 
 def _check_offloaded(model: PreTrainedModel, work: Work, method: SparseMethod) -> dict[str, Any]:

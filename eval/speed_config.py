@@ -10,6 +10,7 @@ from eval.engine import make_variants
 from eval.errors import EvalError
 from eval.speed_shapes import SHAPES
 from hf_sparse_attn import SparseMethod
+from hf_sparse_attn.cache.host.room import check_kv_storage
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class SpeedConfig:
         As in :class:`eval.config.RunConfig`.
     seed : int
         Seed of weights, cache and prompt.
+    kv_storage : str
+        ``"host"`` to run each method with K and V in host memory too; else ``"device"``.
     """
 
     model: str | None = None
@@ -50,6 +53,7 @@ class SpeedConfig:
     dtype: str | None = None
     device: str | None = None
     seed: int = 0
+    kv_storage: str = "device"
 
     def __post_init__(self) -> None:
         """Check the values that need no model.
@@ -75,6 +79,10 @@ class SpeedConfig:
         if len(set(self.contexts)) != len(self.contexts):
             raise EvalError(f"contexts={list(self.contexts)} has duplicate entries")
         for method in self.methods():
+            try:
+                check_kv_storage(self.kv_storage, method)
+            except ValueError as error:
+                raise EvalError(str(error)) from error
             if self.shape is not None and method.needs_queries and method.keeps_queries:
                 raise EvalError(
                     f"method={method.name!r} is not allowed with a shape: it needs the prompt's queries, and a cache "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DYNAMIC, PREALLOCATED, STATIC = "dense, DynamicCache", "dense, preallocated", "dense, StaticCache"
 UNCOMPILED = ", not compiled"
+ON_HOST = ", in host memory"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -60,6 +61,8 @@ class Side:
     """Whether ``generate()`` compiles its decode step."""
     copies_cache: bool = False
     """Whether its cache is a copy of the one that all sides start from."""
+    kv_storage: str = "device"
+    """Where the cache keeps K and V."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Work:
     """[batch, context], with one more token if the context is cached."""
     filled: SparseCache | None
     """The cached context; None if each run prefills its own."""
+    kv_storage: str = "device"
+    """``"host"`` to run each method with K and V in host memory too."""
 
     @classmethod
     def start(
@@ -82,7 +87,8 @@ class Work:
         """Create the prompts of a batch and, with ``config.shape``, the filled cache."""
         capacity = context + config.new_tokens + 1
         if config.shape is None:
-            return cls(model, context, capacity, _random_ids(model, (batch, context), special_ids, config.seed), None)
+            prompts = _random_ids(model, (batch, context), special_ids, config.seed)
+            return cls(model, context, capacity, prompts, None, config.kv_storage)
         filled = _empty_cache(model, DENSE, capacity)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
         with seeded(model.device, config.seed):
@@ -92,7 +98,7 @@ class Work:
                 for buffer in (layer.keys, layer.values):
                     buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
         input_ids = _random_ids(model, (batch, context + 1), special_ids, config.seed)
-        return cls(model, context, capacity, input_ids, filled)
+        return cls(model, context, capacity, input_ids, filled, config.kv_storage)
 
     @property
     def kv_bytes(self) -> int:
@@ -130,16 +136,21 @@ class Work:
             sides.append(Side(name, method, self._kept(new_cache), compiled=compiles and is_resident))
             if compiles and is_resident:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self._kept(new_cache)))
+            if self.kv_storage == "host" and is_resident:
+                on_host = self._kept(partial(self.new_cache, method, "host"))
+                sides.append(Side(f"{name}{ON_HOST}", method, on_host, compiled=compiles, kv_storage="host"))
         return sides
 
-    def new_cache(self, method: SparseMethod | str) -> SparseCache:
+    def new_cache(self, method: SparseMethod | str, kv_storage: str = "device") -> SparseCache:
         """Create a cache as a patched ``generate()`` does, over the filled buffers if there are any.
 
         Their random content serves as keys after RoPE, or before it for a method that caches those.
         """
         instance = make_method(method)
         if self.filled is None:
-            return _empty_cache(self.model, instance, self.capacity)
+            return _empty_cache(self.model, instance, self.capacity, kv_storage)
+        if kv_storage == "host":
+            return self._copied(_empty_cache(self.model, instance, self.capacity, kv_storage))
         if instance.offloading is not None:
             return self._new_offloaded_cache(instance)
         filled = copy.copy(self.filled)
@@ -230,7 +241,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     """Time one call of ``generate()``, and check that it decoded from the end of the cache."""
     gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
-    with nullcontext() if side.method is None else sparse_attention(model, side.method):
+    with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         started = time.perf_counter()
@@ -246,7 +257,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         )
         seconds = time.perf_counter() - started
         reads = None if side.method is None else sparse_reads(model, cache)
-        is_offloaded = side.method is not None and side.method.offloading is not None
+        is_offloaded = side.kv_storage == "host" or (side.method is not None and side.method.offloading is not None)
         traffic = traffic_per_step(model) if is_offloaded else None
     prompt_tokens = work.input_ids.shape[1]
     token_ids = output[:, prompt_tokens:].tolist()
@@ -289,11 +300,13 @@ def forget_compiled(model: PreTrainedModel) -> None:
         torch._dynamo.reset()
 
 
-def _empty_cache(model: PreTrainedModel, method: SparseMethod | str, capacity: int) -> SparseCache:
+def _empty_cache(
+    model: PreTrainedModel, method: SparseMethod | str, capacity: int, kv_storage: str = "device"
+) -> SparseCache:
     """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
     if is_cuda(model):
-        return SparseCache(model.config, method, max_cache_len=capacity)
-    return SparseCache(model.config, method, initial_capacity=capacity)
+        return SparseCache(model.config, method, max_cache_len=capacity, kv_storage=kv_storage)
+    return SparseCache(model.config, method, initial_capacity=capacity, kv_storage=kv_storage)
 
 
 def _cut(cache: Cache, length: int) -> None:

@@ -50,6 +50,8 @@ class ThroughputConfig:
         As in :class:`eval.config.RunConfig`.
     seed : int
         Seed of weights, cache, prompts and arrivals.
+    kv_storage : str
+        As in :class:`eval.speed_config.SpeedConfig`.
     """
 
     shape: str
@@ -64,6 +66,7 @@ class ThroughputConfig:
     dtype: str | None = None
     device: str | None = None
     seed: int = 0
+    kv_storage: str = "device"
 
     def __post_init__(self) -> None:
         """Check the values that need no model.
@@ -96,6 +99,7 @@ class ThroughputConfig:
             dtype=self.dtype,
             device=self.device,
             seed=self.seed,
+            kv_storage=self.kv_storage,
         )
 
 
@@ -236,6 +240,7 @@ def _described(side: Side) -> dict[str, Any]:
         "token_budget": None if side.method is None else side.method.token_budget,
         "hyperparameters": {} if side.method is None else asdict(side.method),
         "compiled": side.compiled,
+        "kv_storage": side.kv_storage,
         "error": None,
     }
 

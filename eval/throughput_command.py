@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from eval.options import BudgetOption, DeviceOption, DtypeOption, MethodOption, ParameterOption, harness_errors
+from eval.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    KVStorageOption,
+    MethodOption,
+    ParameterOption,
+    harness_errors,
+)
 from eval.terminal import WIDTH, progress
 from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
 
@@ -24,6 +32,7 @@ def throughput(
     rate: Annotated[
         float | None, typer.Option(help="Mean requests per second (Poisson).", show_default="all at the start")
     ] = None,
+    kv_storage: KVStorageOption = "device",
     seed: Annotated[int, typer.Option(help="Seed of weights, cache, prompts and arrivals.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
@@ -51,6 +60,7 @@ def throughput(
             dtype=dtype,
             device=device,
             seed=seed,
+            kv_storage=kv_storage,
         )
         with progress(f"throughput of {shape}", is_shown=True) as update:
             report = measure_throughput(config, lambda what: update(0, 1, what))

@@ -22,7 +22,7 @@ class LayerCounter:
     names
         Names of the method's own counts; see ``SparseMethod.counts``.
     traffic
-        What moves between host and device, if the method offloads.
+        What moves between host and device, if keys and values lie on the host.
     """
 
     totals: torch.Tensor
@@ -104,9 +104,10 @@ class LayerStats:
     method_counts: dict[str, int] = field(default_factory=dict)
     """The method's own counts, keyed by the names in ``SparseMethod.counts``."""
     blocks_read: int = 0
-    """With offloading, blocks that steps read from the pool on the device, summed over steps, rows and KV heads."""
+    """With K and V in host memory, full blocks that steps read by way of the device's pool or slots, summed over steps,
+    rows and KV heads."""
     blocks_hit: int = 0
-    """Those of them that were in the pool when they were looked up; the others were loaded."""
+    """Those of them that were there when they were looked up; the others were loaded."""
     bytes_loaded: int = 0
     """Bytes of K and V copied from host memory to the device, in prompts too, and ahead of steps that stop earlier."""
     bytes_stored: int = 0
@@ -116,7 +117,7 @@ class LayerStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the blocks looked up that were in the pool; 1.0 if none was looked up."""
+        """Share of the blocks looked up that the device held; 1.0 if none was looked up."""
         return self.blocks_hit / self.blocks_read if self.blocks_read else 1.0
 
     @property

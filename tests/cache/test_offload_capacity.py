@@ -13,22 +13,26 @@ TOKENS = 8192
 # The layers and KV heads of a Llama with 70 billion parameters: 640 KiB a token in float32, 5 GiB in all.
 SHAPE = {"num_hidden_layers": 80, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 LIMIT = 3 * GIB
+OFFLOADED = {"offload": True, "gpu_cache_tokens": TOKENS // 4}
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("method", "parameters"),
+    ("method", "parameters", "elsewhere"),
     [
-        ("quest", {"token_budget": 1024}),
-        ("psa", {"threshold": 0.9, "token_budget": 2048}),
+        ("quest", {"token_budget": 1024}, OFFLOADED),
+        ("psa", {"threshold": 0.9, "token_budget": 2048}, OFFLOADED),
+        ("quest", {"token_budget": 512}, {"kv_storage": "host"}),
+        ("keycodes", {"token_budget": 512}, {"kv_storage": "host"}),
     ],
+    ids=["quest-offloaded", "psa-offloaded", "quest-host", "keycodes-host"],
 )
-def test_a_context_larger_than_the_device_s_memory_decodes_to_the_resident_tokens(method, parameters):
+def test_a_context_larger_than_the_device_s_memory_decodes_to_the_resident_tokens(method, parameters, elsewhere):
     model = make_model("llama", hidden_size=128, max_position_embeddings=2 * TOKENS, initializer_range=0.1, **SHAPE)
     ids = random_ids(1, TOKENS)
     generated = []
-    for settings in ({}, {"offload": True, "gpu_cache_tokens": TOKENS // 4}):
+    for settings in ({}, elsewhere):
         patch_model(model, method, **parameters, **settings)
         if settings:
             _limit_memory(LIMIT)

@@ -237,6 +237,26 @@ def test_an_offloaded_method_with_other_tokens_is_an_error(monkeypatch):
         measure_throughput(replace(SHORT, new_tokens=4, parameters=OFFLOADED), lambda what: None)
 
 
+def test_methods_run_in_host_memory_beside_themselves_on_the_device():
+    config = replace(CONFIG, method=("keycodes",), token_budget=(64,), parameters={"page_size": 16}, kv_storage="host")
+    report = json.loads(json.dumps(measure_throughput(config, lambda what: None)))
+    assert [side["name"] for side in report["sides"][3:]] == ["keycodes, 64", "keycodes, 64, in host memory"]
+    assert [side["kv_storage"] for side in report["sides"]] == [*["device"] * 4, "host"]
+    assert report["checked"][0]["against"] == "dense attention; in host memory: the same method on the device"
+    resident, on_host = report["sides"][3:]
+    assert resident["traffic"] is None
+    assert resident["kv_fraction"] == on_host["kv_fraction"]
+    assert 0 < on_host["traffic"]["pool_hits"] < 1
+    assert on_host["traffic"]["bytes_loaded"] > 0
+
+
+def test_a_method_that_cannot_use_host_memory_is_an_error():
+    with pytest.raises(EvalError, match="kv_storage must be 'device' for method 'psa', got 'host'"):
+        replace(CONFIG, method=("psa",), kv_storage="host")
+    with pytest.raises(EvalError, match="kv_storage must be one of 'device', 'host', got 'disk'"):
+        replace(CONFIG, kv_storage="disk")
+
+
 def test_prompts_beyond_the_positions_are_refused(monkeypatch):
     monkeypatch.setattr(throughput, "max_positions", lambda config: 163)
     with pytest.raises(EvalError, match=r"context=160 with new_tokens=4 needs 164 positions; the shape has 163"):

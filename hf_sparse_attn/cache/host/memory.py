@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
+from hf_sparse_attn.cache.offload.transfers import pinned_empty
 
 PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PAGE_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")  # fewer pages to pin, which a forked process must not copy
@@ -34,10 +35,11 @@ class HostBuffer(NamedTuple):
 
 
 class PinnedPages:
-    """Pages of host memory that a CUDA device can address.
+    """Pages of host memory that a CUDA device can address, of zeros.
 
-    The pages have exactly the size asked for: PyTorch's own pinned allocator rounds up to a power of two, which may
-    double the gigabytes of a long context. They are unpinned and freed once no tensor shows them.
+    They have exactly the size asked for: PyTorch's own pinned allocator rounds up to a power of two, which may double
+    the gigabytes of a long context, so it is used only where the driver refuses to pin pages of one's own. They are
+    unpinned and freed once no tensor shows them.
 
     Parameters
     ----------
@@ -53,36 +55,67 @@ class PinnedPages:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        _unpin_remaining()
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in PAGE_ADVICE:
             if hasattr(mmap, advice):
                 with suppress(OSError):  # a kernel without it
                     pages.madvise(getattr(mmap, advice))
         self.host = torch.frombuffer(pages, dtype=torch.uint8)
-        address = self.host.data_ptr()
-        with torch.cuda.device(device):
-            runtime = _runtime()
-            error = runtime.cudaHostRegister(address, num_bytes, PORTABLE | MAPPED)
-        if error != runtime.cudaError.success:
-            raise RuntimeError(
-                f"kv_storage='host': {num_bytes / 2**30:.2f} GiB of host memory cannot be pinned "
-                f"({runtime.cudaGetErrorString(error)}): free host memory, raise the limit on locked memory "
-                "(ulimit -l), lower the batch or the context, or use kv_storage='device'"
-            )
-        weakref.finalize(self, _unpin, pages, address, device).atexit = False
+        is_registered = _register(self.host, device)
+        if not is_registered:
+            self.host = _pinned_by_torch(num_bytes)
+        weakref.finalize(self, _release, self.host, is_registered, device).atexit = False
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (self.host.data_ptr(), False),
             "strides": None,
             "version": 3,
         }
 
 
-def _unpin(pages: mmap.mmap, address: int, device: torch.device) -> None:
-    """Unpin pages, which are freed with the last reference to them, after the work that may still use them."""
+def _register(host: torch.Tensor, device: torch.device) -> bool:
+    """Pin memory, and return whether the driver allowed it."""
+    with torch.cuda.device(device):
+        runtime = _runtime()
+        error = runtime.cudaHostRegister(host.data_ptr(), host.numel(), PORTABLE | MAPPED)
+        if error == runtime.cudaError.success:
+            return True
+        with suppress(RuntimeError):  # CUDA reports its last error once more, to the next launch
+            torch.zeros(1, device=device)
+    return False
+
+
+def _pinned_by_torch(num_bytes: int) -> torch.Tensor:
+    """Allocate zeros by PyTorch's pinned allocator, where pages of one's own cannot be pinned."""
+    try:
+        return pinned_empty((num_bytes,), torch.uint8).zero_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"kv_storage='host': {num_bytes / 2**30:.2f} GiB of host memory cannot be pinned "
+            f"({str(error).splitlines()[0]}): free host memory, raise the limit on locked memory (ulimit -l), lower "
+            "the batch or the context, or use kv_storage='device'"
+        ) from error
+
+
+_remaining: list[tuple[torch.Tensor, bool, torch.device]] = []
+"""Memory whose last tensor was freed while a CUDA graph was being recorded, when nothing may be unpinned."""
+
+
+def _release(host: torch.Tensor, is_registered: bool, device: torch.device) -> None:
+    """Unpin memory, which is freed with the last reference to it, after the work that may still use it."""
+    if torch.cuda.is_current_stream_capturing():
+        _remaining.append((host, is_registered, device))
+        return
     torch.cuda.synchronize(device)
-    _runtime().cudaHostUnregister(address)
+    if is_registered:
+        _runtime().cudaHostUnregister(host.data_ptr())
+
+
+def _unpin_remaining() -> None:
+    while _remaining:
+        _release(*_remaining.pop())
 
 
 def _runtime() -> Any:

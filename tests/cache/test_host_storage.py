@@ -1,0 +1,366 @@
+"""Keys and values in host memory: the tokens and logits of the device's storage, and what crosses the link."""
+
+import copy
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+from transformers import DynamicCache
+
+from hf_sparse_attn import (
+    PSA,
+    ArkVale,
+    Full,
+    KeyCodes,
+    Quest,
+    SparseCache,
+    patch_model,
+    record_selections,
+    sparse_attention,
+    sparse_attention_stats,
+    unpatch_model,
+)
+from hf_sparse_attn.cache.host import kept, memory, prompts, room
+from hf_sparse_attn.cache.host.storage import GrowingHostStorage, StaticHostStorage
+from hf_sparse_attn.cache.offload.transfers import Transfers
+from hf_sparse_attn.cache.storage import GrowingStorage
+from tests.methods.toy import UnboundedQuest
+from tests.models import DEVICE, make_model, random_ids, shared_model
+from tests.test_contracts import GREEDY, SCENARIOS, padded_batch
+
+LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 16
+SMALL = (
+    Quest(token_budget=48, page_size=8),
+    ArkVale(token_budget=48, page_size=8, bounds_dtype="model", dense_layers=0),
+    KeyCodes(token_budget=48, page_size=16),
+    KeyCodes(token_budget=40, page_size=32, bits=2, query_centre=False, dense_layers=1),
+    UnboundedQuest(token_budget=48, page_size=8),
+)
+small_methods = pytest.mark.parametrize("method", SMALL, ids=str)
+
+
+@pytest.fixture
+def exact():
+    """Run the ops' references, which take float64, on CUDA too."""
+    with use_impl("reference"):
+        yield
+
+
+class LateStores(Transfers):
+    """Copies to the host that arrive when something waits for them, and no earlier."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.on_their_way = []
+
+    def store(self, copy_out, traffic, num_bytes):
+        self.on_their_way.append(lambda: super(LateStores, self).store(copy_out, traffic, num_bytes))
+
+    def load(self, copy_in, traffic, num_bytes):
+        self.protect_stored()  # a load follows the stores before it
+        return super().load(copy_in, traffic, num_bytes)
+
+    def protect_stored(self):
+        for store in self.on_their_way:
+            store()
+        self.on_their_way.clear()
+        super().protect_stored()
+
+
+@pytest.fixture(params=["prompt", "late"])
+def stores(request, monkeypatch):
+    """Stores as on this machine, and late ones. Slots that nothing was written to hold NaN, and tables anything."""
+    create = kept.KeptBlocks.__init__
+
+    def poisoned(self, *arguments):
+        create(self, *arguments)
+        self._keys.fill_(torch.nan)
+        self._values.fill_(torch.nan)
+        self._block_slots.random_(-3, 9)
+
+    monkeypatch.setattr(kept.KeptBlocks, "__init__", poisoned)
+    if request.param == "late":
+        monkeypatch.setattr(prompts, "Transfers", LateStores)
+
+
+def logits_of(model, cache, parts, **options):
+    return [model(part, past_key_values=cache, **options).logits for part in parts]
+
+
+@small_methods
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+@torch.inference_mode()
+def test_generated_logits_are_those_of_the_device(method, cache_implementation, exact, stores):
+    model = shared_model("llama", torch.float64)
+    ids, mask = padded_batch((111, 90, 63))
+    options = {**GREEDY, "max_new_tokens": 24, "output_logits": True, "return_dict_in_generate": True}
+    runs, stats = [], []
+    for kv_storage in ("device", "host"):
+        with sparse_attention(model, method, kv_storage=kv_storage):
+            runs.append(model.generate(ids, attention_mask=mask, cache_implementation=cache_implementation, **options))
+            stats.append(sparse_attention_stats(model))
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    for on_device, on_host in zip(runs[0].logits, runs[1].logits, strict=True):
+        assert torch.equal(on_device, on_host)
+    for name in ("decode_steps", "tokens_read", "kv_bytes", "metadata_bytes", "dense_bytes"):
+        assert getattr(stats[0], name) == getattr(stats[1], name)
+    assert stats[0].bytes_loaded == stats[0].bytes_stored == 0
+    sparse_layers = stats[1].layers[method.dense_layers :]
+    if method.selection_size.blocks is None:
+        assert stats[1].bytes_loaded == sum(layer.kv_bytes for layer in sparse_layers)
+    else:
+        assert 0 < stats[1].blocks_hit < stats[1].blocks_read
+        assert 0 < stats[1].bytes_loaded < sum(layer.kv_bytes for layer in sparse_layers)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("method", SMALL[:3], ids=str)
+@torch.inference_mode()
+def test_every_use_gives_the_tokens_of_the_device(method, scenario, exact, stores):
+    """Beams, several turns, chunks and drafts crop, extend and reorder the rows."""
+    model = shared_model("llama", torch.float64)
+    tokens = []
+    for kv_storage in ("device", "host"):
+        with sparse_attention(model, method, kv_storage=kv_storage):
+            tokens.append(scenario(model, lambda: SparseCache.for_model(model)))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("method", [Quest(token_budget=512), KeyCodes(token_budget=512)], ids=str)
+@torch.inference_mode()
+def test_full_budget_is_dense_token_for_token(method, scenario):
+    model = shared_model("llama")
+    expected = scenario(model, DynamicCache)
+    with sparse_attention(model, method, kv_storage="host"):
+        assert torch.equal(scenario(model, lambda: SparseCache.for_model(model)), expected)
+
+
+@small_methods
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+@torch.inference_mode()
+def test_cached_rows_change_as_on_the_device(method, max_cache_len, exact, stores):
+    """A later turn, a crop, other rows, a reset: after each of them steps give the device's logits."""
+    model = shared_model("llama", torch.float64)
+    steps = random_ids(3, 12, seed=4)
+
+    def run(kv_storage):
+        with sparse_attention(model, method, kv_storage=kv_storage):
+            cache = SparseCache.for_model(model, max_cache_len)
+            parts = [random_ids(2, 90), *steps[:2, :5].split(1, dim=1), random_ids(2, 30, seed=9)]
+            logits = logits_of(model, cache, [*parts, *steps[:2, 5:].split(1, dim=1)])
+            cache.crop(-19)
+            logits += logits_of(model, cache, steps[:2].flip(1).split(1, dim=1))
+            cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+            logits += logits_of(model, cache, steps[:2, :4].split(1, dim=1))
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0, 1], device=DEVICE))
+            logits += logits_of(model, cache, steps.split(1, dim=1))
+            cache.reset()
+            return logits + logits_of(model, cache, [random_ids(3, 70, seed=1), *steps.split(1, dim=1)])
+
+    for on_device, on_host in zip(run("device"), run("host"), strict=True):
+        assert torch.equal(on_device, on_host)
+
+
+@small_methods
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda cache: cache.fork(cache.method)], ids=["copy", "fork"])
+@pytest.mark.parametrize("max_cache_len", [None, 140])
+@torch.inference_mode()
+def test_copies_and_forks_go_on_by_themselves(method, make_copy, max_cache_len, exact, stores):
+    model = shared_model("llama", torch.float64)
+    ids, steps = random_ids(2, 100), random_ids(2, 24, seed=4).split(1, dim=1)
+    with sparse_attention(model, method):
+        cache = SparseCache.for_model(model, max_cache_len)
+        expected = logits_of(model, cache, [ids, *steps])
+    with sparse_attention(model, method, kv_storage="host"):
+        cache = SparseCache.for_model(model, max_cache_len)
+        logits_of(model, cache, [ids, *steps[:6]])
+        other = make_copy(cache)
+        for each in (other, cache):  # one after the other, as forks are used
+            for actual, wanted in zip(logits_of(model, each, steps[6:]), expected[7:], strict=True):
+                assert torch.equal(actual, wanted)
+        cache.crop(-24)
+        assert torch.equal(logits_of(model, cache, steps[:1])[0], expected[1])
+
+
+@pytest.mark.parametrize("method", [SMALL[0], SMALL[2]], ids=str)
+@torch.inference_mode()
+def test_hits_and_bytes_are_as_predicted(method, exact):
+    model, prompt, new = shared_model("llama", torch.float64), 90, 20
+    size, dense = method.selection_size.block_size, method.dense_layers
+    with sparse_attention(model, method, kv_storage="host"), record_selections(model) as record:
+        model.generate(random_ids(2, prompt), **{**GREEDY, "max_new_tokens": new + 1})
+        stats = sparse_attention_stats(model)
+    hits = reads = tokens = 0
+    for layer in range(dense, LAYERS):
+        for pair in ((row, head) for row in range(2) for head in range(KV_HEADS)):
+            slots, partial = [None] * method.selection_size.blocks, None
+            for number, selection in enumerate(record.selections(layer)):
+                held = prompt + number + 1
+                chosen = [block for block in selection.block_indices[pair].tolist() if block >= 0]
+                newest = held // size if held % size else None
+                full = [block for block in chosen if block != newest]
+                free = [slot for slot, block in enumerate(slots) if block not in full]
+                for block in full:
+                    if block not in slots:
+                        slots[free.pop(0)] = block
+                        tokens += size
+                    else:
+                        hits += 1
+                reads += len(full)
+                if newest in chosen:
+                    tokens += 1 if partial == newest else held % size
+                    partial = newest
+    assert (stats.blocks_hit, stats.blocks_read) == (hits, reads)
+    assert 0 < stats.hit_rate < 1
+    token = 2 * HEAD_DIM * 8
+    assert stats.bytes_loaded == tokens * token
+    assert stats.bytes_stored == (prompt + new) * 2 * KV_HEADS * (LAYERS - dense) * token
+    assert [layer.bytes_stored > 0 for layer in stats.layers] == [index >= dense for index in range(LAYERS)]
+
+
+@torch.inference_mode()
+def test_only_sparse_layers_are_in_host_memory():
+    model = shared_model("llama")
+    with sparse_attention(model, SMALL[0], kv_storage="host"):
+        growing = model(random_ids(1, 80)).past_key_values
+        static = SparseCache.for_model(model, max_cache_len=90)
+    assert [type(layer.storage) for layer in growing.layers] == [GrowingStorage] * 2 + [GrowingHostStorage] * 2
+    assert [type(layer.storage) for layer in static.layers[2:]] == [StaticHostStorage] * 2
+    assert static.is_compileable
+
+
+@torch.inference_mode()
+def test_unpatched_models_read_host_memory_too(stores):
+    model, ids = shared_model("llama"), random_ids(2, 70)
+    expected = model.generate(ids, **GREEDY)
+    for max_cache_len in (None, 100):
+        cache = SparseCache(model.config, SMALL[0], max_cache_len, kv_storage="host")
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
+@torch.inference_mode()
+def test_the_storage_comes_back_with_the_method():
+    model = make_model("llama")
+    patch_model(model, SMALL[0], kv_storage="host")
+    with sparse_attention(model, "full"):
+        assert SparseCache.for_model(model).kv_storage == "device"
+    assert SparseCache.for_model(model).kv_storage == "host"
+    with sparse_attention(model, SMALL[0]):  # a cache in either place serves
+        cache = SparseCache(model.config, SMALL[0], kv_storage="host")
+        model.generate(random_ids(1, 60), past_key_values=cache, **GREEDY)
+    unpatch_model(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_storage", "message"),
+    [
+        (SMALL[0], "disk", r"kv_storage must be one of 'device', 'host', got 'disk'"),
+        (
+            PSA(threshold=0.9),
+            "host",
+            r"must be 'device' for method 'psa', got 'host': .*allow 'host': quest, .*keycodes",
+        ),
+        (Full(), "host", r"must be 'device' for method 'full', got 'host'"),
+        (replace(SMALL[0], offload=True, gpu_cache_tokens=999), "host", r"kv_storage='host' and offload=True exclude"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_when_the_model_is_patched(method, kv_storage, message):
+    model = shared_model("llama")
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, method, kv_storage=kv_storage)
+    with pytest.raises(ValueError, match=message):
+        SparseCache(model.config, method, kv_storage=kv_storage)
+
+
+@torch.inference_mode()
+def test_forks_for_methods_that_read_all_keys_are_refused():
+    model = shared_model("llama")
+    cache = SparseCache(model.config, SMALL[0], kv_storage="host")
+    with pytest.raises(ValueError, match="kv_storage must be 'device' for method 'full'"):
+        cache.fork("full")
+
+
+@pytest.mark.parametrize(("max_cache_len", "tokens"), [(None, 150), (1000, 1000)])
+@torch.inference_mode()
+def test_too_little_host_memory_is_found_before_the_prompt(max_cache_len, tokens, monkeypatch):
+    model = shared_model("llama")
+    needed = tokens * 3 * 2 * 2 * KV_HEADS * HEAD_DIM * 4
+    monkeypatch.setattr(room, "available_bytes", lambda: needed - 1)
+    with sparse_attention(model, SMALL[0], kv_storage="host"):
+        cache = SparseCache.for_model(model, max_cache_len)
+        with pytest.raises(
+            RuntimeError, match=rf"kv_storage='host': {tokens} tokens take 0.00 GiB .* 0.00 GiB are left"
+        ):
+            model(random_ids(3, 150), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        assert not any(layer.is_initialized for layer in cache.layers)
+        monkeypatch.setattr(room, "available_bytes", lambda: needed)
+        model(random_ids(3, 150), past_key_values=cache)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_available_memory_is_the_least_of_system_and_container(version, tmp_path, monkeypatch):
+    system, group = tmp_path / "meminfo", tmp_path / "group"
+    folder = group if version == 2 else group / "memory"
+    folder.mkdir(parents=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    system.write_text("MemTotal:  900 kB\nMemAvailable:  700 kB\nHugePages_Total:  0\n")
+    monkeypatch.setattr(memory, "MEMORY_INFO", system)
+    monkeypatch.setattr(memory, "CONTROL_GROUP", group)
+    assert memory.available_bytes() == 700 * 1024
+    for name, value in zip(names, (600_000, 200_000), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text("anon 100000\ninactive_file 50000\n")
+    assert memory.available_bytes() == 450_000
+    (folder / names[0]).write_text("max\n")
+    assert memory.available_bytes() == 700 * 1024
+    system.unlink()
+    assert memory.available_bytes() is None
+
+
+@pytest.mark.gpu
+def test_kernels_and_host_share_the_memory_and_it_is_unpinned_in_the_end():
+    device = torch.device("cuda", torch.cuda.current_device())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        gc.collect()
+        buffer = memory.host_zeros((2, 3, 5, 80), dtype, device)
+        assert buffer.alias.device == device
+        assert buffer.host.is_pinned()
+        assert buffer.alias.data_ptr() == buffer.host.data_ptr()
+        expected = torch.randn(2, 3, 5, 80, device=device).to(dtype)
+        buffer.alias.copy_(expected)
+        buffer.alias[1, :, 2:4] += 1
+        torch.cuda.synchronize()
+        expected[1, :, 2:4] += 1
+        assert torch.equal(buffer.host, expected.cpu())
+        buffer.host[0] = 3
+        assert bool((buffer.alias[0] == 3).all())
+        host = buffer.host
+        del buffer
+        assert not host.is_pinned()
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_where_the_driver_pins_no_pages_torch_allocates_them_and_a_second_refusal_is_an_error(monkeypatch):
+    monkeypatch.setattr(memory, "_register", lambda host, device: False)
+    model = make_model("llama")
+    with sparse_attention(model, SMALL[0]):
+        expected = model.generate(random_ids(1, 70), **GREEDY)
+    with sparse_attention(model, SMALL[0], kv_storage="host"):
+        assert torch.equal(model.generate(random_ids(1, 70), **GREEDY), expected)
+
+    def refuse(shape, dtype):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(memory, "pinned_empty", refuse)
+    with sparse_attention(model, SMALL[0], kv_storage="host"):
+        cache = SparseCache.for_model(model)
+        with pytest.raises(RuntimeError, match=r"GiB of host memory cannot be pinned \(out of memory\)"):
+            model(random_ids(1, 70), past_key_values=cache)
+        assert cache.get_seq_length() == 0
