@@ -16,7 +16,7 @@ GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 .PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
 
 help:
-	@echo "make demo      compare Quest with dense attention on SmolLM2-135M, on CPU or CUDA"
+	@echo "make demo      compare dense attention, Quest and KeyCodes on SmolLM2-135M, on CPU or CUDA"
 	@echo "make notebooks execute the notebooks, with their outputs in build/notebooks"
 	@echo "make test      lint, types and the tests that run on CPU"
 	@echo "make test-more the rest of the large grids, the contracts as another processor rounds, and test-quantized;"
@@ -52,7 +52,7 @@ $(STAMP): $(COMMAND)
 	touch $@
 
 demo: $(COMMAND)
-	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest --token-budget 256 --passkey-tokens 2000
+	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest,keycodes --token-budget 256 --passkey-tokens 2000
 
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/run.py

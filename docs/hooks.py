@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels/benchmarks")]
 
 from op_bench import overview, performance  # noqa: E402
 
-from eval.markdown import results_tables  # noqa: E402
+from eval.frontier_page import frontier_figures  # noqa: E402
+from eval.markdown import frontier_tables, results_tables  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "build/notebooks"
@@ -40,13 +41,14 @@ PAGES = {
 MAKERS: dict[str, Callable[..., str]] = {
     "results": lambda: results_tables(ROOT / "eval/results"),
     "performance": lambda: performance.tables(ROOT),
+    "frontier": lambda sweep: frontier_tables(ROOT / "eval/results", sweep),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),
     "times": lambda method: overview.times_table(ROOT, method),
 }
 """Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
-_MARK = re.compile(r"<!-- generated: ([\w ]+) -->")
+_MARK = re.compile(r"<!-- generated: ([\w .-]+) -->")
 _DRAWING = re.compile(r'<img alt="([^"]*)" class="drawing" src="[^"]*?(assets/[^"]+\.svg)" ?/?>')
 _LONG_NAME = re.compile(r"(<td[^>]*><code>)([^<]{30,})(</code></td>)")
 _log = logging.getLogger("mkdocs.hooks")
@@ -66,7 +68,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         if (ROOT / source).exists():
             added[page] = translated((ROOT / source).read_text(encoding="utf-8"), source, page, repo_url)
-    added |= {f"assets/{name}": picture for name, picture in performance.figures(ROOT).items()}
+    figures = performance.figures(ROOT) | frontier_figures(ROOT / "eval/results")
+    added |= {f"assets/{name}": picture for name, picture in figures.items()}
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         added |= notebook_files(notebook, repo_url)
     for name, content in added.items():
@@ -106,7 +109,8 @@ def generated(mark: str, page: str) -> str:
     if name not in MAKERS:
         raise PluginError(f"{page}: {mark!r} cannot be generated; known: {', '.join(MAKERS)}")
     try:
-        return MAKERS[name](*arguments)
+        made = MAKERS[name](*arguments)
+        return made.replace("](assets/", f"]({posixpath.relpath('assets', posixpath.dirname(page) or '.')}/")
     except Exception as error:
         raise PluginError(f"{page}: {mark!r} cannot be generated: {error}") from error
 

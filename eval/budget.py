@@ -11,7 +11,7 @@ from typing import Any
 from eval.benchmarks import Item
 from eval.bisection import next_probe
 from eval.budget_table import RESULT
-from eval.config import DENSE, RunConfig
+from eval.config import DENSE, MEASURES, RunConfig
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
 from eval.findings import Findings, Place, Record, Target
@@ -60,17 +60,21 @@ def search(
         raise EvalError(
             f"token_budget={list(config.token_budget)}: the budget is searched; name its steps with --steps"
         )
+    if config.variants:
+        raise EvalError("variants: a search makes its own; name methods under method")
+    if config.measure != MEASURES[:1]:
+        raise EvalError(f"measure={list(config.measure)}: a search measures what it has to reach; see --divergence")
     ladders = Ladders(config.method, config.parameters, target.steps)
     [dense] = make_variants(replace(config, method=(DENSE,), parameters={}))
     cheapest = [ladders.of(name, ANY_LENGTH).variants[0] for name in ladders.names]
     follows_dense = target.divergence is not None
+    measured = replace(config, measure=("divergence" if follows_dense else "score",))
 
     def identity(settings: dict[str, Any]) -> dict[str, Any]:
-        return {**{name: settings[name] for name in settings if name != "method"}, "follows_dense": follows_dense}
+        shared = {name: settings[name] for name in settings if name not in ("method", "measure")}
+        return {**shared, "follows_dense": follows_dense}
 
-    with open_session(
-        config, [dense, *cheapest], out, source, processes, identity=identity, follows_dense=follows_dense
-    ) as session:
+    with open_session(measured, [dense, *cheapest], out, source, processes, identity=identity) as session:
         searches = _search(session, dense, ladders, target, on_record)
         probed = [dense, *(variant for each in searches for variant in each.ladder.variants)]
         report: dict[str, Any] = {

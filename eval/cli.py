@@ -23,6 +23,7 @@ from eval.options import (
     KVStorageOption,
     LengthsOption,
     LimitOption,
+    MeasureOption,
     MethodOption,
     ModelOption,
     ParameterOption,
@@ -84,6 +85,7 @@ def run(
     data_dir: DataDirOption = None,
     protocol_dir: ProtocolDirOption = None,
     settings: SettingOption = None,
+    measure: MeasureOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -107,6 +109,7 @@ def run(
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "options": parse_settings("--set", settings or []),
+        "measure": split(measure),
         "dtype": dtype,
         "device": device,
     }

@@ -14,6 +14,7 @@ from eval.errors import EvalError
 
 QUESTION_MODES = ("decode", "prefill")
 CHAT_MODES = ("auto", "on", "off")
+MEASURES = ("score", "divergence")
 DTYPES = ("float32", "bfloat16", "float16")
 DENSE = "full"
 
@@ -36,6 +37,8 @@ class RunConfig:
         Each method runs with each of them; empty for the methods' defaults.
     parameters : dict
         Further hyperparameters, for every method that has them.
+    variants : tuple of dict
+        Further methods, each by its name under ``method`` and its own hyperparameters; a list of values is a sweep.
     lengths : tuple of int
         In tokens, of a part of the prompt that the benchmark defines. Empty for its default.
     limit : int or None
@@ -51,6 +54,9 @@ class RunConfig:
         Folders of data and of protocol files; None to fetch them.
     options : dict
         The benchmark's own settings.
+    measure : tuple of str
+        ``"score"`` is the task's own figure. ``"divergence"`` feeds each method dense attention's answer, or the text
+        of a sample that has one, and compares the predictions along it. Both may be measured.
     dtype : str or None
         float32, bfloat16 or float16; None for bfloat16 on CUDA and float32 elsewhere.
     device : str or None
@@ -63,6 +69,7 @@ class RunConfig:
     method: tuple[str, ...] = (DENSE,)
     token_budget: tuple[int, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
+    variants: tuple[dict[str, Any], ...] = ()
     lengths: tuple[int, ...] = ()
     limit: int | None = None
     seed: int = 0
@@ -71,6 +78,7 @@ class RunConfig:
     data_dir: str | None = None
     protocol_dir: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    measure: tuple[str, ...] = MEASURES[:1]
     dtype: str | None = None
     device: str | None = None
 
@@ -85,6 +93,9 @@ class RunConfig:
         for name, allowed in (("question", QUESTION_MODES), ("chat", CHAT_MODES)):
             if getattr(self, name) not in allowed:
                 raise EvalError(f"{name}={getattr(self, name)!r} is not allowed: one of {', '.join(allowed)}")
+        for value in self.measure or ("",):
+            if value not in MEASURES:
+                raise EvalError(f"measure={value!r} is not allowed: one or both of {', '.join(MEASURES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise EvalError(f"dtype={self.dtype!r} is not allowed: one of {', '.join(DTYPES)}")
         for name in ("lengths", "token_budget"):
@@ -93,7 +104,7 @@ class RunConfig:
                     raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
             raise EvalError(f"limit={self.limit!r} is not allowed: a whole number, at least 1, or None for all samples")
-        for name in ("tasks", "method", "token_budget", "lengths"):
+        for name in ("tasks", "method", "token_budget", "lengths", "measure"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
                 raise EvalError(f"{name}={list(values)} has duplicate entries")
@@ -123,7 +134,9 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         kind = str(known[name].type)
         if kind.startswith("tuple"):
             value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-            if "str" in kind and not all(isinstance(entry, str) for entry in value):
+            if "dict" in kind:
+                _check_variants(value)
+            elif "str" in kind and not all(isinstance(entry, str) for entry in value):
                 raise EvalError(f"{name}={list(value)} is not allowed: a list of names")
         elif kind.startswith("dict") and not isinstance(value, dict):
             raise EvalError(f"{name}={value!r} is not allowed: a mapping of names to values")
@@ -136,6 +149,12 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         if name not in settings:
             raise EvalError(f"{name} is missing: give it on the command line or in the configuration file")
     return RunConfig(**settings)
+
+
+def _check_variants(values: tuple[Any, ...]) -> None:
+    for value in values:
+        if not isinstance(value, dict) or not isinstance(value.get("method"), str):
+            raise EvalError(f"variants: {value!r} is not allowed: a mapping with a method's name under 'method'")
 
 
 def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NLL_BUCKET = 64
 """Number of positions averaged by one entry of ``nll_by_position``."""
+DIVERGENCE_BUCKET = 250
+"""Number of predicted tokens averaged by one entry of ``divergence_by_position``."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class DensePath:
     """The tokens fed after the question."""
     logits: Sequence[torch.Tensor]
     """Logits [vocabulary] after the question and after each fed token."""
+    answer_ids: tuple[int, ...] | None
+    """The whole answer; None if the sample has a given text."""
 
 
 def answer_sample(
@@ -86,12 +90,7 @@ def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache) -> 
     decode_seconds = time.perf_counter() - started - first_token_seconds
     losses = losses[len(sample.question_ids) - 1 :]  # of the forced tokens only
     steps = len(tokens) - 1
-    first_position = len(sample.material_ids) + len(sample.question_ids)
-    by_position = [
-        [first_position + begin, math.fsum(bucket) / len(bucket)]
-        for begin in range(0, len(losses), NLL_BUCKET)
-        if (bucket := losses[begin : begin + NLL_BUCKET])
-    ]
+    by_position = _means(losses, NLL_BUCKET, len(sample.material_ids) + len(sample.question_ids))
     return Continuation(
         result={"perplexity": math.exp(math.fsum(losses) / len(losses)), "nll_by_position": by_position},
         first_token_seconds=first_token_seconds,
@@ -109,6 +108,7 @@ def dense_path(
 
     A sample with a given text (``forced_ids``) has that text instead of an answer.
     """
+    answer_ids = None
     if sample.forced_ids:
         fed_ids = tuple(sample.forced_ids[:-1])
     else:
@@ -121,8 +121,10 @@ def dense_path(
             stop_ids=stop_ids,
             min_new_tokens=sample.min_new_tokens,
         )
-        fed_ids = given.token_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
-    return DensePath(fed_ids, list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token)))
+        answer_ids = given.token_ids
+        fed_ids = answer_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
+    logits = list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token))
+    return DensePath(fed_ids, logits, answer_ids)
 
 
 def follow_dense(
@@ -132,6 +134,7 @@ def follow_dense(
 
     The result has ``divergence``, the mean over the predicted tokens of KL(dense || method) in nats,
     ``divergence_max``, its maximum, and ``top_agreement``, the share of tokens whose most likely token is the same.
+    ``divergence_by_position`` has the means over each ``DIVERGENCE_BUCKET`` tokens, from the first predicted one on.
     """
     started = time.perf_counter()
     predicted = _predictions(model, cache, sample.question_ids, path.fed_ids, token_by_token)
@@ -144,13 +147,28 @@ def follow_dense(
     losses = [_divergence(dense, own) for dense, own in zip(path.logits, logits, strict=True)]
     agreeing = [bool(dense.argmax() == own.argmax()) for dense, own in zip(path.logits, logits, strict=True)]
     return Continuation(
-        result={"divergence": fmean(losses), "divergence_max": max(losses), "top_agreement": fmean(agreeing)},
+        result={
+            "divergence": fmean(losses),
+            "divergence_max": max(losses),
+            "top_agreement": fmean(agreeing),
+            "divergence_by_position": _means(losses, DIVERGENCE_BUCKET),
+        },
         first_token_seconds=first_token_seconds,
         decode_seconds=decode_seconds,
         decode_steps=len(path.fed_ids),
         single_token_steps=len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0),
         new_tokens=0,
     )
+
+
+def same_answer(sample: Sample, path: DensePath, followed: Continuation) -> tuple[int, ...] | None:
+    """Return dense attention's answer if a method that followed it would give it by itself; None if that is not known.
+
+    It would where the most likely token was the same everywhere. A minimum length hides the tokens that end an answer,
+    so what is chosen instead is not known from these.
+    """
+    agrees = followed.result["top_agreement"] == 1.0 and sample.min_new_tokens == 0
+    return path.answer_ids if agrees else None
 
 
 def _predictions(
@@ -166,6 +184,12 @@ def _predictions(
         forward(model, cache, part)
     for part in itertools.chain([last], ([token_id] for token_id in fed_ids)):
         yield forward(model, cache, part)
+
+
+def _means(values: Sequence[float], size: int, first_position: int = 0) -> list[list[float]]:
+    """Return the position of the first of each ``size`` values, and their mean."""
+    starts = range(0, len(values), size)
+    return [[first_position + start, fmean(values[start : start + size])] for start in starts]
 
 
 def _divergence(dense: torch.Tensor, own: torch.Tensor) -> float:

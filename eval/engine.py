@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from eval.config import DENSE, RunConfig
-from eval.continuations import Continuation, DensePath, answer_sample, dense_path, follow_dense, force_sample
+from eval.continuations import (
+    Continuation,
+    DensePath,
+    answer_sample,
+    dense_path,
+    follow_dense,
+    force_sample,
+    same_answer,
+)
 from eval.costs import dense_reads, device_name, sparse_reads, versions
 from eval.errors import EvalError
+from eval.studies import known_methods
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
 from hf_sparse_attn.cli.greedy import end_of_sequence_ids, prefill
 from hf_sparse_attn.cli.memory import PeakMemory
@@ -51,22 +60,40 @@ class Variant:
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
-    """Return dense attention, then each method with each budget and each combination of swept parameters.
+    """Return dense attention, each method with each budget and combination of swept parameters, and the variants.
+
+    Of ``config.variants`` the names have the parameters that are not the method's defaults.
 
     Raises
     ------
     EvalError
         A method, a hyperparameter or a budget is not allowed.
     """
+    known = known_methods()
     try:
-        methods = make_methods(config.method, config.token_budget, config.parameters)
+        methods = make_methods(config.method, config.token_budget, config.parameters, known)
+        variants = [Variant(make_method(DENSE), None)]
+        for method, varied in zip(methods, varied_parameters(methods), strict=True):
+            name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
+            variants.append(Variant(method, method.token_budget, name))
+        for given in config.variants:
+            parameters = {key: value for key, value in given.items() if key != "method"}
+            for method in make_methods([given["method"]], (), parameters, known):
+                variants.append(Variant(method, method.token_budget, _named(method, parameters)))
     except (ValueError, TypeError) as error:
         raise EvalError(str(error)) from error
-    variants = [Variant(make_method(DENSE), None)]
-    for method, varied in zip(methods, varied_parameters(methods), strict=True):
-        name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
-        variants.append(Variant(method, method.token_budget, name))
+    keys = [(variant.method.name, variant.token_budget, variant.name) for variant in variants]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise EvalError(f"variants: {' '.join(str(part) for part in key if part)} is given twice")
     return variants
+
+
+def _named(method: SparseMethod, given: Iterable[str]) -> str:
+    """Name the given hyperparameters besides the budget that are not the method's defaults."""
+    defaults = {field.name: field.default for field in fields(method)}
+    values = {name: getattr(method, name) for name in given if name != "token_budget"}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
 
 
 Job = tuple["Sample", Sequence[Variant]]
@@ -110,20 +137,17 @@ class Engine:
         The model's tokenizer.
     config : RunConfig
         The run.
-    follows_dense : bool
-        Feed each method dense attention's own answer instead of letting it answer, and measure its divergence from
-        dense attention's predictions. The predictions along the answers of a material's samples are in memory
-        together: ``new tokens x vocabulary`` numbers for each sample.
+
+    Notes
+    -----
+    To measure a method's divergence it is fed dense attention's own answer. Dense attention's predictions along the
+    answers of a material's samples are in memory together: ``new tokens x vocabulary`` numbers for each sample. If the
+    score is measured too, the method then answers in a fork of its own, unless its answer is known to be dense
+    attention's. Reads and times are those along dense attention's answer.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: RunConfig,
-        follows_dense: bool = False,
-    ) -> None:
-        self.model, self.tokenizer, self.config, self.follows_dense = model, tokenizer, config, follows_dense
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
         self.model_seconds = 0.0
         """Time in the model and the methods; the rest is the harness's own."""
         self._stop_ids = end_of_sequence_ids(model, tokenizer)
@@ -157,7 +181,7 @@ class Engine:
                     continue
                 try:
                     with _same_dense_kernels():
-                        follows = self.follows_dense and not variant.is_dense
+                        follows = "divergence" in self.config.measure and not variant.is_dense
                         if prefix is None and (variant.prefills_densely or follows):
                             prefix = self._prefill_densely(samples, used)
                         if follows and number not in paths:
@@ -222,6 +246,11 @@ class Engine:
                 reads = dense_reads(cache, continued.single_token_steps)
             else:
                 reads = sparse_reads(self.model, cache)
+            answered: dict[str, Any] = {}
+            if path is not None and "score" in self.config.measure:
+                started = time.perf_counter()
+                answered = self._answer_beside(sample, variant, context, path, continued)
+                self.model_seconds += time.perf_counter() - started
         return {
             **continued.result,
             "error": None,
@@ -236,6 +265,7 @@ class Engine:
             "tpot_ms": 1000 * continued.decode_seconds / continued.decode_steps if continued.decode_steps else None,
             "peak_memory_bytes": max(memory.peak_bytes, context.peak_bytes),
             "peak_memory_measures": memory.measures,
+            **answered,
         }
 
     def _wait(self) -> None:
@@ -244,6 +274,16 @@ class Engine:
 
     def _patched(self, variant: Variant) -> AbstractContextManager[Any]:
         return nullcontext() if variant.is_dense else sparse_attention(self.model, variant.method)
+
+    def _answer_beside(
+        self, sample: Sample, variant: Variant, context: _Context, path: DensePath, followed: Continuation
+    ) -> dict[str, Any]:
+        """Return the result of a variant that has followed dense attention and now answers by itself."""
+        known = same_answer(sample, path, followed)
+        if known is not None:
+            return {"prediction": self.tokenizer.decode(known, skip_special_tokens=True), "new_tokens": len(known)}
+        answered = self._continue(sample, context.cache.fork(variant.method), None)
+        return {**answered.result, "new_tokens": answered.new_tokens}
 
     def _continue(self, sample: Sample, cache: SparseCache, path: DensePath | None) -> Continuation:
         token_by_token = self._feeds_tokens(sample)

@@ -58,6 +58,7 @@ def _sparsities(longest: int) -> list[float]:
 BUDGET = Knob("token_budget", _budgets)
 KNOBS: dict[str, Knob] = {
     "psa": Knob("threshold", _thresholds),
+    "rabitqcache": Knob("top_p", _thresholds),
     "squeezed": Knob("target_sparsity", _sparsities),
 }
 """The methods that are not searched by their token budget. This table is the only place that knows."""

@@ -12,6 +12,8 @@ from eval import budget_table, throughput_table
 from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_rows
 from eval.errors import EvalError
+from eval.frontier_page import details, diverges, frontier_markdown
+from eval.position_table import by_position, run_summaries
 from eval.store import read_json
 from eval.summary import column_order
 from eval.terminal import number
@@ -44,7 +46,8 @@ def results_tables(results: Path) -> str:
     parts = []
     for name, summaries in sweeps.items():
         with _named(results / name, "a sweep whose runs go together"):
-            parts.append(_sweep(name, summaries, results))
+            frontier = frontier_markdown(results / name, _table) if any(map(diverges, summaries)) else ""
+            parts.append(_sweep(name, summaries, results, frontier))
     for folder, pattern, command, form in _REPORTS:
         for path in sorted((results / folder).glob(pattern)):
             what = f"a report of `python -m eval {command}`"
@@ -56,6 +59,17 @@ def results_tables(results: Path) -> str:
         raise EvalError(f"results={str(results)!r} holds no results: no */*/summary.json, {looked}")
     # What cannot be written as UTF-8, such as a lone surrogate in a name, is shown by its escape.
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def frontier_tables(results: Path, sweep: str) -> str:
+    """Return the table and the figure of each model of one sweep; a sentence if it was not measured.
+
+    Raises
+    ------
+    EvalError
+        A file of rows cannot be read.
+    """
+    return frontier_markdown(results / sweep, _table)
 
 
 def _context(name: str, report: dict[str, Any]) -> str:
@@ -72,6 +86,18 @@ def _budget(name: str, report: dict[str, Any]) -> str:
     return budget_table.budget_markdown(report, table)
 
 
+def position_tables(results: Path, sweep: str) -> str:
+    """Return the tables of a sweep's divergences by position, as Markdown; a sentence if there are none.
+
+    Raises
+    ------
+    EvalError
+        A summary cannot be read.
+    """
+    found = [part for each in run_summaries(results / sweep) for part in by_position(each, _cells(each), _table)]
+    return "\n".join(found) or f"No measurements of `eval/configs/{sweep}.yaml` are in this checkout.\n"
+
+
 @contextmanager
 def _named(path: Path, what: str) -> Iterator[None]:
     """Turn missing or mistyped content into an error that names the file."""
@@ -83,15 +109,17 @@ def _named(path: Path, what: str) -> Iterator[None]:
         raise EvalError(f"{path} is not {what}: {type(error).__name__}: {error}") from error
 
 
-def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str:
+def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, frontier: str = "") -> str:
     first = summaries[0]
     versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
     errors = sum(summary["errors"] for summary in summaries)
     harness = sum(summary["harness_seconds"] for summary in summaries)
     model = sum(summary["model_seconds"] for summary in summaries)
-    methods = ", ".join(method for method in first["config"]["method"] if method != DENSE)
+    named = (*first["config"]["method"], *(each["method"] for each in first["config"].get("variants", ())))
+    methods = ", ".join(dict.fromkeys(method for method in named if method != DENSE))
+    models = ", ".join(dict.fromkeys(_model_name(summary["model"]) for summary in summaries))
     lines = [
-        f"## {methods}: {_model_name(first['model'])}, {first['dtype']}, {first['device']}\n",
+        f"## {methods}: {models}, {first['dtype']}, {first['device']}\n",
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P`\n",
         f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
         f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
@@ -99,11 +127,17 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path) -> str
     note = results / name / "note.txt"
     if note.exists():
         lines.append(_note(note))
+    if frontier:
+        lines.append(frontier)
     if parameter := _swept_parameter(summaries):
         lines += _parameter_table(summaries, parameter)
     else:
         for summary in _joined(summaries):
-            lines += _benchmark(summary)
+            if diverges(summary):
+                lines += by_position(summary, _cells(summary), _table)
+                lines += details(summary, _cells(summary), _table)
+            else:
+                lines += _benchmark(summary)
     return "\n".join(lines)
 
 
@@ -222,6 +256,11 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
         _table((*cost_names, "peak memory, MiB"), costs, left=1),
         "</details>\n",
     ]
+
+
+def _cells(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the names that the lines of a run's divergences begin with: task, length, method."""
+    return [(entry["task"], number(entry["length"], "{:,}"), _column(*_variant(entry))) for entry in summary["table"]]
 
 
 def _means(columns: Sequence[Sequence[dict[str, Any] | None]]) -> list[list[str]]:

@@ -39,6 +39,14 @@ MethodOption = Annotated[str | None, typer.Option("--method", help="Names, comma
 BudgetOption = Annotated[
     str | None, typer.Option("--token-budget", help="Tokens that a KV head reads per step; comma-separated.")
 ]
+MeasureOption = Annotated[
+    str | None,
+    typer.Option(
+        "--measure",
+        help="score, divergence (KL from dense attention along its answer), or both, comma-separated.",
+        show_default="score",
+    ),
+]
 SettingOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of the benchmark; repeatable.")
 ]

@@ -38,7 +38,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "versions": (dict, type(None)),
     "protocol": _TEXT + _NONE,
     "protocol_sha256": _TEXT + _NONE,
-    "nll_by_position": (list, type(None)),
+    **dict.fromkeys(("nll_by_position", "divergence_by_position"), (list, type(None))),
     "peak_memory_measures": _TEXT + _NONE,
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
     **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
@@ -114,9 +114,10 @@ def check_record(record: Any, required: Collection[str] = tuple(FIELDS)) -> None
             raise ValueError(f"{name}={record[name]!r} is not allowed: 0 to 1")
     if record.get("perplexity") is not None and record["perplexity"] <= 0:
         raise ValueError(f"perplexity={record['perplexity']!r} is not allowed: above 0")
-    for pair in record.get("nll_by_position") or []:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))):
-            raise ValueError(f"nll_by_position has {pair!r}; allowed: pairs of token position and mean nll")
+    for name, what in (("nll_by_position", "nll"), ("divergence_by_position", "divergence")):
+        for pair in record.get(name) or []:
+            if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))):
+                raise ValueError(f"{name} has {pair!r}; allowed: pairs of token position and mean {what}")
 
 
 def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:

@@ -18,6 +18,7 @@ MEASURED = (
     "divergence",
     "divergence_max",
     "top_agreement",
+    "divergence_by_position",
     "nll_by_position",
     "prompt_tokens",
     "question_tokens",
@@ -45,7 +46,9 @@ def make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[
     sample: Sample | None = measured.pop("sample", None)
     error = measured["error"]
     score = None
-    if error is None and sample is not None and measured.get("prediction") is not None:
+    is_scored = sample is not None and sample.references is not None and measured.get("prediction") is not None
+    if error is None and is_scored:
+        assert sample is not None
         try:
             score = metrics.score(
                 config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes

@@ -112,7 +112,6 @@ def open_session(
     processes: Processes,
     *,
     identity: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-    follows_dense: bool = False,
 ) -> Iterator[Session]:
     """Check a run, load its model, and claim its folder while the context lasts.
 
@@ -124,8 +123,6 @@ def open_session(
         The variants to check the benchmark, the model and its positions against.
     identity : callable
         Returns the settings that the folder belongs to, of all settings.
-    follows_dense : bool
-        See :class:`~eval.engine.Engine`.
 
     Raises
     ------
@@ -151,7 +148,7 @@ def open_session(
     model = source.load(config)
     check_patchable(model, variants)
     with _claimed(store, settings, processes):
-        engine = Engine(model, tokenizer, config, follows_dense)
+        engine = Engine(model, tokenizer, config)
         provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
         yield Session(config, items, engine, store, processes, provenance)
 

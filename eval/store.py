@@ -19,6 +19,8 @@ RecordKey = tuple[str, int | None, str, str, int | None, str]
 
 _UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
 
+_SINCE = {"measure": ["score"], "variants": []}
+"""Settings that configurations from before there were such choices lack, and the value that they had."""
 
 __all__ = [
     "RecordKey",
@@ -108,7 +110,8 @@ class Store:
         self._lock.release()
 
     def _check_same(self, path: Path, config: Mapping[str, Any]) -> None:
-        former = read_json(path, "the configuration of a run")
+        former = {**_SINCE, **read_json(path, "the configuration of a run")}
+        config = {**_SINCE, **config}
         differing = [
             f"{name} was {former.get(name)!r} and is {config.get(name)!r}"
             for name in dict.fromkeys((*former, *config))

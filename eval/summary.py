@@ -32,10 +32,11 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
-        means of ``score`` (0 to 1), ``divergence`` (nats), ``kv_fraction``, ``realised_budget`` (tokens),
-        ``selection_hit_rate`` (0 to 1) and ``prompt_tokens``; geometric mean of ``perplexity``, every record with the
-        same weight; medians of ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum
-        of ``peak_memory_bytes``.
+        means of ``score`` (0 to 1), ``divergence`` (nats; ``divergence_by_position`` at each position),
+        ``top_agreement`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
+        ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
+        ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum of ``divergence_max``
+        (nats) and ``peak_memory_bytes``.
     """
     measured = [record for record in records if record.get("error") is None]
 
@@ -54,6 +55,9 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score": mean("score"),
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
         "divergence": mean("divergence"),
+        "divergence_max": max(values("divergence_max"), default=None),
+        "divergence_by_position": _mean_by_position(values("divergence_by_position")),
+        "top_agreement": mean("top_agreement"),
         "kv_fraction": mean("kv_fraction"),
         "realised_budget": mean("realised_budget"),
         "selection_hit_rate": mean("selection_hit_rate"),
@@ -64,6 +68,15 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "prompt_tokens": mean("prompt_tokens"),
         "peak_memory_bytes": max(values("peak_memory_bytes"), default=None),
     }
+
+
+def _mean_by_position(found: Sequence[Sequence[Sequence[float]]]) -> list[list[float]] | None:
+    """Return each position with the mean over the records that reach it."""
+    by_position: dict[float, list[float]] = defaultdict(list)
+    for pairs in found:
+        for position, value in pairs:
+            by_position[position].append(value)
+    return [[position, fmean(by_position[position])] for position in sorted(by_position)] or None
 
 
 def geometric_mean(perplexities: Sequence[float]) -> float:

@@ -78,7 +78,9 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
     """Return a run's summary as a table, one line per task, length, method, budget and variant."""
     table = Table(title=literal(str(folder), "table.title"))
     costs = ("KV read", "context, s", "question, s", "TTFT, s", "TPOT, ms")
-    for column in ("task", "length", "method", "budget", "samples", "score", *costs):
+    diverges = any(entry.get("divergence") is not None for entry in summary["table"])
+    followed = ("mean KL", "max KL", "agreement") if diverges else ()
+    for column in ("task", "length", "method", "budget", "samples", "score", *followed, *costs):
         table.add_column(column, justify="left" if column in ("task", "method") else "right")
     for entry in summary["table"]:
         perplexity = entry.get("perplexity")
@@ -89,6 +91,8 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
             number(entry["token_budget"], "{:,}"),
             f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
             number(entry["score"], "{:.1%}") if perplexity is None else f"perplexity {perplexity:.3f}",
+            *((number(entry["divergence"], "{:.4f}"), number(entry["divergence_max"], "{:.3f}")) if diverges else ()),
+            *((number(entry["top_agreement"], "{:.1%}"),) if diverges else ()),
             number(entry["kv_fraction"], "{:.1%}"),
             number(entry["context_seconds"], "{:.2f}"),
             number(entry["first_token_seconds"], "{:.3f}"),

@@ -3,7 +3,18 @@
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
-from hf_sparse_attn.methods import METHODS, PSA, ArkVale, Full, KeyCodes, Quest, SparseMethod, Squeezed, TokenSelect
+from hf_sparse_attn.methods import (
+    METHODS,
+    PSA,
+    ArkVale,
+    Full,
+    KeyCodes,
+    Quest,
+    RaBitQCache,
+    SparseMethod,
+    Squeezed,
+    TokenSelect,
+)
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
@@ -19,6 +30,7 @@ __all__ = [
     "KeyCodes",
     "LayerStats",
     "Quest",
+    "RaBitQCache",
     "SelectionRecord",
     "SparseAttentionStats",
     "SparseCache",

@@ -10,6 +10,7 @@ from hf_sparse_attn import (
     ArkVale,
     KeyCodes,
     Quest,
+    RaBitQCache,
     SparseCache,
     Squeezed,
     TokenSelect,
@@ -117,6 +118,8 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         TokenTopK(token_budget=48),
         KeyCodes(token_budget=48, page_size=16),
         KeyCodes(token_budget=48, page_size=32, bits=2, group_reduce="max", query_centre=False, dense_layers=1),
+        RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
+        RaBitQCache(top_p=0.9, page_size=32, sink_tokens=0, token_budget=64, dense_layers=0),
         Squeezed(target_sparsity=0.7, clusters=0.1, window=10),
         Squeezed(target_sparsity=0.7, clusters=0.1, window=10, levels=2, token_budget=60),
         "full",
@@ -181,7 +184,12 @@ def test_sampling_compiles_and_one_row_too():
 
 @pytest.mark.parametrize(
     "method",
-    [SMALL, TokenSelect(token_budget=48, chunk_size=64), KeyCodes(token_budget=48, page_size=16)],
+    [
+        SMALL,
+        TokenSelect(token_budget=48, chunk_size=64),
+        KeyCodes(token_budget=48, page_size=16),
+        RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
+    ],
     ids=lambda method: method.name,
 )
 def test_tensors_that_last_are_marked_and_rows_advance_once(method):
@@ -376,6 +384,7 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
         PSA(threshold=0.8, block_size=16, microbatch=2),
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         KeyCodes(token_budget=48, page_size=16),
+        RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
     ],
     ids=lambda method: method.name,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.infinitebench import InfiniteBench
+from eval.benchmarks.longanswer import LongAnswer
 from eval.benchmarks.longbench import LongBench
 from eval.benchmarks.needle import Needle
 from eval.benchmarks.passkey import PasskeyRetrieval
@@ -13,7 +14,16 @@ from eval.benchmarks.ruler import Ruler
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for benchmark in (PasskeyRetrieval(), Needle(), Ruler(), LongBench(), InfiniteBench(), PG19(), PrefixQA())
+    for benchmark in (
+        PasskeyRetrieval(),
+        Needle(),
+        Ruler(),
+        LongBench(),
+        InfiniteBench(),
+        PG19(),
+        LongAnswer(),
+        PrefixQA(),
+    )
 }
 
 __all__ = ["BENCHMARKS", "Benchmark", "Item", "Sample", "Setup"]

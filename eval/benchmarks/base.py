@@ -28,7 +28,7 @@ class Sample:
     question_ids: Sequence[int]
     """Tokens of the question, at least one: the pass over the last one gives the first token of the answer."""
     references: Any
-    """References for ``eval.metrics.score``; None if nothing is generated (``forced_ids``)."""
+    """References for ``eval.metrics.score``; None if nothing is scored, as with ``forced_ids``."""
     max_new_tokens: int
     all_classes: Sequence[str] | None = None
     stop_at_newline: bool = False

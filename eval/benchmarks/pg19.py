@@ -48,7 +48,7 @@ class PG19(Benchmark):
             setup.check_length(length)
             if scored >= length:
                 raise EvalError(f"scored={scored} must be less than length={length}")
-        found = _books(setup.data_dir)[: setup.limit]
+        found = named_books(setup.data_dir)[: setup.limit]
         return [
             Item("books", title, partial(_build, setup, read, title, length, scored, chunk), length)
             for length in setup.lengths
@@ -56,8 +56,14 @@ class PG19(Benchmark):
         ]
 
 
-def _books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
-    """Return names and readers of the books: from the data folder, else PG19's test set from the hub."""
+def named_books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
+    """Return names and readers of the books: from the data folder, else PG19's test set from the hub.
+
+    Raises
+    ------
+    EvalError
+        The folder has no books, or the hub's cannot be loaded.
+    """
     if data_dir is not None:
         return [(path.stem, partial(read_book, path)) for path in books(data_dir)]
     examples = _hub_books()

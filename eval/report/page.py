@@ -16,7 +16,14 @@ from eval.report.plots import Picture, draw
 from eval.report.records import Record, Run, counted_once, load_runs
 from eval.report.sections import Section, make_sections
 from eval.report.style import Styles
-from eval.report.tables import agreement_table, cost_table, failed_samples, lost_samples, score_table
+from eval.report.tables import (
+    agreement_table,
+    cost_table,
+    divergence_table,
+    failed_samples,
+    lost_samples,
+    score_table,
+)
 
 _MOST_FAILURES = 50
 _SAMPLE = ("model", "benchmark", "task", "length", "sample_id", "seed")
@@ -129,6 +136,7 @@ def _section(section: Section, styles: Styles, out: Path) -> dict[str, Any]:
         "is_perplexity": section.is_perplexity,
         "scores": score_table(section),
         "costs": cost_table(section),
+        "divergence": divergence_table(section),
         "agreement": agreement_table(section),
         "lost": lost_samples(section),
         "memory_measures": ", ".join(measures),

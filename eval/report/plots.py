@@ -19,13 +19,15 @@ from eval.config import DENSE
 from eval.report.records import Record
 from eval.report.sections import Column, Section, label
 from eval.report.style import Styles, from_zero, legend_below, log2_ticks, panels, percent_ticks, score_axis, wrapped
-from eval.summary import aggregate
+from eval.summary import aggregate, column_order
 
 _DOTS_PER_INCH = 160
 _PAGE_PIXELS_PER_INCH = 100
 _MOST_DEPTHS = 12
 _MOST_NOTES = 9
 _MOST_WRITTEN_CELLS = 80
+LEAST_DIVERGENCE = 1e-7
+"""Smaller ones are drawn here: a logarithmic axis has no 0."""
 _MOST_LOSS = 600.0
 """Largest loss in nats whose perplexity can be drawn."""
 
@@ -56,7 +58,9 @@ def draw(section: Section, styles: Styles) -> list[Picture]:
     plots: tuple[Callable[[Section, Styles], Picture | None], ...] = (
         score_by_budget,
         score_by_kv_read,
+        divergence_by_kv_read,
         perplexity_by_position,
+        divergence_by_position,
         score_by_depth,
         latency_by_length,
     )
@@ -119,6 +123,32 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     return Picture(f"{section.slug}-kv-read", shown, f"{caption}. {said}.", figure)
 
 
+def divergence_by_kv_read(section: Section, styles: Styles) -> Picture | None:
+    """Plot the mean divergence from dense attention against the share of the KV cache that was read."""
+    groups: dict[Column, list[Record]] = defaultdict(list)
+    for record in section.records:
+        if record["error"] is None and record.get("divergence") is not None and record["kv_fraction"]:
+            groups[record["method"], record["token_budget"]].append(record)
+    found = {column: aggregate(records) for column, records in groups.items()}
+    points = {
+        column: (100 * entry["kv_fraction"], max(entry["divergence"], LEAST_DIVERGENCE))
+        for column, entry in sorted(found.items(), key=lambda item: column_order(*item[0]))
+    }
+    if not points:
+        return None
+    figure, (axis,) = panels(1)
+    for method, columns in by_method(list(points)):
+        axis.plot(*zip(*(points[column] for column in columns), strict=True), **styles.points(method), label=method)
+    percent_ticks(axis, [read for read, _ in points.values()])
+    axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
+    axis.set_yscale("log")
+    axis.set_ylabel("mean KL from dense attention (nats)")
+    legend_below(figure, [axis])
+    caption = "Divergence from dense attention along its answers against KV cache read (lower is better)"
+    said = "; ".join(f"{label(column)}: {read:.1f} % read, {value:.4f}" for column, (read, value) in points.items())
+    return Picture(f"{section.slug}-divergence", caption, f"{caption}. {said}.", figure)
+
+
 def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     """Plot the perplexity at each measured position, over the samples."""
     nll: dict[Column, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -140,6 +170,31 @@ def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     caption = "Perplexity by position (lower is better)"
     overall = {column: _perplexity([v for values in nll[column].values() for v in values]) for column in nll}
     return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
+
+
+def divergence_by_position(section: Section, styles: Styles) -> Picture | None:
+    """Plot the divergence from dense attention along its answers, over the samples."""
+    found: dict[Column, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in section.records:
+        for position, value in record.get("divergence_by_position") or []:
+            found[record["method"], record["token_budget"]][position].append(value)
+    if not any(len(positions) > 1 for positions in found.values()):
+        return None
+    figure, (axis,) = panels(1)
+    for column in section.columns:
+        if column in found:
+            positions = sorted(found[column])
+            axis.plot(positions, [fmean(found[column][p]) for p in positions], **styles.line(column))
+    axis.set_xlabel("predicted tokens before")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_ylabel("KL from dense attention (nats a token)")
+    axis.set_ylim(bottom=0)
+    legend_below(figure, [axis])
+    caption = "Divergence from dense attention along its answers (lower is better)"
+    said = ", ".join(
+        f"{label(column)} {fmean(v for values in found[column].values() for v in values):.4f}" for column in found
+    )
+    return Picture(f"{section.slug}-divergence", caption, f"{caption}. Over all positions: {said}.", figure)
 
 
 def _perplexity(losses: Sequence[float]) -> float:

@@ -105,6 +105,35 @@ def cost_table(section: Section) -> Table:
     return Table(header, rows, text_columns=1)
 
 
+def divergence_table(section: Section) -> Table | None:
+    """Tabulate each method's divergence from dense attention, by length, beside what it read; None if not measured."""
+    costs = [(length, column, entry) for length, column, entry in section.costs() if entry["divergence"] is not None]
+    if not costs:
+        return None
+    rows = [
+        [
+            label(column),
+            length_name(length).removesuffix(" tokens"),
+            _count(entry["samples"] - entry["errors"]),
+            _number(entry["divergence"], ".4f"),
+            _number(entry["divergence_max"], ".3f"),
+            _number(entry["top_agreement"], ".1f", 100),
+            _number(entry["kv_fraction"], ".1f", 100),
+        ]
+        for length, column, entry in costs
+    ]
+    header = [
+        "method",
+        "length",
+        "samples",
+        "mean KL (nats)",
+        "max KL (nats)",
+        "same token (%)",
+        "KV read (% of dense)",
+    ]
+    return Table(header, rows, text_columns=1)
+
+
 def agreement_table(section: Section) -> Table | None:
     """Count the samples with the same answer as dense attention's; return None without answers."""
     pairs: dict[Column, list[tuple[Record, Record]]] = defaultdict(list)

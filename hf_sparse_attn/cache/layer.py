@@ -173,6 +173,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """The rows for an op that reads all their tokens, in a pass over several tokens."""
         return self.storage.rows(self.lengths)
 
+    @property
+    def present_rows(self) -> Rows:
+        """The rows for an op that chooses blocks while it reads them, in a decode step after :meth:`append`."""
+        return self.storage.present_rows(self.lengths)
+
     def present(self, selection: Selection) -> Iterable[Present]:
         """Return where an op finds the selected blocks of a decode step, after :meth:`append`.
 

@@ -122,6 +122,10 @@ class Storage(ABC):
         bounds = (lengths.seq_start, lengths.seq_end)
         return (Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals),)
 
+    def present_rows(self, lengths: Lengths) -> Rows:
+        """Return the rows for an op that chooses while it reads, once the decode step's token is written."""
+        return Rows(self.keys, self.values, lengths.seq_start, lengths.seq_end)
+
     def stage(self, lengths: Lengths) -> None:  # noqa: B027 - most storages hold every token at any time
         """Let :attr:`keys` and :attr:`values` hold every token, which they may not after a decode step."""
 

@@ -7,23 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from hf_sparse_attn.methods import FULL, METHODS, SparseMethod, make_method
+from hf_sparse_attn.methods import FULL, METHODS, SparseMethod, make_known
 
 
 def make_methods(
-    names: Sequence[str], budgets: Sequence[int] = (), parameters: Mapping[str, Any] | None = None
+    names: Sequence[str],
+    budgets: Sequence[int] = (),
+    parameters: Mapping[str, Any] | None = None,
+    methods: Mapping[str, type[SparseMethod]] = METHODS,
 ) -> list[SparseMethod]:
     """Make each named method with each combination of swept parameters and each budget, budgets innermost.
 
     Parameters
     ----------
     names : sequence of str
-        Names in ``METHODS``. Dense attention (``full``) is left out, because commands always run it unpatched.
+        Names in ``methods``. Dense attention (``full``) is left out, because commands always run it unpatched.
     budgets : sequence of int
         Token budgets; empty for the methods' defaults.
     parameters : mapping, optional
         Further hyperparameters. ``page_size`` applies to every method that has it, ``quest.page_size`` only to Quest.
         If both are given, the prefixed one wins. A list of values is a sweep: the method is made with each of them.
+    methods : mapping, optional
+        The methods to choose from, by name.
 
     Raises
     ------
@@ -38,14 +43,14 @@ def make_methods(
             if list(values).count(value) > 1:
                 raise ValueError(f"{what} {value!r} is given twice")
     for name in names:
-        if name not in METHODS:
-            make_method(name)  # raises an error that suggests the nearest name
-    known = {name: [field.name for field in fields(METHODS[name])] for name in names}
+        if name not in methods:
+            make_known(methods, name, {})  # raises an error that suggests the nearest name
+    known = {name: [field.name for field in fields(methods[name])] for name in names}
     for key in parameters:
-        _check_parameter(key, known)
+        _check_parameter(key, known, methods)
         if budgets and key.rpartition(".")[2] == "token_budget":
             raise ValueError("token_budget is given twice")
-    methods = []
+    made = []
     for name in (name for name in names if name != FULL.name):
         chosen = {key: value for key, value in parameters.items() if key in known[name]}
         chosen |= {
@@ -54,10 +59,10 @@ def make_methods(
         if budgets:
             chosen["token_budget"] = list(budgets)
         sweeps = [_sweep(key, value) for key, value in chosen.items()]
-        methods += [
-            make_method(name, **dict(zip(chosen, values, strict=True))) for values in itertools.product(*sweeps)
+        made += [
+            make_known(methods, name, dict(zip(chosen, values, strict=True))) for values in itertools.product(*sweeps)
         ]
-    return methods
+    return made
 
 
 def _sweep(key: str, value: Any) -> list[Any]:
@@ -72,12 +77,12 @@ def _sweep(key: str, value: Any) -> list[Any]:
     return list(value)
 
 
-def _check_parameter(key: str, known: Mapping[str, Sequence[str]]) -> None:
+def _check_parameter(key: str, known: Mapping[str, Sequence[str]], methods: Mapping[str, type[SparseMethod]]) -> None:
     method, dot, parameter = key.rpartition(".")
     if dot and method not in known:
         raise ValueError(f"parameter {key!r}: {method!r} is not among the methods {', '.join(known)}")
     if dot and parameter not in known[method]:
-        make_method(method, **{parameter: None})  # raises an error that suggests the nearest name
+        make_known(methods, method, {parameter: None})  # raises an error that suggests the nearest name
     if not dot and not any(key in names for names in known.values()):
         accepted = "; ".join(f"{name} takes {', '.join(names)}" for name, names in known.items())
         raise ValueError(f"unknown parameter {key!r}: {accepted}")

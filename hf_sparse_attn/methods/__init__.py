@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,11 +13,12 @@ from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
+from hf_sparse_attn.methods.rabitqcache import RaBitQCache
 from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes)
+    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes, RaBitQCache)
 }
 
 FULL = Full()
@@ -31,10 +32,12 @@ __all__ = [
     "Full",
     "KeyCodes",
     "Quest",
+    "RaBitQCache",
     "Selection",
     "SparseMethod",
     "Squeezed",
     "TokenSelect",
+    "make_known",
     "make_method",
 ]
 
@@ -58,9 +61,16 @@ def make_method(method: str | SparseMethod, **hyperparameters: Any) -> SparseMet
         return method
     if not isinstance(method, str):
         raise TypeError(f"method must be a name ({', '.join(METHODS)}) or a SparseMethod, got {method!r}")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}{_near_match(method, METHODS)}; known: {', '.join(METHODS)}")
-    method_class = METHODS[method]
+    return make_known(METHODS, method, hyperparameters)
+
+
+def make_known(
+    methods: Mapping[str, type[SparseMethod]], method: str, hyperparameters: Mapping[str, Any]
+) -> SparseMethod:
+    """Create one of some methods from its name and hyperparameters; errors as of :func:`make_method`."""
+    if method not in methods:
+        raise ValueError(f"unknown method {method!r}{_near_match(method, methods)}; known: {', '.join(methods)}")
+    method_class = methods[method]
     known = [field.name for field in fields(method_class)]
     for parameter in hyperparameters:
         if parameter not in known:

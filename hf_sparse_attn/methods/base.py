@@ -54,7 +54,7 @@ class Offload(NamedTuple):
 
 
 class SelectionSize(NamedTuple):
-    """Size of the selections of a method whose steps read K and V by :meth:`SparseMethod.attend` alone."""
+    """Size of the selections of a method, for a storage in host memory; see ``SparseMethod.selection_size``."""
 
     block_size: int
     """Tokens in a block."""
@@ -157,19 +157,19 @@ class SparseMethod:
         return None
 
     @property
-    def selection_size(self) -> SelectionSize | None:
-        """Size of a step's selection if ``kv_storage="host"`` may hold K and V; None if it may not.
-
-        It may if decode steps read K and V by :meth:`attend`, and otherwise only a few tokens: the newest block's. In
-        passes over several tokens :meth:`update_metadata` and :meth:`prefill` must read ``layer.rows``, not
-        ``layer.keys`` or ``layer.values``.
-        """
-        return None
-
-    @property
     def resident(self) -> SparseMethod:
         """The same method with K and V on the device."""
         return self
+
+    @property
+    def selection_size(self) -> SelectionSize | None:
+        """Size of a step's selection if ``kv_storage="host"`` may hold K and V; None if it may not.
+
+        It may if decode steps read K and V by :meth:`attend`, or sparsely in ``layer.present_rows`` (``blocks`` is then
+        None), and otherwise only a few tokens: the newest block's. In passes over several tokens
+        :meth:`update_metadata` and :meth:`prefill` must read ``layer.rows``, not ``layer.keys`` or ``layer.values``.
+        """
+        return None
 
     @property
     def keeps_queries(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from hf_sparse_attn_kernels import append_and_rank, progressive_decode
 
-from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.microbatches import attend_in_microbatches
 from hf_sparse_attn.methods.paged import PagedMethod
 
@@ -128,6 +128,11 @@ class PSA(PagedMethod):
         return two, "two microbatches"
 
     @property
+    def selection_size(self) -> SelectionSize:
+        """Size of a step's selection: blocks, whose number each step finds while it reads them."""
+        return SelectionSize(self.block_size, None)
+
+    @property
     def _statistic(self) -> str:
         return self.metadata
 
@@ -202,14 +207,15 @@ class PSA(PagedMethod):
         }
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, **parameters)
+        rows = layer.present_rows
         output, _, read_counts = progressive_decode(
             query,
-            layer.keys,
-            layer.values,
+            rows.keys,
+            rows.values,
             block_order,
             block_counts,
-            layer.seq_start,
-            layer.seq_end,
+            rows.seq_start,
+            rows.seq_end,
             counter=layer.counter.totals,
             finished=layer.finished,
             **parameters,

@@ -19,7 +19,7 @@ from op_bench.measure import FULL_BUDGET_MS, QUICK_BUDGET_MS, DeviceLostError, R
 from op_bench.overview import write_overview
 from op_bench.registry import FAMILIES, family_shapes, matching_entries
 from op_bench.shapes import Settings, matching_shapes
-from op_bench.timing import copy_bytes_per_second
+from op_bench.timing import copy_bytes_per_second, host_copy_bytes_per_second
 
 SEED = 0
 RESULTS = ROOT / "kernels" / "benchmarks" / "results"
@@ -102,8 +102,9 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
 
     warnings.filterwarnings("ignore", category=UserWarning)  # SDPA lists at length the kernels that cannot run
     settings = Settings()
-    copy = copy_bytes_per_second()
-    print(f"{device}: copies {copy / 1e12:.2f} TB/s, read and written", flush=True)
+    copy, host_copy = copy_bytes_per_second(), host_copy_bytes_per_second()
+    rates = f"{copy / 1e12:.2f} TB/s, read and written, and {host_copy / 1e9:.1f} GB/s from pinned memory"
+    print(f"{device}: copies {rates}", flush=True)
     run = Run(
         settings,
         SEED,
@@ -112,7 +113,9 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
         say=lambda line: print(line, flush=True),
     )
     report: results.Record = {
-        "machine": results.machine_record(device, copy, command, ROOT),
+        "machine": results.machine_record(
+            device, {"copy_bytes_per_second": copy, "host_copy_bytes_per_second": host_copy}, command, ROOT
+        ),
         "settings": {**vars(settings), "dtype": "bfloat16", "seed": SEED},
         "entries": [],
         "dense": [],

@@ -30,10 +30,11 @@ def test_the_reference_passes_and_can_be_repeated(entry):
 @pytest.mark.parametrize("group_reduce", ["max", "softmax"])
 def test_the_kernels_pass_too(group_reduce):
     layer = new_layer()
-    for name in ("query", "keys", "values"):
+    for name in ("query", "new_key", "new_value", "keys", "values"):
         setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
     check_entry(ENTRIES["encode_keys", "one page"], layer, "triton")
     check_entry(ENTRIES["keycodes_step", group_reduce], layer, "triton")
+    check_entry(ENTRIES["select_tokens_by_mass", ""], layer, "triton")
 
 
 def _encode_with(layer, monkeypatch, **changes):
@@ -101,10 +102,23 @@ def test_wrong_scores_and_choices_fail():
         entry.check(layer, (entry.run(layer, "reference")[0] + 0.1,))
     with pytest.raises(oracle.Mismatch, match="code_scores: the newest page has scores"):
         entry.check(layer, (entry.run(layer, "reference")[0].clamp(min=-99),))
-    entry = ENTRIES["select_tokens_by_score", ""]
-    indices, counts = entry.run(layer, "reference")
-    with pytest.raises(oracle.Mismatch, match=r"select_tokens_by_score: \d+ of the indices differ"):
-        entry.check(layer, (indices + 1, counts))
+    for group_reduce in ("max", "softmax"):
+        entry = ENTRIES["keycodes_step", group_reduce]
+        for message, head, slots, tokens in (
+            ("not as many tokens", 0, slice(0, 2), [1, 0]),
+            ("tokens that are always read", 0, slice(-64, None), range(575, 639)),
+            ("a token that scores higher", 1, slice(4, 64), range(4, 64)),
+        ):
+            layer.counter.zero_()
+            out, indices, counts = entry.run(layer, "reference")
+            indices[1, head, slots] = torch.tensor(tokens, dtype=torch.int32)
+            with pytest.raises(oracle.Mismatch, match=f"append_and_select_tokens: {message}"):
+                entry.check(layer, (out, indices, counts))
+    for op in ("select_tokens_by_score", "select_tokens_by_mass"):
+        entry = ENTRIES[op, ""]
+        indices, counts = entry.run(layer, "reference")
+        with pytest.raises(oracle.Mismatch, match=rf"{op}: \d+ of the indices differ"):
+            entry.check(layer, (indices + 1, counts))
 
 
 def test_a_layer_that_would_be_read_whole_fails():

@@ -185,6 +185,7 @@ def script(monkeypatch):
     monkeypatch.setattr(module, "Settings", partial(Settings, **SETTINGS))
     monkeypatch.setattr(module, "Run", partial(measure.Run, device="cpu"))
     monkeypatch.setattr(module, "copy_bytes_per_second", lambda: 4e12)
+    monkeypatch.setattr(module, "host_copy_bytes_per_second", lambda: 5e10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA H200")
     return module

@@ -60,7 +60,7 @@ def test_a_report_is_written_and_read(tmp_path):
 
 
 def test_the_machine_is_recorded(tmp_path):
-    machine = results.machine_record("NVIDIA H200", 4.2e12, "python run.py", tmp_path)
+    machine = results.machine_record("NVIDIA H200", {"copy_bytes_per_second": 4.2e12}, "python run.py", tmp_path)
     assert machine["device"] == "NVIDIA H200"
     assert machine["commit"] is None  # no repository there
     assert {"torch", "triton", "transformers", "driver", "date", "command", "copy_bytes_per_second"} <= set(machine)

@@ -14,6 +14,7 @@ SETTINGS = {
     "tokenselect": {"chunk_size": 32},
     # Without the mean query: no one can take the queries of tokens that turn out to be padding out of it.
     "keycodes": {"page_size": 16, "query_centre": False},
+    "rabitqcache": {**SPARSE["rabitqcache"], "query_centre": False},
 }
 
 

@@ -27,6 +27,7 @@ from hf_sparse_attn import (
     Full,
     KeyCodes,
     Quest,
+    RaBitQCache,
     SparseAttentionStats,
     SparseCache,
     Squeezed,
@@ -35,6 +36,7 @@ from hf_sparse_attn import (
     sparse_attention,
     unpatch_model,
 )
+from hf_sparse_attn.methods.coded import CodedMethod
 from hf_sparse_attn.methods.paged import PagedMethod
 from hf_sparse_attn.patched import is_patched
 from tests.methods.toy import MassThreshold, MassThresholdInHostMemory, TokenTopK
@@ -54,6 +56,7 @@ METHODS = {
     "tokenselect": TokenSelect(token_budget=POSITIONS, chunk_size=8),
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "keycodes": KeyCodes(token_budget=POSITIONS, page_size=16),
+    "rabitqcache": RaBitQCache(top_p=1, page_size=16, sink_tokens=16, dense_layers=0),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
@@ -66,15 +69,20 @@ MORE_METHODS = {
     "keycodes-2-bits": KeyCodes(
         token_budget=POSITIONS, page_size=16, bits=2, group_reduce="max", query_centre=False, dense_layers=1
     ),
+    "rabitqcache-budget": RaBitQCache(
+        token_budget=POSITIONS, top_p=1, page_size=16, sink_tokens=0, dense_layers=1, query_centre=False
+    ),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 IN_HOST_MEMORY = {
     "quest": METHODS["quest"],
     "keycodes": METHODS["keycodes"],
     "arkvale": METHODS["arkvale"],
+    "psa": METHODS["psa"],
+    "rabitqcache": METHODS["rabitqcache"],
     "toy": MassThresholdInHostMemory(threshold=2.0, block_size=4),
 }
-"""Methods that run with ``kv_storage="host"`` too; the selections of the last one have no maximum size."""
+"""Methods that run with ``kv_storage="host"`` too; the selections of the last three have no maximum size."""
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 PLACES = ["embed_tokens", "layers.0.mlp", "layers.1.input_layernorm", "layers.1.mlp", "norm"]
 ERRORS = [RuntimeError, KeyboardInterrupt]
@@ -523,22 +531,24 @@ class Operations(RuleBasedStateMachine):
                     assert torch.equal(layer.metadata[name][row, :, :pages], bound[row, :, :pages])
 
     @invariant()
-    @precondition(lambda self: isinstance(self.method, KeyCodes) and self.is_settled and self.rows.length > 0)
+    @precondition(lambda self: isinstance(self.method, CodedMethod) and self.is_settled and self.rows.length > 0)
     def codes_are_those_of_the_keys(self):
         for layer in self.cache.layers:
             if not layer.metadata:
                 continue
             metadata, size = layer.metadata, self.method.page_size
             anew = {name: metadata[name].clone().fill_(0 if name == "coded" else 7) for name in metadata}
-            centre = {"query_centre": metadata["query_centre"]} if "query_centre" in metadata else {}
+            shared = self.method.shared_centre
+            given = {"query_centre"} | ({"centres", "centre_scale"} if shared else set())
+            centres = {name: metadata[name] for name in given & metadata.keys()}
             rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "page_size": size, "bits": self.method.bits}
-            encode_keys(layer.keys, **{**anew, **centre}, **rows)
+            encode_keys(layer.keys, **{**anew, **centres}, **rows, shared_centre=shared)
             full = anew.pop("coded")
             if not self.cache.shared.prompt_is_open:
                 assert torch.equal(metadata["coded"], full)
             assert (metadata["coded"] <= full).all()
             for row, pages in enumerate(metadata["coded"][:, 0].tolist()):
-                for name in anew.keys() - centre.keys():
+                for name in anew.keys() - centres.keys():
                     held = pages * (1 if name.startswith("centre") else size)
                     assert torch.equal(metadata[name][row, :, :held], anew[name][row, :, :held])
 

@@ -45,6 +45,7 @@ def record(benchmark: str, task: str, sample: int, method: str, budget: int | No
         "peak_memory_measures": "CUDA allocator",
         "perplexity": None,
         "nll_by_position": None,
+        "divergence_by_position": None,
         "model": "example/model-1b",
         "dtype": "bfloat16",
         "device": "Example GPU",

@@ -108,7 +108,7 @@ def test_every_knob_is_a_hyperparameter_and_its_steps_read_more_and_more():
         if name != "full":
             assert knob_of(name).parameter in {field.name for field in fields(method)}
             assert len(Ladders((name,), {}, {}).of(name, 1000).steps) > 5
-    assert set(KNOBS) == {"psa", "squeezed"}
+    assert set(KNOBS) == {"psa", "rabitqcache", "squeezed"}
     assert BUDGET.steps(400) == [32, 48, 64, 96, 128, 192, 256, 384, 512]
     assert BUDGET.steps(128)[-1] == 128
     assert BUDGET.steps(1) == [32]

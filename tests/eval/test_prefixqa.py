@@ -326,13 +326,13 @@ def test_a_fixed_context_is_clustered_once_for_all_questions(
 def test_forks_of_the_dense_prefill_know_its_mean_query(
     tmp_path: Path, loaded: Loaded, qa_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock, known = KeyCodes.select, []
+    stock, known = KeyCodes.decode, []
 
-    def watching(self: KeyCodes, query: Any, layer: Any, scale: float) -> Any:
+    def watching(self: KeyCodes, query: Any, layer: Any, *rest: Any) -> Any:
         known.append(bool((layer.metadata["query_centre"] != 0).all()))
-        return stock(self, query, layer, scale)
+        return stock(self, query, layer, *rest)
 
-    monkeypatch.setattr(KeyCodes, "select", watching)
+    monkeypatch.setattr(KeyCodes, "decode", watching)
     parameters = {"keycodes.token_budget": 64, "keycodes.page_size": 16}
     with Lengths(loaded.model) as seen:
         summary = go(tmp_path, loaded, qa_dir, method=["keycodes"], parameters=parameters)

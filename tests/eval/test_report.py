@@ -128,6 +128,9 @@ def test_summary_of_only_errors_has_no_figures() -> None:
             "score",
             "perplexity",
             "divergence",
+            "divergence_max",
+            "top_agreement",
+            "divergence_by_position",
             "kv_fraction",
             "realised_budget",
             "ttft_seconds",
@@ -207,6 +210,18 @@ def test_kept_selections_have_a_column_where_a_method_keeps_them(tmp_path: Path)
     header, dense, sparse = report_of(tmp_path, records).tables["1-b", "costs"]
     assert header[-1] == "selections kept (%)"
     assert (dense[-1], sparse[-1]) == ("–", "50.0")  # noqa: RUF001
+
+
+def test_divergences_have_a_table_and_a_plot_where_they_were_measured(tmp_path: Path, page: Page) -> None:
+    records = [record("b", "t", sample, "full", None, length=1024) for sample in range(2)]
+    for sample, divergence in enumerate((0.25, 0.75)):
+        followed = {"divergence": divergence, "divergence_max": 2 * divergence, "top_agreement": 1 - divergence}
+        records.append(record("b", "t", sample, "quest", 64, length=1024, kv_fraction=0.125, **followed))
+    found = report_of(tmp_path, records)
+    assert found.tables["1-b", "divergence"][1] == ["quest 64", "1,024", "2", "0.5000", "1.500", "50.0", "12.5"]
+    [line] = drawn(records, "divergence").axes[0].lines
+    assert list(map(tuple, line.get_xydata())) == [(12.5, 0.5)]
+    assert all(kind != "divergence" for _, kind in page.tables)
 
 
 def test_agreement_counts_the_samples_that_both_answered(page: Page) -> None:

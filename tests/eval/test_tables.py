@@ -84,7 +84,16 @@ def test_the_papers_and_the_examples_exist() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_files_name_only_what_can_run(name: str) -> None:
     runs = read_sweep(CONFIGS / f"{name}.yaml", {})
-    assert set(BENCHMARKS) == {"passkey", "needle", "ruler", "longbench", "infinitebench", "pg19", "prefixqa"}
+    assert set(BENCHMARKS) == {
+        "passkey",
+        "needle",
+        "ruler",
+        "longbench",
+        "infinitebench",
+        "pg19",
+        "longanswer",
+        "prefixqa",
+    }
     assert {run.question for run in runs} <= set(QUESTION_MODES)
     for run in runs:
         benchmark = BENCHMARKS[run.benchmark]

@@ -5,15 +5,17 @@ import math
 import pytest
 import torch
 
-from eval import metrics
-from eval.benchmarks import Setup
+from eval import continuations, metrics
+from eval.benchmarks import BENCHMARKS, Setup
 from eval.benchmarks.haystack import split_sentences
+from eval.benchmarks.longanswer import LongAnswer
 from eval.benchmarks.needle import MAX_NEW_TOKENS, Needle
 from eval.benchmarks.passkey import PasskeyRetrieval
 from eval.benchmarks.pg19 import PG19
 from eval.config import make_config
 from eval.engine import Engine, make_variants
 from eval.errors import EvalError
+from eval.records import make_record
 from hf_sparse_attn.cli.models import load_model
 from tests.eval.tokenizers import tiny_tokenizer
 
@@ -110,6 +112,63 @@ def test_perplexity_is_that_of_one_full_forward_pass(model_dir, data_dir, chunk)
     if chunk == 1:
         dense, quest = results
         assert dense["kv_bytes"] == dense["dense_bytes"] == quest["dense_bytes"] > quest["kv_bytes"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_long_answer_and_its_prompt_fill_the_length(data_dir, chat):
+    tokenizer = tiny_tokenizer(chat)
+    options = {"options": {"new_tokens": 300}, "tokenizer": tokenizer, "chat": chat}
+    (item,) = LongAnswer().items(setup(data_dir, **options))
+    sample = item.build()
+    prompt = [*sample.material_ids, *sample.question_ids]
+    assert 690 < len(prompt) <= 700
+    assert sample.max_new_tokens == sample.min_new_tokens == 300
+    assert sample.references is None
+    text = tokenizer.decode(prompt)
+    begin = (data_dir / "book.txt").read_text()[:100]
+    assert text.index("beginning of a book.") < text.index(begin) < text.index("Tell the story")
+    assert "Tell the story" not in tokenizer.decode(sample.material_ids)
+    assert ("<|assistant|>" in text) == chat
+
+
+def test_a_long_answer_without_room_for_its_prompt_is_refused(data_dir):
+    with pytest.raises(EvalError, match="length=1000 is not allowed: more than new_tokens=2000"):
+        LongAnswer().items(setup(data_dir))
+    with pytest.raises(EvalError, match="new_tokens=True is not allowed: a whole number, at least 1"):
+        LongAnswer().items(setup(data_dir, options={"new_tokens": True}))
+    (item,) = LongAnswer().items(setup(data_dir, options={"new_tokens": 990}))
+    with pytest.raises(EvalError, match="length=1000 leaves no room for a book beside 990 new tokens"):
+        item.build()
+    (item,) = LongAnswer().items(setup(data_dir, lengths=(100_000,), max_positions=200_000))
+    with pytest.raises(EvalError, match=r"book 'book' has \d+ tokens, fewer than 98000"):
+        item.build()
+
+
+@pytest.mark.parametrize("benchmark", ["longanswer", "pg19"])
+def test_divergence_is_averaged_along_long_texts(benchmark, model_dir, data_dir, monkeypatch):
+    """Quest reads half of what pages of generated tokens are among; dense attention itself diverges nowhere."""
+    monkeypatch.setattr(continuations, "DIVERGENCE_BUCKET", 40)
+    model, tokenizer = load_model(model_dir, torch.float32, "cpu")
+    options = {"new_tokens": 100} if benchmark == "longanswer" else {"scored": 100}
+    (item,) = BENCHMARKS[benchmark].items(setup(data_dir, tokenizer=tokenizer, lengths=(600,), options=options))
+    values = {"benchmark": benchmark, "model": "tiny", "method": "quest", "measure": "divergence"}
+    config = make_config(values | {"token_budget": [320, 640], "parameters": {"dense_layers": 0}})
+    sample = item.build()
+    results = [measured for _, _, measured in Engine(model, tokenizer, config).run([(sample, make_variants(config))])]
+    dense, half, whole = results
+    assert [measured["error"] for measured in results] == [None] * 3
+    for measured in (half, whole):
+        by_position = dict(measured["divergence_by_position"])
+        assert list(by_position) == [0, 40, 80]
+        tokens = 100  # the first is predicted by the question; the last of an answer is not fed
+        weighted = sum(mean * min(40, tokens - position) for position, mean in by_position.items()) / tokens
+        assert measured["divergence"] == pytest.approx(weighted, rel=1e-9, abs=1e-12)
+    exact, rough = ([mean for _, mean in measured["divergence_by_position"]] for measured in (whole, half))
+    assert max(exact) < 1e-6 < min(rough)
+    record = make_record(config, item, make_variants(config)[0], dense | {"sample": sample})
+    assert record["error"] is None
+    assert record["score"] is None
+    assert (record["prediction"] is None) == (benchmark == "pg19")
 
 
 def test_book_that_is_too_short_is_that_samples_error(data_dir):

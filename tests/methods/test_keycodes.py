@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
-from hf_sparse_attn_kernels.codes.rotation import rotation
 
 from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.methods import FULL
+from tests.methods.coded import Steps, decode, estimates
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
@@ -32,59 +32,11 @@ def model():
     assert model.config._attn_implementation == "sdpa"
 
 
-def decode(model, cache, tokens):
-    """Feed [batch, steps] tokens one by one, and return the logits."""
-    return torch.cat([model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)], dim=1)
-
-
-class Steps:
-    """Keeps the queries of one layer's decode steps."""
-
-    def __init__(self, monkeypatch, layer_idx=1):
-        self.queries, self.layer = [], None
-        select = KeyCodes.select
-
-        def seeing(method, query, layer, scale):
-            if layer.layer_idx == layer_idx:
-                self.queries.append(query.double())
-                self.layer = layer
-            return select(method, query, layer, scale)
-
-        monkeypatch.setattr(KeyCodes, "select", seeing)
-
-
-def half(numbers):
-    return numbers.to(torch.float16).double()
-
-
-def estimates(query, keys, centre, bits):
-    """Estimate q.k / sqrt(d) of [group, d] queries and the [n, d] keys of a KV head, in pages that are full."""
-    head_dim = keys.shape[1]
-    rotate = rotation(head_dim, keys.device).double()
-    columns = []
-    for page in keys.split(PAGE):
-        mean = page.mean(0)
-        scale = half(mean.abs().max() / 127).clamp_min(2**-14)
-        page_centre = (mean / scale).round().clamp(-127, 127) * scale
-        residual = page - page_centre
-        turned = residual @ rotate.T
-        if bits == 1:
-            symbols = torch.where(turned >= 0, 1.0, -1.0).to(turned)
-        else:
-            step = 0.9957 * turned.pow(2).mean(1, keepdim=True).sqrt()
-            symbols = 2 * ((turned / step).floor() + 2).clamp(0, 3) - 3
-        factor = half(residual.pow(2).sum(1) / (turned * symbols).sum(1))
-        offset = half(residual @ centre * head_dim**-0.5) * head_dim**0.5
-        dots = (query - centre) @ rotate.T @ symbols.T
-        columns.append((query @ page_centre)[:, None] + offset + factor * dots)
-    return torch.cat(columns, dim=1) * head_dim**-0.5
-
-
 def chosen(query, keys, centre, method):
     """Return which of a row's n tokens a KV head reads: bool [n]."""
     n = len(keys)
     newest = (n - 1) // PAGE * PAGE
-    scores = estimates(query, keys[:newest], centre, method.bits)
+    scores = estimates(query, keys[:newest], centre, method.bits, PAGE)
     reduced = scores.amax(0) if method.group_reduce == "max" else scores.log_softmax(1).exp().sum(0)
     reads = torch.zeros(n, dtype=torch.bool, device=keys.device)
     reads[: method.sink_tokens] = reads[newest:] = True
@@ -111,7 +63,7 @@ def test_every_step_reads_the_tokens_that_the_formula_chooses(parameters, head_d
     ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long, device=DEVICE)
     starts = [0, 23]
     ids[1, :23] = mask[1, :23] = 0
-    steps = Steps(monkeypatch)
+    steps = Steps(monkeypatch, KeyCodes)
     with sparse_attention(model, method), record_selections(model) as record:
         model.generate(ids, attention_mask=mask, **GREEDY)
         stats = sparse_attention_stats(model)

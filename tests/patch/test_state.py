@@ -23,6 +23,7 @@ SMALL = {
     "psa": {"token_budget": 48, "block_size": 8, "microbatch": 2},
     "squeezed": {"token_budget": 48, "window": 8, "clusters": 0.1},
     "keycodes": {"token_budget": 48, "page_size": 16},
+    "rabitqcache": {"token_budget": 48, "page_size": 16, "sink_tokens": 16},
     "tokenselect": {"token_budget": 48, "chunk_size": 32},
 }
 every_method = pytest.mark.parametrize("method_name", METHODS)

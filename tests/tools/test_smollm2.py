@@ -14,6 +14,8 @@ from tests.tools.checks import sparse_methods
 
 pytestmark = pytest.mark.weights
 SMALL = {"token_budget": 128}
+SMALLER = {"rabitqcache": {"page_size": 32, "sink_tokens": 32}}
+"""Parameters of methods whose defaults take more than this budget."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_a_chat_in_a_pipeline_streams_the_key_that_it_found(method_name, loaded,
     passkey, chat = messages
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=120)
-    with sparse_attention(model, method_name, **SMALL), ThreadPoolExecutor(1) as pool:
+    with sparse_attention(model, method_name, **SMALL, **SMALLER.get(method_name, {})), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate, chat, streamer=streamer, return_full_text=False, **greedy())
         streamed = "".join(streamer)
         assert answer.result()[0]["generated_text"] == streamed

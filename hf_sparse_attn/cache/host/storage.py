@@ -128,9 +128,18 @@ class HostStorage(Storage):
         """Return the slots of the selected blocks; without slots the host memory, where the op then reads."""
         if self._kept is not None:
             return (self._kept.take(self.keys, self.values, selection, lengths, counter, self.traffic),)
+        self._count_token()
+        return super().present(selection, lengths, counter)
+
+    def present_rows(self, lengths: Lengths) -> Rows:
+        """Return the host memory, where the op then reads."""
+        self._count_token()
+        return super().present_rows(lengths)
+
+    def _count_token(self) -> None:
+        """Count the step's token, which was written to host memory."""
         batch, kv_heads = self.keys.shape[:2]
         self.traffic.counts[3:] += batch * kv_heads
-        return super().present(selection, lengths, counter)
 
     def rows(self, lengths: Lengths) -> Rows:
         """Return all tokens on the device; in host memory if a pass is compiled."""

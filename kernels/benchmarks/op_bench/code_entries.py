@@ -13,6 +13,8 @@ from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import CODE_SHAPES, QUICK_CODE_SHAPES, Settings, Shape
 
+TOP_P = 0.95
+"""Share of the estimated attention weight to select."""
 HALF_ROUNDING = 2.0**-10
 """Twice the relative rounding of float16."""
 
@@ -53,23 +55,42 @@ def _run_select(layer: CodedLayer, impl: str | None) -> Outputs:
     return _select(layer, layer.scores, impl)
 
 
+def _by_mass(layer: CodedLayer, impl: str | None) -> Outputs:
+    options = {"sink_tokens": layer.settings.code_page, "page_size": layer.settings.code_page, "impl": impl}
+    selected: Outputs = ops.select_tokens_by_mass(layer.scores, **layer.row_bounds, top_p=TOP_P, **options)
+    return selected
+
+
+def _attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl: str | None) -> torch.Tensor:
+    tensors = (layer.query, layer.keys, layer.values, indices, counts)
+    options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
+    out: torch.Tensor = ops.sparse_decode(*tensors, **options, **layer.row_bounds)[0]
+    return out
+
+
+def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
+    return (_attend(layer, layer.block_indices, layer.block_counts, impl),)
+
+
 def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
-    """Run a step whose token does not fill a page, as 63 of 64 do."""
-    ops.encode_keys(
+    """Run a step whose token fills no page that is still to be coded, as 63 of 64 do."""
+    selected: Outputs = ops.append_and_select_tokens(
+        layer.query,
+        layer.new_key,
+        layer.new_value,
         layer.keys,
+        layer.values,
         **layer.codes,
         coded=layer.coded,
         **layer.row_bounds,
-        max_pages=1,
-        **layer.code_options,
+        group_reduce=group_reduce,
+        counter=layer.counter,
+        **layer.choice,
+        bits=layer.settings.code_bits,
+        query_centre=layer.query_centre,
         impl=impl,
     )
-    scores = _scores(group_reduce, layer, impl)
-    indices, counts = _select(layer, scores, impl)
-    tensors = (layer.query, layer.keys, layer.values, indices, counts)
-    options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
-    options |= layer.row_bounds
-    return (ops.sparse_decode(*tensors, **options)[0], scores, indices, counts)
+    return (_attend(layer, *selected, impl), *selected)
 
 
 def _reset_counter(layer: CodedLayer) -> None:
@@ -113,20 +134,55 @@ def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> Non
             raise oracle.Mismatch("code_scores: the newest page has scores")
 
 
-def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
-    for name, ours, theirs in zip(("indices", "counts"), selected, _select(layer, scores, "reference"), strict=True):
+def _check_same(op: str, selected: Outputs, expected: Outputs) -> None:
+    for name, ours, theirs in zip(("indices", "counts"), selected, expected, strict=True):
         if not torch.equal(ours, theirs):
-            raise oracle.Mismatch(f"select_tokens_by_score: {int((ours != theirs).sum())} of the {name} differ")
+            raise oracle.Mismatch(f"{op}: {int((ours != theirs).sum())} of the {name} differ")
+
+
+def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
+    _check_same("select_tokens_by_score", selected, _select(layer, scores, "reference"))
+
+
+def _check_mass(layer: CodedLayer, selected: Outputs) -> None:
+    _check_same("select_tokens_by_mass", selected, _by_mass(layer, "reference"))
+
+
+def _tokens_read(layer: CodedLayer) -> tuple[int, int]:
+    """Return the tokens that a step reads and those that dense attention would read, over rows and KV heads."""
+    pairs = layer.shape.batch * layer.shape.kv_heads
+    return pairs * layer.settings.code_budget, pairs * layer.shape.length
+
+
+def _check_attention(layer: CodedLayer, outputs: Outputs) -> None:
+    oracle.check_sparse_output(outputs[0], layer, layer.block_indices, layer.block_counts)
+    oracle.check_counter(layer, (*_tokens_read(layer), 0, 1))
+
+
+def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor) -> None:
+    """Check that no token left out has a higher score than one that is chosen, up to the rounding of scores."""
+    scores = ops.code_scores(
+        layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, group_reduce=group_reduce
+    )
+    _check_scores(group_reduce, layer, (scores,))
+    first, last = layer.settings.code_sinks, layer.shape.length - layer.settings.code_page
+    if not (bool((counts == layer.settings.code_budget).all()) and bool((indices.diff() > 0).all())):
+        raise oracle.Mismatch("append_and_select_tokens: not as many tokens as the budget has, in ascending order")
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, indices.long(), True)
+    if not (bool(is_chosen[..., :first].all()) and bool(is_chosen[..., last:].all())):
+        raise oracle.Mismatch("append_and_select_tokens: tokens that are always read are missing")
+    is_chosen, scores = is_chosen[..., first:last], scores[..., first:last].float()
+    least = scores.masked_fill(~is_chosen, float("inf")).amin(dim=2)
+    left_out = scores.masked_fill(is_chosen, float("-inf")).amax(dim=2)
+    if not bool((left_out <= least + HALF_ROUNDING * least.abs() + 1e-3).all()):
+        raise oracle.Mismatch("append_and_select_tokens: a token that scores higher is left out")
 
 
 def _check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
-    out, scores, *selected = outputs
-    _check_scores(group_reduce, layer, (scores,))
-    _check_select(layer, scores, tuple(selected))
-    oracle.check_sparse_output(out, layer, *selected)
-    pairs = layer.shape.batch * layer.shape.kv_heads
-    tokens = (pairs * layer.settings.code_budget, pairs * layer.shape.length)
-    oracle.check_counter(layer, (*tokens, _scanned_bytes(layer.shape, layer.settings), 1))
+    out, indices, counts = outputs
+    oracle.check_counter(layer, (*_tokens_read(layer), _scanned_bytes(layer.shape, layer.settings), 1))
+    _check_chosen(group_reduce, layer, indices, counts)
+    oracle.check_sparse_output(out, layer, indices, counts)
 
 
 def _scanned_bytes(shape: Shape, settings: Settings) -> int:
@@ -152,6 +208,11 @@ def _scores_bytes(shape: Shape, settings: Settings) -> int:
 def _select_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the scores and the selection."""
     return shape.batch * shape.kv_heads * (2 * shape.length + 4 * settings.code_budget)
+
+
+def _mass_bytes(shape: Shape, settings: Settings) -> int:
+    """Bytes of the scores, and of a place for every token in the selection."""
+    return shape.batch * shape.kv_heads * shape.length * (2 + 4)
 
 
 def _step_bytes(shape: Shape, settings: Settings) -> int:
@@ -195,6 +256,15 @@ CODES = Family(
             _run_select,
             lambda layer, outputs: _check_select(layer, layer.scores, outputs),
             _select_bytes,
+        ),
+        Entry("select_tokens_by_mass", "", _by_mass, _check_mass, _mass_bytes),
+        Entry(
+            "sparse_decode",
+            "single tokens",
+            _run_attention,
+            _check_attention,
+            lambda shape, settings: floors.sparse_decode_bytes(shape, in_tokens(settings)),
+            _reset_counter,
         ),
     ),
     make_code_layer,

@@ -131,4 +131,6 @@ def make_code_layer(
     )
     layer.encode(0, None, impl)
     layer.scores = ops.code_scores(layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, impl=impl)
+    selection = ops.select_tokens_by_score(layer.scores, **layer.row_bounds, **layer.choice, impl=impl)
+    layer.block_indices, layer.block_counts = selection
     return layer

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from op_bench.beside_quest import codes_part, progressive_part
 from op_bench.break_even import break_even, speed_ratios, step_ratios
+from op_bench.load_tables import load_part
 from op_bench.plot import THEMES, series, times_svg
-from op_bench.progressive_tables import progressive_part
 from op_bench.registry import STEP
 from op_bench.results import NOMINAL_BYTES_PER_SECOND, Record, ResultsError, read, shape_of
 from op_bench.squeezed_tables import squeezed_part
@@ -38,6 +39,8 @@ def tables(root: Path) -> str:
         parts += token_part(report)
         parts += squeezed_part(report)
         parts += progressive_part(report)
+        parts += codes_part(report)
+        parts += load_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
+from op_bench.load_entries import LOADS
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST, STEP
 from op_bench.shapes import Shape
@@ -16,6 +17,7 @@ __all__ = [
     "ENTRIES",
     "FAMILIES",
     "KEYCODES_STEP",
+    "LOAD",
     "PSA_STEP",
     "SQUEEZED_PREFILL_STEP",
     "SQUEEZED_STEP",
@@ -37,6 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     PROGRESSIVE,
     CODES,
     KEPT,
+    LOADS,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
@@ -52,6 +55,8 @@ PSA_STEP = ("psa_step", "")
 """The entry of Progressive Sparse Attention's decode step."""
 KEYCODES_STEP = ("keycodes_step", "softmax")
 """The entry of a decode step with key codes in tables: the default reduction over the group."""
+LOAD = "load_blocks"
+"""The op whose entries are the loads from host memory."""
 
 
 def matching_entries(filters: list[str]) -> list[Entry]:

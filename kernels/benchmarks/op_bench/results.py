@@ -92,8 +92,8 @@ def against_dense(
     return found
 
 
-def machine_record(device: str, copy_bytes_per_second: float, command: str, root: Path) -> Record:
-    """Describe the machine, versions, date and command of a run."""
+def machine_record(device: str, rates: Mapping[str, float], command: str, root: Path) -> Record:
+    """Describe the machine, its measured rates by name, versions, date and command of a run."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -105,7 +105,7 @@ def machine_record(device: str, copy_bytes_per_second: float, command: str, root
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         **versions,
-        "copy_bytes_per_second": copy_bytes_per_second,
+        **rates,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _clean_commit(root),
         "command": command,

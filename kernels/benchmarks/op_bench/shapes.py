@@ -201,6 +201,9 @@ CODE_SHAPES = (
 )
 QUICK_CODE_SHAPES = (Shape(32, 8, 128, 1, 131072),)
 
+LOAD_SHAPES = (*_shapes(32, 8, 128, 1, (32,)), *_shapes(28, 4, 128, 1, (32,)))
+QUICK_LOAD_SHAPES = (Shape(32, 8, 128, 1, 32768),)
+
 
 def matching_shapes(shapes: Sequence[Shape], filters: Sequence[str]) -> list[Shape]:
     """Return the shapes whose name contains one of ``filters``, or all shapes without filters.

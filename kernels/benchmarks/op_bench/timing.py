@@ -12,6 +12,7 @@ import torch
 WARMUP_CALLS = 3
 """Calls before a capture, in which kernels are compiled and loaded, and cuDNN builds its plans."""
 COPIED_BYTES = 1 << 31
+HOST_COPIED_BYTES = 1 << 28
 
 
 def quartiles(microseconds: Sequence[float]) -> dict[str, float]:
@@ -72,9 +73,20 @@ def time_layers(graph: torch.cuda.CUDAGraph, layers: int, budget_ms: float) -> d
 
 def copy_bytes_per_second() -> float:
     """Measure the bytes per second that a copy within the device's memory reads and writes."""
+    source = torch.randn(COPIED_BYTES // 4, device="cuda")
+    return 2 * COPIED_BYTES / _copy_seconds(source)
+
+
+def host_copy_bytes_per_second() -> float:
+    """Measure the bytes per second that the copy engine moves from pinned memory to the device, in one piece."""
+    source = torch.zeros(HOST_COPIED_BYTES // 4, pin_memory=True)
+    return HOST_COPIED_BYTES / _copy_seconds(source)
+
+
+def _copy_seconds(source: torch.Tensor) -> float:
+    """Return the median time of a copy to the device."""
     from triton.testing import do_bench
 
-    source = torch.randn(COPIED_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    milliseconds = do_bench(lambda: target.copy_(source), warmup=25, rep=100, return_mode="median")
-    return 2 * COPIED_BYTES / (1e-3 * float(milliseconds))
+    target = torch.empty_like(source, device="cuda")
+    milliseconds = do_bench(lambda: target.copy_(source, non_blocking=True), warmup=25, rep=100, return_mode="median")
+    return 1e-3 * float(milliseconds)

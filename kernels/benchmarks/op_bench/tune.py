@@ -25,6 +25,7 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "select": (QUEST, "append_and_select"),
     "rank": (PROGRESSIVE, "append_and_rank"),
     "sparse_decode": (QUEST, "sparse_decode"),
+    "token_decode": (CODES, "sparse_decode"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
     "progressive_decode": (PROGRESSIVE, "progressive_decode"),

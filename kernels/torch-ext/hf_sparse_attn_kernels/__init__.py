@@ -3,7 +3,9 @@
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
+from .codes.mass_ops import select_tokens_by_mass
 from .codes.ops import code_scores, encode_keys, select_tokens_by_score
+from .codes.step_ops import append_and_select_tokens
 from .kmeans.ops import cluster_sums, nearest_centres
 from .offload.ops import keep_chosen, load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
@@ -15,6 +17,7 @@ from .tokens.ops import mean_query, select_tokens, token_votes
 __all__ = [
     "append_and_rank",
     "append_and_select",
+    "append_and_select_tokens",
     "centroid_weights",
     "cluster_sums",
     "code_scores",
@@ -34,6 +37,7 @@ __all__ = [
     "select_blocks",
     "select_runs",
     "select_tokens",
+    "select_tokens_by_mass",
     "select_tokens_by_score",
     "sparse_decode",
     "sparse_prefill",

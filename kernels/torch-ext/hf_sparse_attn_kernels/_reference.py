@@ -66,6 +66,28 @@ def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> l
     return taken
 
 
+def append(
+    buffers: tuple[torch.Tensor, ...],
+    tokens: tuple[torch.Tensor, ...],
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+) -> None:
+    """Write each of `tokens` [batch, kv_heads, head_dim] at the end of the rows of its buffer, except empty rows."""
+    lengths = host_lengths(seq_start, seq_end)
+    if lengths is not None:
+        for row, (length, end) in enumerate(zip(lengths, seq_end.tolist(), strict=True)):
+            if length > 0:
+                for buffer, token in zip(buffers, tokens, strict=True):
+                    buffer[row, :, end - 1] = token[row]
+        return
+    has_tokens = (seq_end > seq_start)[:, None, None, None]
+    last = (seq_end - 1).long()[:, None, None, None]
+    for buffer, token in zip(buffers, tokens, strict=True):
+        token = token[:, :, None]
+        index = last.clamp(0, buffer.shape[2] - 1).expand_as(token)
+        buffer.scatter_(2, index, torch.where(has_tokens, token, buffer.gather(2, index)))
+
+
 def score_order(scores: torch.Tensor) -> torch.Tensor:
     """Return int64 of fewer than 33 bits in the order of `scores`: equal for equal scores, NaN as -inf."""
     scores = scores.nan_to_num(float("-inf"), float("inf"), float("-inf")).add_(0.0)  # turns -0.0 into 0.0

@@ -71,6 +71,12 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(at):
+    """Bring the lines of 128 bytes at these pointers into the L2 cache. Compiled code only."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def finished_last(finished_ptr, programs):
     """Return whether this is the last of `programs` programs to finish; it then sees all stores of the others.
 

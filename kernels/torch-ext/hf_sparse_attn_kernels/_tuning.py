@@ -26,8 +26,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # Most blocks that one program sorts, a power of two, and warps in a program.
     "rank": {"span": 1024, "warps": 4},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a separate
-    # launch merges the splits, which is faster for many splits or a large group.
+    # launch merges the splits, which is faster for many splits or a large group. Blocks of one token, and RoPE by slot,
+    # have their own.
     "sparse_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
+    "token_decode": {"block_n": 64, "per_multiprocessor": 4, "warps": 4, "stages": 3, "merge_apart": 1},
     "rope_decode": {"block_n": 32, "per_multiprocessor": 4, "warps": 2, "stages": 2, "merge_apart": 1},
     "dense_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "merge_apart": 0},
     # Tokens in a tile, tokens that a program attends to before it looks whether more are needed (a microbatch at most),
@@ -77,7 +79,31 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         )
     ],
     "sparse_decode": _attention_candidates(
-        (128, 1, 4, 3, 0), (128, 1, 4, 3, 1), (64, 4, 4, 3, 0), (64, 8, 4, 1, 1), (64, 8, 4, 2, 1), (32, 8, 4, 1, 1)
+        (128, 1, 4, 3, 0),
+        (128, 1, 4, 3, 1),
+        (64, 4, 4, 3, 0),
+        (64, 2, 4, 4, 0),
+        (64, 2, 4, 4, 1),
+        (64, 3, 4, 3, 1),
+        (64, 8, 4, 1, 1),
+        (64, 8, 4, 2, 1),
+        (32, 4, 4, 4, 0),
+        (32, 4, 4, 4, 1),
+        (32, 5, 2, 3, 1),
+        (32, 8, 4, 1, 1),
+    ),
+    "token_decode": _attention_candidates(
+        (128, 1, 4, 3, 1),
+        (64, 2, 4, 4, 1),
+        (64, 3, 4, 3, 0),
+        (64, 4, 4, 3, 1),
+        (64, 8, 4, 1, 1),
+        (32, 4, 4, 4, 0),
+        (32, 4, 4, 4, 1),
+        (32, 5, 2, 3, 1),
+        (32, 8, 4, 1, 1),
+        (32, 8, 2, 1, 1),
+        (16, 8, 2, 1, 1),
     ),
     "dense_decode": _attention_candidates(
         (128, 2, 4, 3, 0), (128, 2, 8, 3, 0), (128, 1, 4, 3, 1), (128, 2, 4, 3, 1), (128, 2, 8, 3, 1), (64, 8, 4, 1, 1)
@@ -123,9 +149,13 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         {"block_t": block_t, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
         for block_t, per_multiprocessor, warps, stages in (
             (256, 8, 2, 3),
+            (256, 8, 2, 2),
             (256, 8, 2, 4),
             (256, 4, 2, 4),
-            (128, 8, 2, 4),
+            (256, 8, 1, 3),
+            (256, 16, 1, 3),
+            (128, 16, 1, 4),
+            (512, 4, 2, 3),
             (256, 4, 4, 3),
             (512, 4, 4, 3),
             (512, 2, 4, 4),

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import select_blocks, sparse_decode
 
-from tests.ops.helpers import IMPLS, device, int32, make_rows
+from tests.ops.helpers import IMPLS, device, grid, int32, make_rows
 
 
 def _selection(rows, block_size, max_blocks, *, empty=True):
@@ -80,6 +81,23 @@ def test_error_is_bounded_by_the_eager_error(lengths, block_size, max_blocks, kv
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
         assert (out[-1, -1] == 0).all()
         assert lse[-1, -1].item() == float("-inf")
+
+
+CANDIDATES = tuning.CANDIDATES["token_decode"]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [each if each in (CANDIDATES[0], CANDIDATES[-1]) else grid(each) for each in CANDIDATES],
+    ids=lambda candidate: "-".join(map(str, candidate.values())),
+)
+def test_no_launch_choice_changes_the_attention_to_single_tokens(candidate):
+    rows = make_rows([150, 61], kv_heads=1, group=3, head_dim=32)
+    arguments = (rows.query, rows.keys, rows.values, *_selection(rows, 1, 111), rows.start, rows.end)
+    with tuning.forced(token_decode=candidate):
+        found = sparse_decode(*arguments, block_size=1, impl="triton")
+    expected = sparse_decode(*arguments, block_size=1, impl="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_reference_is_exact_in_float64():

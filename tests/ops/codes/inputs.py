@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import encode_keys
+from hf_sparse_attn_kernels.codes.centre import centre_levels
 from hf_sparse_attn_kernels.codes.rotation import rotation
 
 from tests.ops.helpers import POISON, Rows, device, make_rows
@@ -26,6 +27,10 @@ class Coded:
     @property
     def page_size(self) -> int:
         return self.options["page_size"]
+
+    @property
+    def has_shared_centre(self) -> bool:
+        return "shared_centre" in self.options
 
     def ends(self, lengths: list[int] | None = None) -> dict[str, torch.Tensor]:
         """Bounds of the rows, cut to `lengths`."""
@@ -51,10 +56,14 @@ def make_coded(
     page_size: int = 16,
     bits: int = 1,
     centred: bool = True,
+    shared: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Coded:
-    """Rows whose keys and queries lie off the origin, with room for codes that holds poison."""
+    """Rows whose keys and queries lie off the origin, with room for codes that holds poison.
+
+    With `shared` each KV head has one given centre.
+    """
     rows = make_rows(lengths, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     shift = torch.randn(len(lengths), kv_heads, head_dim, generator=generator).to(device)
@@ -69,6 +78,9 @@ def make_coded(
         "centre_scale": torch.full((*pair, pages), float("nan"), device=device).half(),
     }
     options = {"page_size": page_size, "bits": bits, "query_centre": 0.9 * shift if centred else None}
+    if shared:
+        metadata["centres"], metadata["centre_scale"] = centre_levels(1.1 * shift[:, :, None])
+        options["shared_centre"] = True
     return Coded(rows, metadata, torch.zeros(pair, dtype=torch.int32, device=device), options)
 
 
@@ -86,7 +98,8 @@ def values_of(coded: Coded) -> torch.Tensor:
 
 def centres_of(coded: Coded) -> torch.Tensor:
     """The stored centres, float64 [batch, kv_heads, pages, head_dim]."""
-    return coded.metadata["centres"].double() * coded.metadata["centre_scale"].double()[..., None]
+    centres = coded.metadata["centres"].double() * coded.metadata["centre_scale"].double()[..., None]
+    return centres.expand(-1, -1, coded.metadata["codes"].shape[2] // coded.page_size, -1)
 
 
 def estimates_of(coded: Coded, row: int, head: int, tokens: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,24 +21,27 @@ def _poison(coded: Coded) -> None:
     """NaN in all floats that `encode` has not written, and anything in the rest."""
     for row, (count, *_) in enumerate(coded.coded.tolist()):
         coded.metadata["factors"][row, :, count * coded.page_size :] = float("nan")
-        coded.metadata["centre_scale"][row, :, count:] = float("nan")
+        if not coded.has_shared_centre:
+            coded.metadata["centre_scale"][row, :, count:] = float("nan")
 
 
-def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens) -> None:
+def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens, first_page=0) -> None:
     """Scores against the estimates of the definition, within the rounding of the query and of the result."""
     size, kv_heads = coded.page_size, coded.coded.shape[1]
     for row, length in enumerate(lengths):
         tokens = max(0, min(length, num_tokens) - 1) // size * size
+        first = min(first_page * size, tokens)
+        assert (found[row, :, :first] == -INF).all()
         assert (found[row, :, tokens:] == -INF).all()
-        for head in range(kv_heads if tokens else 0):
-            estimates, rounding = estimates_of(coded, row, head, tokens, scale)
+        for head in range(kv_heads if first < tokens else 0):
+            estimates, rounding = (each[:, first:] for each in estimates_of(coded, row, head, tokens, scale))
             if softmax and len(estimates) > 1:
                 wanted = estimates.log_softmax(dim=1).logsumexp(dim=0)
                 allowed = rounding.amax(dim=0) + rounding.amax()
             else:
                 wanted, allowed = estimates.amax(dim=0), rounding.amax(dim=0)
             allowed = allowed + 1.01 * HALF * wanted.abs() + 1e-5
-            assert ((found[row, head, :tokens].double() - wanted).abs() <= allowed).all()
+            assert ((found[row, head, first:tokens].double() - wanted).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -50,6 +53,8 @@ def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens) -> None:
         ([100, 49], {"group": 4, "head_dim": 80, "page_size": 48, "bits": 2, "dtype": torch.bfloat16}),
         ([81], {"group": 7, "head_dim": 128, "centred": False, "dtype": torch.float16}),
         ([40], {"group": 1, "head_dim": 256, "bits": 2, "kv_heads": 1}),
+        ([0, 16, 111], {"group": 3, "head_dim": 80, "shared": True}),
+        grid([100, 49], {"group": 4, "page_size": 48, "bits": 2, "shared": True, "dtype": torch.bfloat16}),
         grid([40], {"group": 16, "head_dim": 32, "bits": 2, "kv_heads": 1}),
         grid([40], {"group": 33, "head_dim": 64, "kv_heads": 1}),
         grid([140], {"group": 2, "head_dim": 8, "page_size": 64}),
@@ -75,6 +80,21 @@ def test_scale_and_num_tokens(impl, group_reduce):
         found = _score(coded, group_reduce=group_reduce, num_tokens=num_tokens, scale=0.3, impl=impl)
         assert found.shape == (2, 2, num_tokens)
         _check(found, coded, [111, 63], softmax=group_reduce == "softmax", scale=0.3, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("group_reduce", "group"), [("max", 3), ("softmax", 3), ("softmax", 1)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_tokens_before_the_first_page_are_no_candidates(impl, group_reduce, group, shared):
+    """They have no score, and no part in the sums of the softmax."""
+    lengths = [200, 63, 33, 17]
+    coded = make_coded(lengths, group=group, shared=shared)
+    coded.encode(impl="reference")
+    _poison(coded)
+    for first_page in (1, 2, 20):
+        found = _score(coded, group_reduce=group_reduce, first_page=first_page, impl=impl)
+        sizes = {"scale": 64**-0.5, "num_tokens": found.shape[2], "first_page": first_page}
+        _check(found, coded, lengths, softmax=group_reduce == "softmax", **sizes)
 
 
 @pytest.mark.parametrize("options", [{}, {"head_dim": 80, "bits": 2}, {"head_dim": 128, "centred": False}])
@@ -113,16 +133,18 @@ def test_scores_stay_finite(impl, group_reduce):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("bits", "centred"), [(1, True), (2, False)])
-def test_counter(impl, bits, centred):
-    coded = make_coded([111, 0, 33], group=2, bits=bits, centred=centred)
+@pytest.mark.parametrize(("bits", "centred", "shared"), [(1, True, False), (2, False, False), (1, True, True)])
+def test_counter(impl, bits, centred, shared):
+    coded = make_coded([111, 0, 33], group=2, bits=bits, centred=centred, shared=shared)
     coded.encode(impl="reference")
     counter = torch.zeros(4, dtype=torch.int64, device=device)
-    for group_reduce, num_tokens in (("max", None), ("softmax", 100)):
+    for group_reduce, num_tokens, first_page, pages in (("max", None, 0, [6, 2]), ("softmax", 100, 2, [4])):
         counter.zero_()
-        _score(coded, group_reduce=group_reduce, num_tokens=num_tokens, counter=counter, impl=impl)
-        page_bytes = 16 * (8 * bits + (4 if centred else 2)) + 64 + 2
-        assert counter.tolist() == [0, 0, 2 * (6 + 2) * page_bytes, 0]
+        options = {"num_tokens": num_tokens, "first_page": first_page, "counter": counter}
+        _score(coded, group_reduce=group_reduce, impl=impl, **options)
+        page_bytes = 16 * (8 * bits + (4 if centred else 2))
+        centres = len(pages) if shared else sum(pages)
+        assert counter.tolist() == [0, 0, 2 * (sum(pages) * page_bytes + centres * 66), 0]
 
 
 @pytest.mark.parametrize("candidate", [*tuning.CANDIDATES["code_scan"][:1], {"block_t": 128, "warps": 4, "stages": 1}])

@@ -11,12 +11,8 @@ from tests.ops.helpers import IMPLS, POISON, check_schema, device, grid
 ONE_ULP = 2.0**-10
 
 
-def _check_page(coded: Coded, row: int, head: int, page: int) -> None:
-    """One page against the definition, from its stored centre on."""
-    size, bits = coded.page_size, coded.options["bits"]
-    first = coded.rows.start[row].item() + page * size
-    keys = coded.rows.keys[row, head, first : first + size].double()
-    mean = keys.mean(dim=0)
+def _check_centre(coded: Coded, row: int, head: int, page: int, mean: torch.Tensor) -> None:
+    """The stored centre of a page with this mean."""
     scale = coded.metadata["centre_scale"][row, head, page].double()
     wanted = (mean.abs().max() / 127).clamp(2.0**-14, 65504)
     assert abs(scale - wanted) <= ONE_ULP * wanted
@@ -24,6 +20,14 @@ def _check_page(coded: Coded, row: int, head: int, page: int) -> None:
     # Rounded to nearest, except that the scale's rounding may push the greatest level past 127.
     assert ((mean / scale).clamp(-127, 127) - levels).abs().max() <= 0.5 + 1e-3
 
+
+def _check_page(coded: Coded, row: int, head: int, page: int) -> None:
+    """One page against the definition, from its stored centre on."""
+    size, bits = coded.page_size, coded.options["bits"]
+    first = coded.rows.start[row].item() + page * size
+    keys = coded.rows.keys[row, head, first : first + size].double()
+    if not coded.has_shared_centre:
+        _check_centre(coded, row, head, page, keys.mean(dim=0))
     residual = keys - centres_of(coded)[row, head, page]
     rotated = residual @ rotation(keys.shape[1], device).double().T
     lengths = residual.norm(dim=1, keepdim=True)
@@ -56,9 +60,10 @@ def _check(coded: Coded, pages: list[int]) -> None:
                 _check_page(coded, row, head, page)
         tokens = count * coded.page_size
         assert (coded.metadata["codes"][row, :, tokens:] == POISON).all()
-        assert (coded.metadata["centres"][row, :, count:] == POISON).all()
         assert coded.metadata["factors"][row, :, tokens:].isnan().all()
-        assert coded.metadata["centre_scale"][row, :, count:].isnan().all()
+        if not coded.has_shared_centre:
+            assert (coded.metadata["centres"][row, :, count:] == POISON).all()
+            assert coded.metadata["centre_scale"][row, :, count:].isnan().all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -70,14 +75,19 @@ def _check(coded: Coded, pages: list[int]) -> None:
         ([40], {"head_dim": 128, "centred": False, "dtype": torch.bfloat16, "kv_heads": 3}),
         ([20], {"head_dim": 256, "bits": 2, "dtype": torch.float16, "kv_heads": 1}),
         ([70], {"head_dim": 8, "page_size": 64, "kv_heads": 1}),
+        ([63, 100, 10], {"head_dim": 80, "shared": True}),
+        grid([70], {"page_size": 64, "bits": 2, "centred": False, "shared": True, "dtype": torch.bfloat16}),
         grid([33, 64], {"head_dim": 32, "page_size": 32, "bits": 2, "centred": False}),
         grid([130], {"head_dim": 64, "page_size": 64, "dtype": torch.bfloat16}),
     ],
 )
 def test_codes_are_those_of_the_definition(impl, lengths, options):
     coded = make_coded(lengths, **options)
+    given = [coded.metadata[name].clone() for name in ("centres", "centre_scale")]
     coded.encode(impl=impl)
     _check(coded, [length // coded.page_size for length in lengths])
+    if coded.has_shared_centre:
+        assert all(map(torch.equal, given, [coded.metadata[name] for name in ("centres", "centre_scale")]))
 
 
 def test_the_reference_in_float64():
@@ -87,9 +97,9 @@ def test_the_reference_in_float64():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits", [1, 2])
-def test_codes_do_not_depend_on_the_split_into_calls(impl, bits):
-    whole, split = (make_coded([70, 37], head_dim=80, bits=bits) for _ in range(2))
+@pytest.mark.parametrize(("bits", "shared"), [(1, False), (2, False), (1, True)])
+def test_codes_do_not_depend_on_the_split_into_calls(impl, bits, shared):
+    whole, split = (make_coded([70, 37], head_dim=80, bits=bits, shared=shared) for _ in range(2))
     whole.encode(impl=impl)
     for lengths, max_pages in (
         ([5, 0], None),

@@ -51,6 +51,15 @@ def dense_decode(
     return _attend(query, keys, values, None, seq_start, seq_end, 1, None, scale, counter, finished)
 
 
+def _launch(dense: bool, rope: bool, block_size: int) -> str:
+    """Return the name of the launch choice."""
+    if dense:
+        return "dense_decode"
+    if rope:
+        return "rope_decode"
+    return "token_decode" if block_size == 1 else "sparse_decode"
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -76,7 +85,7 @@ def _attend(
     most_tokens = capacity if selection is None else min(capacity, max_blocks * block_size)
     # With RoPE each half of the channels is a separate product, of at least 16 channels.
     block_d = max(16 if rope is None else 32, next_power_of_2(head_dim))
-    op = "dense_decode" if selection is None else "sparse_decode" if rope is None else "rope_decode"
+    op = _launch(selection is None, rope is not None, block_size)
     config = choice(op, query.device, pairs=pairs, group=group, head_dim=head_dim, tokens=capacity)
     # One tile of K and one of V, with RoPE half as large plus the tables': at most 64 KiB, times the stages in flight.
     most_n = 32768 // (block_d * keys.element_size())
@@ -87,6 +96,7 @@ def _attend(
         tiles = cdiv(max_blocks, block_n)
         splits = cdiv(tiles, cdiv(tiles, splits))
     merge_apart = bool(config["merge_apart"]) and splits > 1
+    full_precision = keys.element_size() == 4
     merge_g, block_s = next_power_of_2(group), next_power_of_2(splits)
 
     out = query.new_empty((batch, q_heads, head_dim))
@@ -135,8 +145,9 @@ def _attend(
         MERGE_G=1 if merge_apart else merge_g,
         MERGE_APART=merge_apart,
         DOT_DTYPE=dot_dtype(keys.dtype),
-        num_warps=config["warps"],
-        num_stages=2 if keys.element_size() == 4 else config["stages"],
+        # A product in float32 keeps its operands in registers: those of 256 channels take 8 warps.
+        num_warps=max(config["warps"], block_d // 32) if full_precision else config["warps"],
+        num_stages=2 if full_precision else config["stages"],
         **launch_options(query.device),
     )
     if merge_apart:

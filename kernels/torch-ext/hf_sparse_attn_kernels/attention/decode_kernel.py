@@ -11,6 +11,12 @@ from .._triton import wait_for_previous_kernel
 
 
 @triton.jit
+def _load_blocks(indices_ptr, token, last, BLOCK_SIZE: tl.constexpr):
+    """Load the block of each selected token, counted through all selected blocks; -1 from `last` on."""
+    return tl.load(indices_ptr + token // BLOCK_SIZE, mask=token < last, other=-1)
+
+
+@triton.jit
 def decode_attention_kernel(
     query_ptr,
     keys_ptr,
@@ -102,13 +108,17 @@ def decode_attention_kernel(
     running_sum = tl.zeros((BLOCK_G,), tl.float32)
     out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     read = tl.zeros((), tl.int64)
+    if not DENSE:
+        next_block = _load_blocks(indices_ptr, first + lanes, last, BLOCK_SIZE)
     for tile in range(first, last, BLOCK_N):
         token = tile + lanes
         if DENSE:
             position = start.to(tl.int64) + token
             valid = token < last
         else:
-            block = tl.load(indices_ptr + token // BLOCK_SIZE, mask=token < last, other=-1)
+            # A tile's blocks are loaded one tile ahead: its keys and values can then be loaded during earlier tiles.
+            block = next_block
+            next_block = _load_blocks(indices_ptr, token + BLOCK_N, last, BLOCK_SIZE)
             position = start.to(tl.int64) + block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
             valid = (block >= 0) & (position < end) & (token < selected)
         mask = valid[:, None] & dim_mask[None, :]
@@ -116,12 +126,14 @@ def decode_attention_kernel(
         # Masked values must be 0: a weight of 0 times a NaN in the buffer would still be NaN.
         if ROPE:
             k1, k2 = load_rotated(keys_at, 1, token, valid, rope_cos_ptr, rope_sin_ptr, HEAD_DIM, BLOCK_H)
+        else:
+            k = tl.load(keys_at + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + position[:, None] * values_stride_n + dims[None, :], mask=mask, other=0.0)
+        if ROPE:
             scores = tl.dot(q1.to(DOT_DTYPE), tl.trans(k1.to(DOT_DTYPE)), input_precision="ieee")
             scores = tl.dot(q2.to(DOT_DTYPE), tl.trans(k2.to(DOT_DTYPE)), scores, input_precision="ieee") * scale_log2
         else:
-            k = tl.load(keys_at + dims[None, :], mask=mask, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
-        v = tl.load(values_ptr + position[:, None] * values_stride_n + dims[None, :], mask=mask, other=0.0)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

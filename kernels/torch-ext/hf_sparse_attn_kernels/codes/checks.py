@@ -25,6 +25,7 @@ def check_codes(
     shape: tuple[int, int, int],
     page_size: int,
     bits: int,
+    shared_centre: bool,
     other_name: str,
     other: torch.Tensor,
 ) -> None:
@@ -41,11 +42,12 @@ def check_codes(
         raise ValueError(f"codes has {tokens} tokens; allowed: a multiple of page_size={page_size}")
     pages, width = tokens // page_size, 1 if query_centre is None else 2
     pair, head = (batch, kv_heads), "batch, kv_heads"
+    centre_count, of_centres = (1, "1") if shared_centre else (pages, "pages")
     expected = [
         ("codes", codes, torch.uint8, CODES_AXES, (*pair, tokens, bits, head_dim // 8)),
         ("factors", factors, torch.float16, f"{head}, pages * page_size, {width}", (*pair, tokens, width)),
-        ("centres", centres, torch.int8, f"{head}, pages, head_dim", (*pair, pages, head_dim)),
-        ("centre_scale", centre_scale, torch.float16, f"{head}, pages", (*pair, pages)),
+        ("centres", centres, torch.int8, f"{head}, {of_centres}, head_dim", (*pair, centre_count, head_dim)),
+        ("centre_scale", centre_scale, torch.float16, f"{head}, {of_centres}", (*pair, centre_count)),
     ]
     if query_centre is not None:
         expected.append(("query_centre", query_centre, torch.float32, f"{head}, head_dim", (*pair, head_dim)))
@@ -56,6 +58,12 @@ def check_codes(
         check_contiguous(name, tensor)
 
 
+def check_room(codes: torch.Tensor, capacity: int) -> None:
+    """Check that every buffer position has codes."""
+    if codes.shape[2] < capacity:
+        raise ValueError(f"codes has {codes.shape[2]} tokens; allowed: at least capacity={capacity} of keys")
+
+
 def check_reduction(group_reduce: str, num_tokens: int | None, tokens: int) -> None:
     """Check the reduction over a group, and the number of tokens to score."""
     if group_reduce not in GROUP_REDUCE:
@@ -64,10 +72,23 @@ def check_reduction(group_reduce: str, num_tokens: int | None, tokens: int) -> N
         raise ValueError(f"num_tokens={num_tokens}; allowed: None, or 1 to {tokens}, the tokens of codes")
 
 
-def check_token_budget(max_tokens: int, sink_tokens: int, page_size: int) -> None:
-    """Check that the tokens that are always read fit."""
+def check_share(name: str, share: float) -> None:
+    """Check a share that must not be 0."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)):
+        raise TypeError(f"{name} has type {type(share).__name__}; allowed: a number")
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={share}; allowed: above 0 and at most 1")
+
+
+def check_forced_tokens(sink_tokens: int, page_size: int) -> None:
+    """Check the numbers of tokens that are always read."""
     check_page_size(page_size)
     check_at_least("sink_tokens", sink_tokens, 0)
+
+
+def check_token_budget(max_tokens: int, sink_tokens: int, page_size: int) -> None:
+    """Check that the tokens that are always read fit."""
+    check_forced_tokens(sink_tokens, page_size)
     check_at_least("max_tokens", max_tokens, 1)
     if sink_tokens + page_size > max_tokens:
         raise ValueError(

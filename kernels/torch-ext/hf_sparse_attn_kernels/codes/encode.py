@@ -118,15 +118,75 @@ def store_codes(
 
 
 @triton.jit
-def encode_pages_kernel(
-    keys_ptr,
+def encode_page(
+    keys_ptr,  # of the page's first token
+    keys_stride_n,
     codes_ptr,  # uint8 [pairs, pages * PAGE_SIZE, BITS, HEAD_DIM // 8]
     factors_ptr,  # float16 [pairs, pages * PAGE_SIZE, 1 + OFFSETS]
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
+    query_centre_ptr,  # of the pair
+    rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
+    pair,
+    page,  # of all pairs' pages, an int64
+    offset_scale,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Code one full page."""
+    if SHARED_CENTRE:
+        centres_ptr += pair * HEAD_DIM
+        scale = tl.load(centre_scale_ptr + pair).to(tl.float32)
+    else:
+        centres_ptr += page * HEAD_DIM
+        scale = store_centre(
+            keys_ptr, keys_stride_n, centres_ptr, centre_scale_ptr + page, HEAD_DIM, PAGE_SIZE, BLOCK_T, BLOCK_D
+        )
+        tl.debug_barrier()  # other threads of this program read the levels that were just written
+    for first in range(0, PAGE_SIZE, BLOCK_T):
+        rotated, squares, offsets = rotate_residuals(
+            keys_ptr,
+            keys_stride_n,
+            centres_ptr,
+            first,
+            scale,
+            rotation_ptr,
+            query_centre_ptr,
+            HEAD_DIM,
+            OFFSETS,
+            BLOCK_T,
+            BLOCK_B,
+            BLOCK_K,
+        )
+        token = page * PAGE_SIZE + first
+        along = store_codes(
+            rotated, squares, codes_ptr + token * (BITS * HEAD_DIM // 8), HEAD_DIM, BITS, BLOCK_T, BLOCK_B
+        )
+        factor = tl.where(along > 0.0, tl.minimum(squares / tl.where(along > 0.0, along, 1.0), LIMIT), 0.0)
+        at = factors_ptr + (token + tl.arange(0, BLOCK_T)) * (1 + OFFSETS)
+        tl.store(at, factor.to(tl.float16))
+        if OFFSETS:
+            offset = tl.minimum(tl.maximum(offsets * offset_scale, -LIMIT), LIMIT)
+            tl.store(at + 1, offset.to(tl.float16))
+
+
+@triton.jit
+def encode_pages_kernel(
+    keys_ptr,
+    codes_ptr,  # as for `encode_page`, like the next three
+    factors_ptr,
+    centres_ptr,
+    centre_scale_ptr,
     coded_ptr,  # int32 [pairs]
     query_centre_ptr,  # [pairs, HEAD_DIM]
-    rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
+    rotation_ptr,
     start_ptr,
     end_ptr,
     kv_heads,
@@ -139,6 +199,7 @@ def encode_pages_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -155,46 +216,29 @@ def encode_pages_kernel(
     coded = tl.load(coded_ptr + pair)
     page = coded + tl.program_id(0)
     if page < full_pages:
-        page_of_all = pair * pages + page
         first_key = (start + page * PAGE_SIZE).to(tl.int64)
-        keys_ptr += row * keys_stride_b + pair % kv_heads * keys_stride_h + first_key * keys_stride_n
-        centres_ptr += page_of_all * HEAD_DIM
-        scale = store_centre(
-            keys_ptr,
+        encode_page(
+            keys_ptr + row * keys_stride_b + pair % kv_heads * keys_stride_h + first_key * keys_stride_n,
             keys_stride_n,
+            codes_ptr,
+            factors_ptr,
             centres_ptr,
-            centre_scale_ptr + page_of_all,
+            centre_scale_ptr,
+            query_centre_ptr + pair * HEAD_DIM,
+            rotation_ptr,
+            pair,
+            pair * pages + page,
+            offset_scale,
             HEAD_DIM,
             PAGE_SIZE,
+            BITS,
+            OFFSETS,
+            SHARED_CENTRE,
             BLOCK_T,
+            BLOCK_B,
             BLOCK_D,
+            BLOCK_K,
         )
-        tl.debug_barrier()  # other threads of this program read the levels that were just written
-        for first in range(0, PAGE_SIZE, BLOCK_T):
-            rotated, squares, offsets = rotate_residuals(
-                keys_ptr,
-                keys_stride_n,
-                centres_ptr,
-                first,
-                scale,
-                rotation_ptr,
-                query_centre_ptr + pair * HEAD_DIM,
-                HEAD_DIM,
-                OFFSETS,
-                BLOCK_T,
-                BLOCK_B,
-                BLOCK_K,
-            )
-            token = page_of_all * PAGE_SIZE + first
-            along = store_codes(
-                rotated, squares, codes_ptr + token * (BITS * HEAD_DIM // 8), HEAD_DIM, BITS, BLOCK_T, BLOCK_B
-            )
-            factor = tl.where(along > 0.0, tl.minimum(squares / tl.where(along > 0.0, along, 1.0), LIMIT), 0.0)
-            at = factors_ptr + (token + tl.arange(0, BLOCK_T)) * (1 + OFFSETS)
-            tl.store(at, factor.to(tl.float16))
-            if OFFSETS:
-                offset = tl.minimum(tl.maximum(offsets * offset_scale, -LIMIT), LIMIT)
-                tl.store(at + 1, offset.to(tl.float16))
         if ONE_PAGE:
             tl.store(coded_ptr + pair, coded + 1)
     elif ONE_PAGE:
@@ -220,6 +264,24 @@ def count_coded_kernel(
     tl.store(coded_ptr + pair, tl.minimum(full_pages, tl.load(coded_ptr + pair) + max_pages))
 
 
+def encode_options(head_dim: int, page_size: int, max_pages: int) -> dict[str, int]:
+    """Return the tiles of `encode_page` and the warps for them.
+
+    In a decode step, with one page to code, the program is small: it nearly always has nothing to do, and must not take
+    the room of others.
+    """
+    block_b = max(4, next_power_of_2(head_dim // 8))
+    most = min(64, 1024 // block_b) if max_pages > 1 else 16
+    return {
+        "BLOCK_T": min(page_size & -page_size, most),  # divides the page
+        "BLOCK_B": block_b,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_K": ROTATED_AT_ONCE,
+        "num_warps": 4 if block_b <= 16 else 8,
+        "num_stages": 2 if max_pages > 1 else 1,
+    }
+
+
 def encode_keys(
     keys: torch.Tensor,
     codes: torch.Tensor,
@@ -233,19 +295,17 @@ def encode_keys(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
     max_pages: int | None,
 ) -> None:
     """Launch `encode_pages_kernel`, and for more than one page a row the kernel that counts them."""
     check_triton("keys", keys)
     batch, kv_heads, _, head_dim = keys.shape
-    pages = centre_scale.shape[2]
+    pages = codes.shape[2] // page_size
     max_pages = pages if max_pages is None else min(max_pages, pages)
     pairs = batch * kv_heads
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     options = launch_options(keys.device)
-    block_b = max(4, next_power_of_2(head_dim // 8))
-    # The largest power of two that divides the page, within the registers of a program.
-    block_t = min(page_size & -page_size, 64, 1024 // block_b)
     encode_pages_kernel[(max_pages, pairs)](
         keys,
         codes,
@@ -264,13 +324,9 @@ def encode_keys(
         PAGE_SIZE=page_size,
         BITS=bits,
         OFFSETS=query_centre is not None,
+        SHARED_CENTRE=shared_centre,
         ONE_PAGE=max_pages == 1,
-        BLOCK_T=block_t,
-        BLOCK_B=block_b,
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_K=ROTATED_AT_ONCE,
-        num_warps=4 if block_b <= 16 else 8,
-        num_stages=2,
+        **encode_options(head_dim, page_size, max_pages),
         **options,
     )
     if max_pages > 1:

@@ -15,7 +15,7 @@ from .._check import (
     check_sequence,
 )
 from .._op import op, output, selection_output
-from .checks import CODES_AXES, check_codes, check_reduction, check_token_budget
+from .checks import CODES_AXES, check_codes, check_reduction, check_room, check_token_budget
 
 
 @op(launcher="encode", writes=("codes", "factors", "centres", "centre_scale", "coded"))
@@ -32,6 +32,7 @@ def encode_keys(
     page_size: int,
     bits: int = 1,
     query_centre: torch.Tensor | None = None,
+    shared_centre: bool = False,
     max_pages: int | None = None,
     impl: str | None = None,
 ) -> None:
@@ -39,10 +40,12 @@ def encode_keys(
 
     RaBitQ (arXiv 2405.12497), which RaBitQCache (arXiv 2606.31519) brought to the KV cache. Here every page has a
     centre. Page p of row b holds the row's tokens p * page_size to (p + 1) * page_size - 1, counted from seq_start[b].
-    It is coded once it is full, from its keys alone, so codes do not depend on how a text is split into calls:
+    It is coded once it is full, from its keys alone. So codes do not depend on how a text is split into calls, up to
+    the rounding of float32:
 
     - The centre c is the mean of the page's keys, stored as levels of 8 bits with one scale,
-      max|mean| / 127 rounded to float16 and at least 2 ** -14. The stored centre is what follows uses.
+      max|mean| / 127 rounded to float16 and at least 2 ** -14. The stored centre is what follows uses. With
+      `shared_centre` one given centre serves all pages, as in RaBitQCache.
     - The residual r = k - c of a token is rotated: u = R r, with a fixed orthogonal matrix R.
     - The value v_i of channel i is 1 for u_i >= 0, else 0; with 2 bits it is floor(u_i / (0.9957 rms(u))) + 2, from 0
       to 3. It stands for the odd symbol s_i = 2 v_i - (2 ** bits - 1).
@@ -62,9 +65,10 @@ def encode_keys(
         float16 [batch, kv_heads, pages * page_size, 2]: a and w of every token; without a query centre a alone,
         [..., 1].
     centres : torch.Tensor
-        int8 [batch, kv_heads, pages, head_dim]: the levels.
+        int8 [batch, kv_heads, pages, head_dim]: the levels. With `shared_centre` [batch, kv_heads, 1, head_dim], read
+        and not written.
     centre_scale : torch.Tensor
-        float16 [batch, kv_heads, pages].
+        float16 [batch, kv_heads, pages]; with `shared_centre` [batch, kv_heads, 1].
     coded : torch.Tensor
         int32 [batch, kv_heads]: the pages coded so far, zero at first. Pages before it do not change. Set to
         n // page_size, with n the row's number of tokens, or to `coded` + `max_pages` if that is less.
@@ -77,6 +81,9 @@ def encode_keys(
     query_centre : torch.Tensor, optional
         float32 [batch, kv_heads, head_dim]: a vector near the queries to come, such as the mean of the prompt's. It
         must stay as it is while codes made with it are used.
+    shared_centre : bool
+        Whether one centre, given in `centres` and `centre_scale`, serves all pages of a KV head. It too must stay as it
+        is while codes made with it are used.
     max_pages : int, optional
         Maximum number of pages of a row to code in this call, at least 1: one in a decode step, which then takes one
         launch. Default: all pages of the capacity.
@@ -105,11 +112,11 @@ def encode_keys(
         shape=(batch, kv_heads, head_dim),
         page_size=page_size,
         bits=bits,
+        shared_centre=shared_centre,
         other_name="keys",
         other=keys,
     )
-    if codes.shape[2] < capacity:
-        raise ValueError(f"codes has {codes.shape[2]} tokens; allowed: at least capacity={capacity} of keys")
+    check_room(codes, capacity)
     check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "keys", keys)
     check_contiguous("coded", coded)
     check_sequence(seq_start, seq_end, batch, "keys", keys)
@@ -130,6 +137,8 @@ def code_scores(
     page_size: int,
     bits: int = 1,
     query_centre: torch.Tensor | None = None,
+    shared_centre: bool = False,
+    first_page: int = 0,
     scale: float | None = None,
     group_reduce: str = "max",
     num_tokens: int | None = None,
@@ -144,7 +153,8 @@ def code_scores(
         z_h(t) = scale * (q_h.c + sqrt(head_dim) * w + a * (R (q_h - m)).s)
 
     Query head h reads KV head h // group, group = q_heads // kv_heads. The candidates of a row of n tokens are those of
-    its pages before page (n - 1) // page_size, the page of its newest token: all of them are coded in a decode step.
+    its pages from `first_page` on and before page (n - 1) // page_size, the page of its newest token: all of them are
+    coded in a decode step.
 
     For float32, bfloat16 and float16, the two vectors that come from the query have 8 + 8 bits a channel: whole numbers
     from -16256 to 16256 of a unit, the greatest magnitude of the vector over 16256. The two products are then exact.
@@ -161,6 +171,10 @@ def code_scores(
         As for `encode_keys`.
     query_centre : torch.Tensor, optional
         The one that the codes were made with: float32 [batch, kv_heads, head_dim].
+    shared_centre : bool
+        As for `encode_keys`.
+    first_page : int
+        First page whose tokens are candidates; those before it are read in any case.
     scale : float, optional
         Default: head_dim ** -0.5.
     group_reduce : {"max", "softmax"}
@@ -202,11 +216,13 @@ def code_scores(
         shape=(query.shape[0], kv_heads, query.shape[2]),
         page_size=page_size,
         bits=bits,
+        shared_centre=shared_centre,
         other_name="query",
         other=query,
     )
     check_sequence(seq_start, seq_end, batch, "query", query)
     check_reduction(group_reduce, num_tokens, tokens)
+    check_at_least("first_page", first_page, 0)
     check_counters(counter, None, query, kv_heads)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float16
     return output(query, (batch, kv_heads, tokens if num_tokens is None else num_tokens), dtype)

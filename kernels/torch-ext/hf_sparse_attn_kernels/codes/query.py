@@ -60,23 +60,66 @@ def rotate_head(
 
 
 @triton.jit
-def prepare_query_kernel(
-    query_ptr,
-    query_centre_ptr,  # [pairs, HEAD_DIM]
-    rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
-    centres_ptr,  # int8 [pairs, pages, HEAD_DIM]
+def score_centres(
+    query_ptr,  # of the row and its first query head in the group
+    centres_ptr,  # int8 [pairs, pages, HEAD_DIM], or 1 for pages if SHARED_CENTRE, like the next
     centre_scale_ptr,  # float16 [pairs, pages]
-    start_ptr,
-    end_ptr,
-    parts_ptr,  # int8 [pairs, 2 * GROUP, 8 * BLOCK_B]
-    lines_ptr,  # [pairs, 2, GROUP]: slope and level
-    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads
-    counter_ptr,
-    kv_heads,
-    num_tokens,
+    page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads and before the first page; written
+    pair,
+    page,  # [BLOCK_N], of the pair
+    first_page,
+    end,
     pages,
     scale,
-    query_stride_b,
+    query_stride_h,
+    query_stride_d,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the scaled products of a group's queries with the centres of the pages before `end`."""
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, 2 * GROUP)  # high and low parts of each head
+    mask = (dims < HEAD_DIM)[:, None] & (columns < 2 * HEADS)[None, :]
+    at = query_ptr + columns[None, :] // 2 * query_stride_h + dims[:, None] * query_stride_d
+    query = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-30) / MOST_UNITS  # [2 * GROUP]
+    _, high, low = to_units(query, unit[None, :])
+    parts = tl.where((columns % 2 == 0)[None, :], high, low).to(tl.int8)
+    centre = pair + page * 0 if SHARED_CENTRE else pair * pages + page
+    at = centres_ptr + centre[:, None] * HEAD_DIM + dims[None, :]
+    levels = tl.load(at, mask=(page < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+    products = tl.dot(levels, parts, out_dtype=tl.int32)
+    high_product, low_product = tl.split(tl.reshape(products, (BLOCK_N, GROUP, 2)))
+    unit, _ = tl.split(tl.reshape(unit, (GROUP, 2)))
+    centre_scale = tl.load(centre_scale_ptr + centre, mask=page < end, other=0.0).to(tl.float32)
+    scores = (high_product * 128 + low_product).to(tl.float32) * (unit * scale)[None, :] * centre_scale[:, None]
+    heads = tl.arange(0, GROUP)
+    scores = tl.where((page >= first_page)[:, None] & (heads < HEADS)[None, :], scores, float("-inf"))
+    at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
+    tl.store(at, scores, mask=(page < end)[:, None])
+
+
+@triton.jit
+def prepare_query(
+    program,
+    pair,
+    scored,  # pages of the row before that of its newest token
+    query_ptr,  # of the row and its first query head in the group
+    query_centre_ptr,  # [pairs, HEAD_DIM]
+    rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
+    centres_ptr,  # as for `score_centres`, like the next
+    centre_scale_ptr,
+    parts_ptr,  # int8 [pairs, 2 * GROUP, 8 * BLOCK_B], written like all below
+    lines_ptr,  # [pairs, 2, GROUP]: slope and level
+    page_scores_ptr,  # as for `score_centres`
+    counter_ptr,
+    pages,
+    first_page,
+    scale,
     query_stride_h,
     query_stride_d,
     HEADS: tl.constexpr,
@@ -85,20 +128,13 @@ def prepare_query_kernel(
     PAGE_SIZE: tl.constexpr,
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Prepare a query head, or score the centres of BLOCK_N pages; grid (HEADS + tiles of pages, pairs)."""
-    wait_for_previous_kernel(PDL)
-    pair = tl.program_id(1).to(tl.int64)
-    row = pair // kv_heads
-    length = tl.minimum(tl.load(end_ptr + row) - tl.load(start_ptr + row), num_tokens)
-    scored = tl.maximum(length - 1, 0) // PAGE_SIZE
-    program = tl.program_id(0)
-    query_ptr += row * query_stride_b + pair % kv_heads * HEADS * query_stride_h
+    """Prepare a query head, the first HEADS programs of a pair, or score the centres of BLOCK_N pages, the others."""
     if program < HEADS:
         rotate_head(
             query_ptr + program * query_stride_h,
@@ -116,26 +152,99 @@ def prepare_query_kernel(
             BLOCK_D,
         )
         if COUNT & (program == 0):
-            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS) + HEAD_DIM + 2
-            tl.atomic_add(counter_ptr + 2, scored.to(tl.int64) * PAGE_BYTES, sem="relaxed")
+            PAGE_BYTES: tl.constexpr = PAGE_SIZE * (BITS * HEAD_DIM // 8 + 2 + 2 * OFFSETS)
+            candidates = tl.maximum(scored - first_page, 0).to(tl.int64)
+            centres = tl.minimum(candidates, 1) if SHARED_CENTRE else candidates
+            tl.atomic_add(counter_ptr + 2, candidates * PAGE_BYTES + centres * (HEAD_DIM + 2), sem="relaxed")
     elif (program - HEADS) * BLOCK_N < scored:
-        page = (program - HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
-        dims = tl.arange(0, BLOCK_D)
-        columns = tl.arange(0, 2 * GROUP)  # high and low parts of each head
-        mask = (dims < HEAD_DIM)[:, None] & (columns < 2 * HEADS)[None, :]
-        at = query_ptr + columns[None, :] // 2 * query_stride_h + dims[:, None] * query_stride_d
-        query = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        unit = tl.maximum(tl.max(tl.abs(query), axis=0), 1e-30) / MOST_UNITS  # [2 * GROUP]
-        _, high, low = to_units(query, unit[None, :])
-        parts = tl.where((columns % 2 == 0)[None, :], high, low).to(tl.int8)
-        at = centres_ptr + (pair * pages + page)[:, None] * HEAD_DIM + dims[None, :]
-        levels = tl.load(at, mask=(page < scored)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
-        products = tl.dot(levels, parts, out_dtype=tl.int32)
-        high_product, low_product = tl.split(tl.reshape(products, (BLOCK_N, GROUP, 2)))
-        unit, _ = tl.split(tl.reshape(unit, (GROUP, 2)))
-        centre_scale = tl.load(centre_scale_ptr + pair * pages + page, mask=page < scored, other=0.0).to(tl.float32)
-        scores = (high_product * 128 + low_product).to(tl.float32) * (unit * scale)[None, :] * centre_scale[:, None]
-        heads = tl.arange(0, GROUP)
-        scores = tl.where((heads < HEADS)[None, :], scores, float("-inf"))
-        at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
-        tl.store(at, scores, mask=(page < scored)[:, None])
+        score_centres(
+            query_ptr,
+            centres_ptr,
+            centre_scale_ptr,
+            page_scores_ptr,
+            pair,
+            (program - HEADS) * BLOCK_N + tl.arange(0, BLOCK_N),
+            first_page,
+            scored,
+            pages,
+            scale,
+            query_stride_h,
+            query_stride_d,
+            HEADS,
+            GROUP,
+            HEAD_DIM,
+            SHARED_CENTRE,
+            BLOCK_N,
+            BLOCK_D,
+        )
+
+
+@triton.jit
+def prepare_query_kernel(
+    query_ptr,
+    query_centre_ptr,  # as for `prepare_query`, like the next three
+    rotation_ptr,
+    centres_ptr,
+    centre_scale_ptr,
+    start_ptr,
+    end_ptr,
+    parts_ptr,  # as for `prepare_query`, like the next three
+    lines_ptr,
+    page_scores_ptr,
+    counter_ptr,
+    kv_heads,
+    num_tokens,
+    pages,
+    first_page,
+    scale,
+    query_stride_b,
+    query_stride_h,
+    query_stride_d,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SHARED_CENTRE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Prepare the queries; grid (HEADS + tiles of pages, pairs)."""
+    wait_for_previous_kernel(PDL)
+    pair = tl.program_id(1).to(tl.int64)
+    row = pair // kv_heads
+    length = tl.minimum(tl.load(end_ptr + row) - tl.load(start_ptr + row), num_tokens)
+    prepare_query(
+        tl.program_id(0),
+        pair,
+        tl.maximum(length - 1, 0) // PAGE_SIZE,
+        query_ptr + row * query_stride_b + pair % kv_heads * HEADS * query_stride_h,
+        query_centre_ptr,
+        rotation_ptr,
+        centres_ptr,
+        centre_scale_ptr,
+        parts_ptr,
+        lines_ptr,
+        page_scores_ptr,
+        counter_ptr,
+        pages,
+        first_page,
+        scale,
+        query_stride_h,
+        query_stride_d,
+        HEADS,
+        GROUP,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BITS,
+        OFFSETS,
+        SHARED_CENTRE,
+        COUNT,
+        BLOCK_N,
+        BLOCK_B,
+        BLOCK_D,
+    )

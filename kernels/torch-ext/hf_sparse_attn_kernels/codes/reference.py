@@ -1,14 +1,23 @@
 """Torch references of the ops on key codes."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, host_lengths, row_lengths, score_order
+from .._reference import append, compute_dtype, host_lengths, row_lengths, score_order
 from . import MOST_HALF, UNITS
 from .reference_encode import encode_keys
+from .reference_mass import select_tokens_by_mass
 from .rotation import rotation
 
-__all__ = ["code_scores", "encode_keys", "select_tokens_by_score"]
+__all__ = [
+    "append_and_select_tokens",
+    "code_scores",
+    "encode_keys",
+    "select_tokens_by_mass",
+    "select_tokens_by_score",
+]
 
 # Above and below every `score_order`.
 _FORCED, _ABSENT = 1 << 33, -(1 << 33)
@@ -26,6 +35,8 @@ def code_scores(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
+    first_page: int,
     scale: float | None,
     group_reduce: str,
     num_tokens: int | None,
@@ -40,8 +51,10 @@ def code_scores(
     lengths = row_lengths(seq_start, seq_end).clamp_(max=num_tokens)
     scored_pages = ((lengths - 1) // page_size).clamp_(min=0)
     if counter is not None:
-        page_bytes = page_size * (bits * head_dim // 8 + 2 * factors.shape[3]) + head_dim + 2
-        counter[2] += scored_pages.sum() * (kv_heads * page_bytes)
+        page_bytes, centre_bytes = page_size * (bits * head_dim // 8 + 2 * factors.shape[3]), head_dim + 2
+        candidate_pages = (scored_pages - first_page).clamp_(min=0)
+        centre_count = candidate_pages.clamp(max=1) if shared_centre else candidate_pages
+        counter[2] += kv_heads * (candidate_pages.sum() * page_bytes + centre_count.sum() * centre_bytes)
     pages = (num_tokens - 1) // page_size
     if host_lengths(seq_start, seq_end) is not None:
         pages = int(scored_pages.max())
@@ -56,7 +69,7 @@ def code_scores(
     whole, unit = _in_units(grouped, is_exact)
     of_centres = (
         whole @ centres[:, :, :pages].double().transpose(2, 3) * unit * centre_scale[:, :, None, :pages].double()
-    )
+    ).expand(-1, -1, -1, pages)
     whole, unit = _in_units(rotated, is_exact)
     symbols = _symbols(codes[:, :, :tokens], compute_dtype(query.dtype))
     of_symbols = (whole.to(symbols.dtype) @ symbols.transpose(2, 3)).double() * unit
@@ -66,7 +79,8 @@ def code_scores(
         estimates += offset[0] * head_dim**0.5
     estimates *= head_dim**-0.5 if scale is None else scale  # [batch, kv_heads, group, tokens]
 
-    is_absent = torch.arange(tokens, device=query.device) >= (scored_pages * page_size)[:, None]  # [batch, tokens]
+    token = torch.arange(tokens, device=query.device)
+    is_absent = (token < first_page * page_size) | (token >= (scored_pages * page_size)[:, None])  # [batch, tokens]
     if group_reduce == "max" or estimates.shape[2] == 1:
         reduced = estimates.amax(dim=2)
     else:
@@ -124,3 +138,54 @@ def select_tokens_by_score(
     indices.masked_fill_(indices == last, -1)
     indices = pad(indices, (0, max_tokens - indices.shape[2]), value=-1)
     return indices, length.clamp(max=max_tokens).expand(batch, kv_heads).contiguous()
+
+
+def append_and_select_tokens(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    centres: torch.Tensor,
+    centre_scale: torch.Tensor,
+    coded: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    sink_tokens: int,
+    bits: int,
+    query_centre: torch.Tensor | None,
+    scale: float | None,
+    group_reduce: str,
+    num_tokens: int | None,
+    counter: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.append_and_select_tokens`."""
+    append((keys, values), (new_key, new_value), seq_start, seq_end)
+    metadata = (codes, factors, centres, centre_scale)
+    coding: dict[str, Any] = {
+        "page_size": page_size,
+        "bits": bits,
+        "query_centre": query_centre,
+        "shared_centre": False,
+    }
+    encode_keys(keys, *metadata, coded, seq_start, seq_end, max_pages=1, **coding)
+    scores = code_scores(
+        query,
+        *metadata,
+        seq_start,
+        seq_end,
+        first_page=0,
+        scale=scale,
+        group_reduce=group_reduce,
+        num_tokens=num_tokens,
+        counter=counter,
+        **coding,
+    )
+    return select_tokens_by_score(
+        scores, seq_start, seq_end, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size
+    )

@@ -3,7 +3,8 @@
 import torch
 
 from .._reference import host_lengths, row_lengths, take_tokens
-from . import LEAST_HALF, MOST_HALF, STEP
+from . import MOST_HALF, STEP
+from .centre import centre_levels
 from .rotation import rotation
 
 
@@ -20,10 +21,11 @@ def encode_keys(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
     max_pages: int | None,
 ) -> None:
     """Reference of `hf_sparse_attn_kernels.encode_keys`."""
-    pages = centre_scale.shape[2]
+    pages = codes.shape[2] // page_size
     full_pages = (row_lengths(seq_start, seq_end) // page_size).clamp_(max=pages)[:, None]  # [batch, 1]
     most = pages if max_pages is None else min(max_pages, pages)
     if host_lengths(seq_start, seq_end) is not None:
@@ -36,9 +38,14 @@ def encode_keys(
         tokens = page[..., None] * page_size + torch.arange(page_size, device=keys.device)
         (taken,) = take_tokens((keys,), tokens.flatten(2) + seq_start[:, None, None])
         taken = taken.view(*page.shape, page_size, keys.shape[3]).double()
-        for target, update in zip(
-            (codes, factors, centres, centre_scale), _encode(taken, query_centre, bits), strict=True
-        ):
+        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+        levels, scale = centres, centre_scale
+        if not shared_centre:
+            levels, scale = centre_of(taken)
+            updates += [(centres, levels), (centre_scale, scale)]
+        coded_keys = _encode(taken, levels, scale, query_centre, bits)
+        updates += zip((codes, factors), coded_keys, strict=True)
+        for target, update in updates:
             by_page = target.view(*target.shape[:2], pages, -1)
             update = update.to(target.dtype).reshape(*page.shape, -1)
             index = page[..., None].expand_as(update)
@@ -48,10 +55,7 @@ def encode_keys(
 
 def centre_of(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the levels of the mean of each page of float64 keys [..., page_size, head_dim], and the scale."""
-    mean = keys.mean(dim=-2)
-    scale = (mean.abs().amax(dim=-1) / 127).clamp_(LEAST_HALF, MOST_HALF).half()
-    levels = (mean / scale[..., None] + 0.5).floor_().clamp_(-127, 127)
-    return levels, scale
+    return centre_levels(keys.mean(dim=-2))
 
 
 def residuals_of(
@@ -91,13 +95,12 @@ def factors_of(
 
 
 def _encode(
-    keys: torch.Tensor, query_centre: torch.Tensor | None, bits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Code pages of keys [batch, kv_heads, pages, page_size, head_dim]."""
-    levels, scale = centre_of(keys)
+    keys: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, query_centre: torch.Tensor | None, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Code pages of keys [batch, kv_heads, pages, page_size, head_dim] around centres of all pages or of each."""
     residual, rotated, squares = residuals_of(keys, levels, scale)
     value = values_of(rotated, squares, bits)
-    return _pack(value, bits), factors_of(residual, rotated, squares, value, query_centre, bits), levels, scale
+    return _pack(value, bits), factors_of(residual, rotated, squares, value, query_centre, bits)
 
 
 def _pack(value: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Triton launcher of `code_scores`: one launch prepares the query, one or two scan the codes."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +17,79 @@ from .scan import scan_codes_kernel
 PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
-LEAST_GROUP = 4  # of two parts each: the tensor cores have at least 8 columns
+MOST_FETCHED = 4096  # tokens of a program
+LEAST_COLUMNS = 8  # of a product
+LEAST_GROUP = 4
+
+
+class Prepared(NamedTuple):
+    """What the scan reads of the query, and the shapes that the launches share. Some launch before it writes it."""
+
+    parts: torch.Tensor
+    """int8 [pairs, 2 * group, 8 * bytes]: the rotated query's parts, by the bit and the byte that they meet."""
+    lines: torch.Tensor
+    """float32 [pairs, 2, group]: slope and level of the line from products to scores."""
+    page_scores: torch.Tensor
+    """float32 [pairs, pages, group]: the products of queries and centres."""
+    scale: float
+    softmax: bool
+    tokens_per_line: int
+    sizes: dict[str, Any]
+    """Arguments of the kernels that prepare and of those that scan."""
+
+    @property
+    def programs(self) -> int:
+        """Programs of a pair that prepare its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
+        heads: int = self.sizes["HEADS"]
+        return heads
+
+
+def plan(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    query_centre: torch.Tensor | None,
+    *,
+    page_size: int,
+    bits: int,
+    scale: float | None,
+    group_reduce: str,
+) -> Prepared:
+    """Allocate what a launch is to prepare."""
+    batch, q_heads, head_dim = query.shape
+    kv_heads, capacity = codes.shape[1:3]
+    pairs, heads = batch * kv_heads, q_heads // kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+    softmax = group_reduce == "softmax" and heads > 1
+    if softmax:
+        scale *= math.log2(math.e)
+    group = max(LEAST_GROUP, next_power_of_2(heads))
+    # The bytes of a token, and how many tokens make a line that is deep enough for a product. Their columns lie side by
+    # side, so that a large group has fewer.
+    block_b = max(4, next_power_of_2(head_dim // 8))
+    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
+    block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
+    group = max(group, LEAST_COLUMNS // tokens_per_line)
+    return Prepared(
+        torch.empty((pairs, 2 * group, 8 * block_b), dtype=torch.int8, device=query.device),
+        torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device),
+        torch.empty((pairs, capacity // page_size, group), dtype=torch.float32, device=query.device),
+        scale,
+        softmax,
+        tokens_per_line,
+        {
+            "HEADS": heads,
+            "GROUP": group,
+            "PAGE_SIZE": page_size,
+            "BITS": bits,
+            "OFFSETS": query_centre is not None,
+            "BLOCK_B": block_b,
+        },
+    )
+
+
+def tiles_of_pages(num_tokens: int, page_size: int) -> int:
+    """Return how many programs score the centres of a pair."""
+    return cdiv(cdiv(num_tokens, page_size), PAGES_AT_ONCE)
 
 
 def code_scores(
@@ -30,6 +104,8 @@ def code_scores(
     page_size: int,
     bits: int,
     query_centre: torch.Tensor | None,
+    shared_centre: bool,
+    first_page: int,
     scale: float | None,
     group_reduce: str,
     num_tokens: int | None,
@@ -37,94 +113,91 @@ def code_scores(
 ) -> torch.Tensor:
     """Launch the kernels."""
     check_triton("query", query)
-    batch, q_heads, head_dim = query.shape
-    kv_heads, capacity = codes.shape[1:3]
-    pairs, heads, pages = batch * kv_heads, q_heads // kv_heads, capacity // page_size
-    num_tokens = capacity if num_tokens is None else num_tokens
-    scale = head_dim**-0.5 if scale is None else scale
-    softmax = group_reduce == "softmax" and heads > 1
-    if softmax:
-        scale *= math.log2(math.e)
-    group = max(LEAST_GROUP, next_power_of_2(heads))
-    # The bytes of a token, and how many tokens make a line that is deep enough for a product. Their columns lie side by
-    # side, so that a large group has fewer.
-    block_b = max(4, next_power_of_2(head_dim // 8))
-    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
-    block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
-    options = launch_options(query.device)
+    num_tokens = codes.shape[2] if num_tokens is None else num_tokens
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
-    sizes = {
-        "HEADS": heads,
-        "GROUP": group,
-        "PAGE_SIZE": page_size,
-        "BITS": bits,
-        "OFFSETS": query_centre is not None,
-        "BLOCK_B": block_b,
-    }
-    parts = torch.empty((pairs, 2 * group, 8 * block_b), dtype=torch.int8, device=query.device)
-    lines = torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device)
-    page_scores = torch.empty((pairs, pages, group), dtype=torch.float32, device=query.device)
-    prepare_query_kernel[(heads + cdiv(cdiv(num_tokens, page_size), PAGES_AT_ONCE), pairs)](
+    prepared = plan(query, codes, query_centre, page_size=page_size, bits=bits, scale=scale, group_reduce=group_reduce)
+    kv_heads, (pairs, pages, _) = codes.shape[1], prepared.page_scores.shape
+    head_dim = query.shape[2]
+    prepare_query_kernel[(prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
-        lines if query_centre is None else query_centre,
+        prepared.lines if query_centre is None else query_centre,
         rotation(head_dim, query.device),
         centres,
         centre_scale,
         *row_bounds,
-        parts,
-        lines,
-        page_scores,
-        lines if counter is None else counter,
+        *prepared[:3],
+        prepared.lines if counter is None else counter,
         kv_heads,
         num_tokens,
         pages,
-        scale,
+        first_page,
+        prepared.scale,
         *query.stride(),
         HEAD_DIM=head_dim,
+        SHARED_CENTRE=shared_centre,
         COUNT=counter is not None,
         BLOCK_N=PAGES_AT_ONCE,
         BLOCK_D=max(LEAST_DEPTH, next_power_of_2(head_dim)),
         num_warps=4,
-        **sizes,
-        **options,
+        **prepared.sizes,
+        **launch_options(query.device),
     )
+    return scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
 
-    config = choice("code_scan", query.device, pairs=pairs, group=heads, head_dim=head_dim, tokens=num_tokens)
+
+def scan(
+    prepared: Prepared,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    row_bounds: tuple[torch.Tensor, torch.Tensor],
+    num_tokens: int,
+    first_page: int = 0,
+) -> torch.Tensor:
+    """Launch `scan_codes_kernel`, twice for a reduction by softmax; return the scores."""
+    batch, kv_heads, capacity = codes.shape[:3]
+    pairs, device, head_dim = batch * kv_heads, codes.device, 8 * codes.shape[4]
+    sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line
+    group = sizes["GROUP"]
+    config = choice("code_scan", device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
     # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
     block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // (2 * group)))
-    per_program = cdiv(num_tokens * pairs, multiprocessors(query.device) * config["per_multiprocessor"])
+    per_program = cdiv(num_tokens * pairs, multiprocessors(device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
-    scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=query.device)
-    program_lse = lines
-    if softmax:
-        program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=query.device)
+    scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=device)
+    program_lse = prepared.lines
+    if prepared.softmax:
+        program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
+    fetched = min(tokens_per_program, MOST_FETCHED)
     launch: dict[str, Any] = {
         "BYTES": head_dim // 8,
         "BLOCK_T": block_t,
         "BLOCK_P": next_power_of_2(programs),
         "TOKENS": tokens_per_line,
+        "WHOLE": capacity % block_t == 0,
+        # Lines of 128 bytes of codes, and of factors, that a program asks for before it waits.
+        "CODE_LINES": next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
+        "FACTOR_LINES": next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
+        "STAGES": config["stages"],
         "INTERPRETED": INTERPRET,
         "num_warps": config["warps"],
-        "num_stages": config["stages"],
         **sizes,
-        **options,
+        **launch_options(device),
     }
-    for result in ("lse", "softmax") if softmax else ("max",):
+    for result in ("lse", "softmax") if prepared.softmax else ("max",):
         scan_codes_kernel[(programs, pairs)](
             codes,
-            factors if query_centre is None else factors.view(torch.int32),
-            parts,
-            lines,
-            page_scores,
+            factors,
+            *prepared[:3],
             program_lse,
             *row_bounds,
             scores,
             kv_heads,
             num_tokens,
             capacity,
+            first_page,
             tokens_per_program,
-            scale * head_dim**0.5,
+            prepared.scale * head_dim**0.5,
             RESULT=result,
             **launch,
         )

@@ -16,7 +16,7 @@ from .._topk import _ranks, find_digit
 from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 
 BINS = tl.constexpr(256)  # of a digit
-ADDED_AT_ONCE = tl.constexpr(16)  # histograms
+ADDED_AT_ONCE = tl.constexpr(16 * 256)  # bins of several histograms
 FORCED = tl.constexpr(0xFFFF)  # above the key of every score, which is at most 0xFC00
 LEAST_TILE, MOST_TILE = 1024, 16384
 """Tokens of a program; at most 2 ** 15 - 1, which a histogram's bin can hold."""
@@ -52,24 +52,43 @@ def load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def store_histogram(histograms_ptr, digits, counted):
+def store_histogram(histograms_ptr, digits, counted, NUM_BINS: tl.constexpr):
     """Store how often this program counted each digit."""
-    counts = tl.histogram(digits, BINS, mask=counted)
-    tl.store(histograms_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts.to(tl.int16))
+    counts = tl.histogram(digits, NUM_BINS, mask=counted)
+    tl.store(histograms_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts.to(tl.int16))
 
 
 @triton.jit
-def add_histograms(histograms_ptr, programs):
+def add_histograms(histograms_ptr, programs, NUM_BINS: tl.constexpr):
     """Add the histograms of all programs of a pair, and those of the programs before this one."""
-    total = tl.zeros((BINS,), tl.int32)
-    before = tl.zeros((BINS,), tl.int32)
-    for first in range(0, programs, ADDED_AT_ONCE):
-        rows = (first + tl.arange(0, ADDED_AT_ONCE))[:, None]
-        at = histograms_ptr + rows * BINS + tl.arange(0, BINS)[None, :]
+    AT_ONCE: tl.constexpr = ADDED_AT_ONCE // NUM_BINS
+    total = tl.zeros((NUM_BINS,), tl.int32)
+    before = tl.zeros((NUM_BINS,), tl.int32)
+    for first in range(0, programs, AT_ONCE):
+        rows = (first + tl.arange(0, AT_ONCE))[:, None]
+        at = histograms_ptr + rows * NUM_BINS + tl.arange(0, NUM_BINS)[None, :]
         counts = tl.load(at, mask=rows < programs, other=0, cache_modifier=".cg").to(tl.int32)
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(rows < tl.program_id(0), counts, 0), axis=0)
     return total, before
+
+
+@triton.jit
+def write_taken(
+    indices_ptr,  # of the pair
+    tokens,
+    is_above,
+    is_tied,
+    above_before,  # how many tokens of the tiles before are above
+    ties_before,
+    ties,
+    TILE: tl.constexpr,
+):
+    """Write the tokens of a tile that are above the least chosen one, and those of its first `ties` equals."""
+    ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
+    ties_until = ties_before + (ranks >> 16)
+    places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
+    tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
 
 
 @triton.jit
@@ -92,7 +111,7 @@ def count_first_digits_kernel(
     if tl.program_id(0) < programs:
         scores_ptr += pair * num_tokens
         _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
-        store_histogram(histograms_ptr + pair * tl.num_programs(0) * BINS, keys >> 8, exists)
+        store_histogram(histograms_ptr + pair * tl.num_programs(0) * BINS, keys >> 8, exists, BINS)
 
 
 @triton.jit
@@ -124,13 +143,13 @@ def count_second_digits_kernel(
         scores_ptr += pair * num_tokens
         _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
         line = pair * tl.num_programs(0)
-        total, before = add_histograms(first_ptr + line * BINS, programs)
+        total, before = add_histograms(first_ptr + line * BINS, programs, BINS)
         digit, rank = find_digit(total, tl.minimum(length, max_tokens), BINS)
         found_ptr += (line + program) * 4
         tl.store(found_ptr, digit)
         tl.store(found_ptr + 1, rank)
         tl.store(found_ptr + 2, tl.sum(tl.where(tl.arange(0, BINS) > digit, before, 0)))
-        store_histogram(second_ptr + line * BINS, keys & 0xFF, exists & (keys >> 8 == digit))
+        store_histogram(second_ptr + line * BINS, keys & 0xFF, exists & (keys >> 8 == digit), BINS)
 
 
 @triton.jit
@@ -164,7 +183,7 @@ def write_chosen_kernel(
         first_digit = tl.load(found_ptr, cache_modifier=".cg")
         rank = tl.load(found_ptr + 1, cache_modifier=".cg")
         above_before = tl.load(found_ptr + 2, cache_modifier=".cg")
-        total, before = add_histograms(second_ptr + line * BINS, programs)
+        total, before = add_histograms(second_ptr + line * BINS, programs, BINS)
         # `ties` of the keys equal to the least chosen one are chosen, those with the lowest indices.
         second_digit, ties = find_digit(total, rank, BINS)
         bins = tl.arange(0, BINS)
@@ -173,10 +192,7 @@ def write_chosen_kernel(
         least = (first_digit << 8) | second_digit
         is_above = exists & (keys > least)
         is_tied = exists & (keys == least)
-        ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
-        ties_until = ties_before + (ranks >> 16)
-        places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
-        tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
+        write_taken(indices_ptr, tokens, is_above, is_tied, above_before, ties_before, ties, TILE)
         if program == 0:
             count = tl.minimum(length, max_tokens)
             tl.store(counts_ptr + pair, count)

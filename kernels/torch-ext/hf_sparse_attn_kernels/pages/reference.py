@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, host_lengths, power_of_two, rank_blocks, row_lengths, score_order
+from .._reference import append, compute_dtype, host_lengths, power_of_two, rank_blocks, row_lengths, score_order
 from .reference_bounds import page_bounds
 
 _FORCED = 1 << 33  # ranks above every score's order
@@ -233,7 +233,7 @@ def _append_and_score(
     statistic: str,
 ) -> torch.Tensor:
     """Append a token to every row, and score all pages."""
-    _append(buffers, token, *row_bounds)
+    append(buffers, token, *row_bounds)
     page_bounds(buffers[0], *bounds, *row_bounds, page_size=page_size, num_new=1, statistic=statistic, **exponents)
     num_pages = bounds[0].shape[2] if num_pages is None else num_pages
     if counter is not None:
@@ -248,28 +248,6 @@ def _append_and_score(
         num_pages=num_pages,
         **exponents,
     )
-
-
-def _append(
-    buffers: tuple[torch.Tensor, ...],
-    tokens: tuple[torch.Tensor, ...],
-    seq_start: torch.Tensor,
-    seq_end: torch.Tensor,
-) -> None:
-    """Write each of `tokens` [batch, kv_heads, head_dim] at the end of the rows of its buffer, except empty rows."""
-    lengths = host_lengths(seq_start, seq_end)
-    if lengths is not None:
-        for row, (length, end) in enumerate(zip(lengths, seq_end.tolist(), strict=True)):
-            if length > 0:
-                for buffer, token in zip(buffers, tokens, strict=True):
-                    buffer[row, :, end - 1] = token[row]
-        return
-    has_tokens = (seq_end > seq_start)[:, None, None, None]
-    last = (seq_end - 1).long()[:, None, None, None]
-    for buffer, token in zip(buffers, tokens, strict=True):
-        token = token[:, :, None]
-        index = last.clamp(0, buffer.shape[2] - 1).expand_as(token)
-        buffer.scatter_(2, index, torch.where(has_tokens, token, buffer.gather(2, index)))
 
 
 def _count_metadata(

@@ -1,0 +1,189 @@
+"""What each variant of a sweep keeps of dense attention's predictions and finds, against the KV bytes that it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from eval.config import DENSE
+from eval.errors import EvalError
+from eval.store import read_records
+from eval.summary import column_order
+
+Record = Mapping[str, Any]
+Column = tuple[str, "int | None", str]
+"""A method, its token budget, and the name of the variant."""
+
+HEAD = ("method", "KV read, %", "KL needles", "KL others", "agreement, %", "found, %", "KV read for needles, %")
+_NOTHING = "-"
+_SAMPLE = ("benchmark", "task", "length", "sample_id")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over samples, and its standard error."""
+
+    value: float
+    error: float
+
+    def text(self, digits: int, factor: float = 1.0) -> str:
+        """Return both, such as ``0.012 ± 0.003``."""
+        return f"{factor * self.value:.{digits}f} ± {factor * self.error:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A variant over the samples that every variant of its model has measured."""
+
+    method: str
+    token_budget: int | None
+    variant: str
+    kv_percent: float
+    """Bytes of keys, values and metadata in all layers, as a share of dense attention's: mean over the samples."""
+    kv_percent_needles: float | None
+    divergence: Mean | None
+    """KL(dense || variant) in nats, over all samples; None for dense attention."""
+    divergence_needles: Mean | None
+    divergence_others: Mean | None
+    agreement: float | None
+    found: Mean | None
+    """Score of the needles, 0 to 1; None if none was scored."""
+
+    @property
+    def name(self) -> str:
+        """The name in the table: method, budget, and what is not its default."""
+        if self.method == DENSE:
+            return "dense"
+        budget = [] if self.token_budget is None else [f"{self.token_budget:,}"]
+        return " ".join([self.method, *budget, *([self.variant] if self.variant else [])])
+
+    @property
+    def family(self) -> str:
+        """The name without the budget, or without a number that takes its place: points of one line in a figure."""
+        if self.token_budget is None:
+            return self.method
+        return " ".join([self.method, *([self.variant] if self.variant else [])])
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The points of one model."""
+
+    model: str
+    device: str
+    dtype: str
+    needles: int
+    """Number of samples with needles, and of others."""
+    others: int
+    tasks: tuple[str, ...]
+    points: tuple[Point, ...]
+    left_out: tuple[str, ...]
+    """Variants of which no sample was measured."""
+
+
+def is_needle(record: Record) -> bool:
+    """Whether a record's task is to find sentences in a text, so that its score is the share that was found."""
+    return record["benchmark"] in ("passkey", "needle") or record["task"].startswith("niah_")
+
+
+def frontiers(folder: Path) -> list[Frontier]:
+    """Return the frontier of each model of a sweep's results folder; empty if nothing there has a divergence.
+
+    Raises
+    ------
+    EvalError
+        A file of rows is malformed.
+    """
+    by_model: dict[str, list[Record]] = defaultdict(list)
+    for path in sorted(folder.rglob("rows.jsonl")):
+        for record in read_records(path):
+            by_model[record["model"]].append(record)
+    return [found for records in by_model.values() if (found := _frontier(records)) is not None]
+
+
+def _frontier(records: Sequence[Record]) -> Frontier | None:
+    measured: dict[tuple[Any, ...], dict[Column, Record]] = defaultdict(dict)
+    columns: dict[Column, None] = {}
+    for record in records:
+        column = (record["method"], record["token_budget"], record.get("variant", ""))
+        columns.setdefault(column)
+        if record["error"] is None and (record["method"] == DENSE or record.get("divergence") is not None):
+            measured[tuple(record[name] for name in _SAMPLE)][column] = record
+    tried = [column for column in columns if any(column in found for found in measured.values())]
+    shared = [found for found in measured.values() if all(column in found for column in tried)]
+    if not shared or not any(column[0] != DENSE for column in tried):
+        return None
+    for name in ("device", "dtype"):
+        if len({record[name] for found in shared for record in found.values()}) > 1:
+            raise EvalError(f"rows of {records[0]['model']} differ in their {name}: they cannot be compared")
+    one = next(iter(shared[0].values()))
+    samples = [next(iter(found.values())) for found in shared]
+    needles = sum(is_needle(record) for record in samples)
+    points = [_point(column, [found[column] for found in shared]) for column in tried]
+    return Frontier(
+        one["model"],
+        one["device"],
+        one["dtype"],
+        needles,
+        len(shared) - needles,
+        tuple(dict.fromkeys(_place(record) for record in samples)),
+        tuple(sorted(points, key=lambda point: column_order(point.method, point.token_budget, point.variant))),
+        tuple(" ".join(str(part) for part in column if part) for column in columns if column not in tried),
+    )
+
+
+def _place(record: Record) -> str:
+    length = "" if record["length"] is None else f" at {record['length']:,} tokens"
+    return f"{record['benchmark']} {record['task']}{length}"
+
+
+def _point(column: Column, records: Sequence[Record]) -> Point:
+    needles = [record for record in records if is_needle(record)]
+    others = [record for record in records if not is_needle(record)]
+    read = _mean("kv_fraction", records)
+    assert read is not None  # every sample feeds single tokens
+    of_needles, agreement = _mean("kv_fraction", needles), _mean("top_agreement", records)
+    return Point(
+        *column,
+        kv_percent=100 * read.value,
+        kv_percent_needles=None if of_needles is None else 100 * of_needles.value,
+        divergence=_mean("divergence", records),
+        divergence_needles=_mean("divergence", needles),
+        divergence_others=_mean("divergence", others),
+        agreement=None if agreement is None else agreement.value,
+        found=_mean("score", needles),
+    )
+
+
+def _mean(name: str, records: Sequence[Record]) -> Mean | None:
+    values = [record[name] for record in records if record[name] is not None]
+    if not values:
+        return None
+    return Mean(fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0)
+
+
+def rows(frontier: Frontier) -> list[list[str]]:
+    """Return a line of text for each point, under :data:`HEAD`."""
+
+    def divergence(mean: Mean | None) -> str:
+        return _NOTHING if mean is None else mean.text(4)
+
+    def percent(value: float | None, factor: float = 1.0) -> str:
+        return _NOTHING if value is None else f"{factor * value:.1f}"
+
+    return [
+        [
+            point.name,
+            f"{point.kv_percent:.1f}",
+            divergence(point.divergence_needles),
+            divergence(point.divergence_others),
+            percent(point.agreement, 100),
+            _NOTHING if point.found is None else point.found.text(1, 100),
+            percent(point.kv_percent_needles),
+        ]
+        for point in frontier.points
+    ]

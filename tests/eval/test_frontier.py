@@ -1,0 +1,157 @@
+"""Frontiers: which samples count, what a point averages, tables, figures, and what a checkout without results shows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from eval.errors import EvalError
+from eval.frontier import HEAD, frontiers, is_needle, rows
+from eval.frontier_page import frontier_figures
+from eval.markdown import frontier_tables, results_tables
+from eval.report.frontier import frontier_picture
+from tests.eval.report_records import record, write_records
+
+SWEEP = "results-invented"
+VARIANTS = [
+    ("full", None, ""),
+    ("quest", 256, ""),
+    ("quest", 1024, ""),
+    ("keycodes", 256, ""),
+    ("keycodes", 256, "bits=2"),
+]
+
+
+def rows_of(benchmark: str, task: str, samples: int, **fields: Any) -> list[dict[str, Any]]:
+    """Return records of every variant; the divergence is a hundredth of the sample's number plus the variant's."""
+    made = []
+    for sample in range(samples):
+        for place, (method, budget, variant) in enumerate(VARIANTS):
+            is_dense = method == "full"
+            divergence = None if is_dense else (sample + place) / 100
+            own = {
+                "variant": variant,
+                "divergence": divergence,
+                "divergence_max": divergence,
+                "top_agreement": None if is_dense else 1 - place / 10,
+                "score": float(is_dense or sample % 2),
+                "kv_fraction": 1.0 if is_dense else place / 20,
+            }
+            made.append(record(benchmark, task, sample, method, budget, **(own | fields)))
+    return made
+
+
+def sweep(folder, *runs):
+    """Write a sweep's runs, each a benchmark's records, with their summaries."""
+    from eval.summary import summarise
+
+    for number, records in enumerate(runs, start=1):
+        first = records[0]
+        run = folder / SWEEP / f"{number:02d}-{first['benchmark']}"
+        write_records(run / "rows.jsonl", records)
+        summary = {
+            **{name: first[name] for name in ("model", "dtype", "device", "versions", "protocol_sha256")},
+            "config": {
+                "benchmark": first["benchmark"], "method": ["full"], "question": "decode", "seed": 1,
+                "variants": [{"method": "keycodes"}, {"method": "quest"}],
+            },
+            "date": "2026-01-02T00:00:00", "rows": len(records), "errors": 0, "harness_seconds": 1.0,
+            "model_seconds": 40.0, "table": summarise(records),
+        }  # fmt: skip
+        (run / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture
+def results(tmp_path):
+    others = [each | {"score": None} for each in rows_of("longbench", "lcc", 2)]
+    return sweep(tmp_path, rows_of("passkey", "book", 4, length=4000), others)
+
+
+def test_a_point_averages_every_sample_and_needles_and_others_apart(results):
+    [frontier] = frontiers(results / SWEEP)
+    assert (frontier.needles, frontier.others) == (4, 2)
+    assert frontier.tasks == ("passkey book at 4,000 tokens", "longbench lcc")
+    assert [point.name for point in frontier.points] == [
+        "dense", "keycodes 256", "keycodes 256 bits=2", "quest 256", "quest 1,024",
+    ]  # fmt: skip
+    quest = frontier.points[3]
+    assert quest.divergence_needles.value == pytest.approx((0 + 1 + 2 + 3) / 400 + 0.01)
+    assert quest.divergence_needles.error == pytest.approx((5 / 3) ** 0.5 / 100 / 2)
+    assert quest.divergence_others.value == pytest.approx(0.015)
+    assert quest.divergence.value == pytest.approx((4 * 0.025 + 2 * 0.015) / 6)
+    assert (quest.found.value, quest.agreement, quest.kv_percent) == (0.5, pytest.approx(0.9), pytest.approx(5.0))
+    assert rows(frontier)[0] == ["dense", "100.0", "-", "-", "-", "100.0 ± 0.0", "100.0"]
+    assert rows(frontier)[3] == ["quest 256", "5.0", "0.0250 ± 0.0065", "0.0150 ± 0.0050", "90.0", "50.0 ± 28.9", "5.0"]
+
+
+def test_only_samples_of_every_variant_count_and_a_variant_that_always_failed_is_said(tmp_path):
+    records = rows_of("passkey", "book", 3, length=4000)
+    records[1] |= {"error": "RuntimeError: no", "divergence": None, "score": None}  # one sample of one variant
+    for each in records:
+        if each["variant"] == "bits=2":
+            each |= {"error": "RuntimeError: no", "divergence": None, "score": None}
+    [frontier] = frontiers(sweep(tmp_path, records) / SWEEP)
+    assert frontier.needles == 2
+    assert frontier.left_out == ("keycodes 256 bits=2",)
+    assert "Not measured, since every sample failed: keycodes 256 bits=2." in frontier_tables(tmp_path, SWEEP)
+
+
+def test_models_have_frontiers_of_their_own_and_devices_are_not_mixed(tmp_path):
+    large, small = (rows_of("passkey", "book", 2, length=4000, model=name) for name in ("large", "small"))
+    assert [frontier.model for frontier in frontiers(sweep(tmp_path, large, small) / SWEEP)] == ["large", "small"]
+    other = [each | {"task": "filler", "device": "another"} for each in large]
+    with pytest.raises(EvalError, match="rows of large differ in their device"):
+        frontiers(sweep(tmp_path, large, other) / SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "task", "expected"),
+    [("passkey", "book", True), ("needle", "essay", True), ("ruler", "niah_multikey_2", True), ("ruler", "vt", False)],
+)
+def test_needles_are_what_has_to_be_found(benchmark, task, expected):
+    assert is_needle({"benchmark": benchmark, "task": task}) is expected
+
+
+def test_the_figure_has_a_line_for_each_method_and_dense_attention_s_finds(results):
+    [frontier] = frontiers(results / SWEEP)
+    picture = frontier_picture(frontier, "name")
+    divergence, found = picture.figure.axes
+    assert divergence.get_yscale() == "log"
+    drawn = {line.get_label(): list(map(tuple, line.get_xydata())) for line in divergence.lines}
+    assert drawn["quest"] == [pytest.approx((5.0, 0.13 / 6)), pytest.approx((10.0, 0.19 / 6))]
+    assert set(drawn) == {"quest", "keycodes", "keycodes bits=2"}
+    levels = {line.get_label(): line.get_ydata()[0] for line in found.lines}
+    assert (levels["dense"], levels["quest"]) == (100.0, 50.0)
+    assert "quest 256: 5.0 % read, KL 0.0217, 50 % found" in picture.alt
+
+
+def test_a_sweep_without_needles_has_one_panel(tmp_path):
+    [frontier] = frontiers(sweep(tmp_path, rows_of("longbench", "lcc", 2, score=None)) / SWEEP)
+    assert len(frontier_picture(frontier, "name").figure.axes) == 1
+    assert rows(frontier)[1][HEAD.index("found, %")] == "-"
+
+
+def test_the_page_has_the_table_its_figure_and_each_task_below(results):
+    text = results_tables(results)
+    [frontier] = frontiers(results / SWEEP)
+    for line in rows(frontier):
+        assert f"| {' | '.join(line)} |" in text
+    figures = frontier_figures(results)
+    assert list(figures) == [f"frontier-{SWEEP}-1.svg"]
+    assert f"(assets/frontier-{SWEEP}-1.svg)" in text
+    assert figures == frontier_figures(results)  # the same bytes each time
+    assert text.index("assets/") < text.index("<details")
+    assert "| book | 4,000 | quest 256 | 4 | 0.0250 | 0.040 | 90.0 | 50.0 |" in text
+    assert "## keycodes, quest: example/model-1b, bfloat16, Example GPU" in text
+
+
+def test_without_results_a_page_says_so_and_has_no_figure(tmp_path):
+    assert frontier_tables(tmp_path, "results-none") == (
+        "No measurements of `eval/configs/results-none.yaml` are in this checkout.\n"
+    )
+    assert frontier_figures(tmp_path) == {}
+    scores = [each | {"divergence": None, "top_agreement": None} for each in rows_of("passkey", "book", 2)]
+    assert frontiers(sweep(tmp_path, scores) / SWEEP) == []

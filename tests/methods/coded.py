@@ -1,0 +1,59 @@
+"""What tests of methods with key codes share: decode steps that are watched, and the codes in plain torch."""
+
+import torch
+from hf_sparse_attn_kernels.codes.rotation import rotation
+
+
+def decode(model, cache, tokens):
+    """Feed [batch, steps] tokens one by one, and return the logits."""
+    return torch.cat([model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)], dim=1)
+
+
+class Steps:
+    """Keeps the queries of one layer's decode steps."""
+
+    def __init__(self, monkeypatch, method_class, layer_idx=1):
+        self.queries, self.layer = [], None
+        decode = method_class.decode
+
+        def seeing(method, query, layer, *rest):
+            if layer.layer_idx == layer_idx:
+                self.queries.append(query.double())
+                self.layer = layer
+            return decode(method, query, layer, *rest)
+
+        monkeypatch.setattr(method_class, "decode", seeing)
+
+
+def half(numbers):
+    return numbers.to(torch.float16).double()
+
+
+def stored(mean):
+    """The centre that is stored for a mean key [d]: levels of 8 bits with one scale."""
+    scale = half(mean.abs().max() / 127).clamp_min(2**-14)
+    return (mean / scale).round().clamp(-127, 127) * scale
+
+
+def estimates(query, keys, centre, bits, page_size, key_centre=None):
+    """Estimate q.k / sqrt(d) of [group, d] queries and the [n, d] keys of a KV head, in pages that are full.
+
+    ``centre`` [d] is the query centre, ``key_centre`` that of all keys; without it each page has the mean of its own.
+    """
+    head_dim = keys.shape[1]
+    rotate = rotation(head_dim, keys.device).double()
+    columns = []
+    for page in keys.split(page_size):
+        page_centre = stored(page.mean(0)) if key_centre is None else key_centre
+        residual = page - page_centre
+        turned = residual @ rotate.T
+        if bits == 1:
+            symbols = torch.where(turned >= 0, 1.0, -1.0).to(turned)
+        else:
+            step = 0.9957 * turned.pow(2).mean(1, keepdim=True).sqrt()
+            symbols = 2 * ((turned / step).floor() + 2).clamp(0, 3) - 3
+        factor = half(residual.pow(2).sum(1) / (turned * symbols).sum(1))
+        offset = half(residual @ centre * head_dim**-0.5) * head_dim**0.5
+        dots = (query - centre) @ rotate.T @ symbols.T
+        columns.append((query @ page_centre)[:, None] + offset + factor * dots)
+    return torch.cat(columns, dim=1) * head_dim**-0.5
