@@ -91,8 +91,8 @@ def patch_model(
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
     kv_storage
         Where the caches that the model creates keep K and V: ``"device"``, or ``"host"`` for pinned host memory, which
-        the kernels of decode steps read themselves, so that a context need not fit into the device's memory. KeyCodes,
-        Quest and ArkVale allow it.
+        the kernels of decode steps read themselves, so that a context need not fit into the device's memory. Methods
+        whose steps read keys that they do not select are refused.
     hyperparameters
         The method's parameters, if ``method`` is a name.
 

@@ -10,12 +10,12 @@ from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
-    PSA,
     ArkVale,
     Full,
     KeyCodes,
     Quest,
     SparseCache,
+    TokenSelect,
     patch_model,
     record_selections,
     sparse_attention,
@@ -260,9 +260,9 @@ def test_the_storage_comes_back_with_the_method():
     [
         (SMALL[0], "disk", r"kv_storage must be one of 'device', 'host', got 'disk'"),
         (
-            PSA(threshold=0.9),
+            TokenSelect(),
             "host",
-            r"must be 'device' for method 'psa', got 'host': .*allow 'host': quest, .*keycodes",
+            r"must be 'device' for method 'tokenselect', got 'host': .*allow 'host': quest, .*keycodes",
         ),
         (Full(), "host", r"must be 'device' for method 'full', got 'host'"),
         (replace(SMALL[0], offload=True, gpu_cache_tokens=999), "host", r"kv_storage='host' and offload=True exclude"),

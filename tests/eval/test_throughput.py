@@ -251,8 +251,8 @@ def test_methods_run_in_host_memory_beside_themselves_on_the_device():
 
 
 def test_a_method_that_cannot_use_host_memory_is_an_error():
-    with pytest.raises(EvalError, match="kv_storage must be 'device' for method 'psa', got 'host'"):
-        replace(CONFIG, method=("psa",), kv_storage="host")
+    with pytest.raises(EvalError, match="kv_storage must be 'device' for method 'tokenselect', got 'host'"):
+        replace(CONFIG, method=("tokenselect",), kv_storage="host")
     with pytest.raises(EvalError, match="kv_storage must be one of 'device', 'host', got 'disk'"):
         replace(CONFIG, kv_storage="disk")
 
