@@ -260,7 +260,7 @@ def test_the_storage_comes_back_with_the_method():
     [
         (SMALL[0], "disk", r"kv_storage must be one of 'device', 'host', got 'disk'"),
         (
-            TokenSelect(),
+            TokenSelect(token_budget=64),
             "host",
             r"must be 'device' for method 'tokenselect', got 'host': .*allow 'host': quest, .*keycodes",
         ),
