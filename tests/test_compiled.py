@@ -248,6 +248,17 @@ def test_users_own_cache_serves_several_turns():
     assert static.get_seq_length() == grown.get_seq_length() == 67
 
 
+def test_a_model_that_is_patched_again_is_not_compiled_again():
+    model, inputs = make_model("llama"), padded((150, 90))
+    answers = []
+    for _ in range(3):
+        with sparse_attention(model, SMALL):
+            answers.append(model.generate(**inputs, **compiled()))
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    assert graphs() == 1
+
+
 @torch.no_grad()
 def test_users_own_loop_may_compile_the_step():
     """Without position ids: the model asks the cache for them, and must get the length before the step."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
+from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
@@ -181,14 +183,13 @@ def _put_in(
     model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
     set_patch(model, patch)
     hooks = DecoderHooks(model, IMPLEMENTATIONS)
-    patch.hooks += [
-        decoder.register_forward_pre_hook(hooks.before, with_kwargs=True),
-        decoder.register_forward_hook(hooks.after, prepend=True, with_kwargs=True, always_call=True),
-    ]
+    before = partial(decoder.register_forward_pre_hook, hooks.before, with_kwargs=True)
+    after = partial(decoder.register_forward_hook, hooks.after, prepend=True, with_kwargs=True, always_call=True)
+    patch.hooks += [register(decoder, "before", before), register(decoder, "after", after)]
     if method.rotates_keys:
         rotary = decoder_rotary(model)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
-        patch.hooks.append(rotary.register_forward_hook(rotate_nothing))
+        patch.hooks.append(register(rotary, "rotary", partial(rotary.register_forward_hook, rotate_nothing)))
     for name, stand_in in STAND_INS.items():
         if hasattr(model, name):  # a bare decoder cannot generate
             if name in model.__dict__:
