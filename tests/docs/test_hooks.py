@@ -71,6 +71,12 @@ def test_tables_replace_their_marks() -> None:
     assert text.endswith("After.")
 
 
+@pytest.mark.parametrize(("page", "expected"), [("results.md", "assets/a.svg"), ("methods/a.md", "../assets/a.svg")])
+def test_figures_of_a_mark_are_found_from_any_page(page: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.MAKERS, "frontier", lambda sweep: f"![{sweep}](assets/a.svg)")
+    assert hooks.generated("frontier results-keycodes-bytes", page) == f"![results-keycodes-bytes]({expected})"
+
+
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
