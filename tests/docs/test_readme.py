@@ -66,7 +66,7 @@ def test_compare_runs(folder: Path) -> None:
     result = CliRunner().invoke(commands, ["compare", *small(command("hf-sparse-attn", "compare"), folder), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert [variant["method"] for variant in report["variants"]] == ["quest", "tokenselect"]
+    assert [variant["method"] for variant in report["variants"]] == ["quest", "keycodes"]
 
 
 def test_a_text_is_prepared_and_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
