@@ -3,10 +3,39 @@
 import torch
 from hf_sparse_attn_kernels.codes.rotation import rotation
 
+from hf_sparse_attn import SparseCache, sparse_attention
+from hf_sparse_attn.methods import FULL
+from tests.models import ROUNDING
+
 
 def decode(model, cache, tokens):
     """Feed [batch, steps] tokens one by one, and return the logits."""
     return torch.cat([model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)], dim=1)
+
+
+def check_forks_of_a_dense_prefill(model, method, ids, steps):
+    """Assert that forks with the prompt's queries decode ``steps`` as a cache of their own does; others may not.
+
+    Returns that cache, a fork of a dense cache that kept no queries, and the fork's logits.
+    """
+    with sparse_attention(model, FULL):
+        kept, forgot = (SparseCache(model.config, "full", keep_queries=number) for number in (1, 0))
+        for cache in (kept, forgot):
+            model(ids, past_key_values=cache)
+    with sparse_attention(model, method):
+        own = SparseCache.for_model(model)
+        model(ids, past_key_values=own)
+        expected = decode(model, own, steps)
+        for _ in range(2):
+            fork = kept.fork(method)
+            torch.testing.assert_close(decode(model, fork, steps), expected, **ROUNDING)
+        again = fork.fork(method)
+        torch.testing.assert_close(*(decode(model, each, steps) for each in (again, own)), **ROUNDING)
+        without = forgot.fork(method)
+        logits = decode(model, without, steps)
+        assert (without.layers[1].metadata["query_centre"] == 0).all()
+    assert (logits - expected).abs().max() > 1e-3
+    return own, without, logits
 
 
 class Steps:

@@ -8,8 +8,7 @@ import torch
 from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
-from hf_sparse_attn.methods import FULL
-from tests.methods.coded import Steps, decode, estimates
+from tests.methods.coded import Steps, check_forks_of_a_dense_prefill, decode, estimates
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
@@ -185,24 +184,7 @@ def test_a_second_turn_keeps_the_codes_and_the_centre_of_the_first(model):
 @torch.inference_mode()
 def test_forks_of_a_dense_prefill_have_the_centre_if_it_kept_the_queries(model):
     ids, steps = random_ids(1, PROMPT), random_ids(1, 20, seed=4)
-    method = KeyCodes(**SMALL)
-    with sparse_attention(model, FULL):
-        kept, forgot = (SparseCache(model.config, "full", keep_queries=number) for number in (1, 0))
-        for cache in (kept, forgot):
-            model(ids, past_key_values=cache)
-    with sparse_attention(model, method):
-        own = SparseCache.for_model(model)
-        model(ids, past_key_values=own)
-        expected = decode(model, own, steps)
-        for _ in range(2):
-            fork = kept.fork(method)
-            torch.testing.assert_close(decode(model, fork, steps), expected, **ROUNDING)
-        again = fork.fork(method)
-        torch.testing.assert_close(*(decode(model, each, steps) for each in (again, own)), **ROUNDING)
-        fork = forgot.fork(method)
-        without = decode(model, fork, steps)
-        assert (fork.layers[1].metadata["query_centre"] == 0).all()
-    assert (without - expected).abs().max() > 1e-3
+    _, _, without = check_forks_of_a_dense_prefill(model, KeyCodes(**SMALL), ids, steps)
     method = KeyCodes(**SMALL, query_centre=False)
     with sparse_attention(model, method):
         plain = SparseCache.for_model(model)

@@ -18,9 +18,9 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 class PromptStage:
     """The keys and values of the layer that a pass over several tokens is at, on a device whose layers share it.
 
-    The first pass of a prompt attends to the
-    tensors that the model has just computed; a later one loads the layer's earlier tokens. New tokens go to host memory
-    by a stream of their own, while the layer's attention and the next layers run.
+    The first pass of a prompt attends to the tensors that the model has just computed; a later one loads the layer's
+    earlier tokens. New tokens go to host memory by a stream of their own, while the layer's attention and the next
+    layers run.
 
     Parameters
     ----------
