@@ -292,7 +292,12 @@ def test_following_dense_attention_densely_finds_no_divergence(loaded, token_by_
     assert path.fed_ids == tuple(expected[0, 40:44].tolist())
     assert [int(logits.argmax()) for logits in path.logits] == expected[0, 40:].tolist()
     followed = follow_dense(model, sample, prefilled(), path, token_by_token)
-    assert followed.result == {"divergence": 0.0, "divergence_max": 0.0, "top_agreement": 1.0}
+    assert followed.result == {
+        "divergence": 0.0,
+        "divergence_max": 0.0,
+        "top_agreement": 1.0,
+        "divergence_by_position": [[0, 0.0]],
+    }
     assert followed.decode_steps == 4
     assert followed.single_token_steps == (12 if token_by_token else 4)
 
