@@ -57,22 +57,27 @@ def check_covering(
 
 def _check_in_host_memory(model: PreTrainedModel, work: Work, method: SparseMethod) -> str:
     """Raise unless the method starts with the same tokens from host memory; return what it is compared with."""
-    resident = Side("the same method on the device", method, partial(work.new_cache, method))
-    expected = generate(model, resident, work, CHECKED_TOKENS).token_ids
     name, new_cache = f"{method.name}, {method.token_budget}{ON_HOST}", partial(work.new_cache, method, "host")
     side = Side(name, method, new_cache, kv_storage="host")
-    _compare(model, work, side, resident, expected, "the method in host memory")
-    return resident.name
+    return _check_resident(model, work, side, method, "the method in host memory")[1]
 
 
 def _check_offloaded(model: PreTrainedModel, work: Work, method: SparseMethod) -> dict[str, Any]:
     """Raise unless an offloaded method starts with the same tokens as the same method on the device."""
-    name = f"{method.name}, {method.token_budget}"
-    resident = Side("the same method on the device", method.resident, partial(work.new_cache, method.resident))
+    name = f"{method.name}, {method.token_budget}, offloaded"
+    side = Side(name, method, partial(work.new_cache, method))
+    expected, against = _check_resident(model, work, side, method.resident, "the offloaded method")
+    return _compared(method, method.token_budget, expected, against)
+
+
+def _check_resident(
+    model: PreTrainedModel, work: Work, side: Side, method: SparseMethod, what: str
+) -> tuple[list[list[int]], str]:
+    """Raise unless a side starts with the tokens of a method on the device; return these and what made them."""
+    resident = Side("the same method on the device", method, partial(work.new_cache, method))
     expected = generate(model, resident, work, CHECKED_TOKENS).token_ids
-    side = Side(f"{name}, offloaded", method, partial(work.new_cache, method))
-    _compare(model, work, side, resident, expected, "the offloaded method")
-    return _compared(method, method.token_budget, expected, resident.name)
+    _compare(model, work, side, resident, expected, what)
+    return expected, resident.name
 
 
 def _compared(

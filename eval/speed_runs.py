@@ -152,19 +152,11 @@ class Work:
         if kv_storage == "host":
             return self._copied(_empty_cache(self.model, instance, self.capacity, kv_storage))
         if instance.offloading is not None:
-            return self._new_offloaded_cache(instance)
+            return self._copied(SparseCache(self.model.config, instance, initial_capacity=self.capacity))
         filled = copy.copy(self.filled)
         if filled.method.rotates_keys != instance.rotates_keys:
             filled.method = instance
         return filled.fork(instance)
-
-    def _new_offloaded_cache(self, method: SparseMethod) -> SparseCache:
-        """Create a cache that has sent the filled buffers to the host, as after a prefill."""
-        assert self.filled is not None
-        cache = SparseCache(self.model.config, method, initial_capacity=self.capacity)
-        for layer_idx, layer in enumerate(self.filled.sparse_layers):
-            cache.update(layer.keys[:, :, : self.context], layer.values[:, :, : self.context], layer_idx)
-        return cache
 
     def new_rotated_cache(self) -> SparseCache:
         """Create a dense cache of the filled buffers, with their keys taken as keys before RoPE."""
