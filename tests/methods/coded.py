@@ -3,9 +3,9 @@
 import torch
 from hf_sparse_attn_kernels.codes.rotation import rotation
 
-from hf_sparse_attn import SparseCache, sparse_attention
+from hf_sparse_attn import SparseCache, record_selections, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.methods import FULL
-from tests.models import ROUNDING
+from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
 
 def decode(model, cache, tokens):
@@ -52,6 +52,21 @@ class Steps:
             return decode(method, query, layer, *rest)
 
         monkeypatch.setattr(method_class, "decode", seeing)
+
+
+def generate_watched(monkeypatch, method, head_dim, length, starts, options):
+    """Generate after random prompts of ``length`` tokens with left padding, in float64.
+
+    Returns the second layer's steps, the record of selections, and the stats.
+    """
+    model = make_model("llama", dtype=torch.float64, head_dim=head_dim, num_hidden_layers=2)
+    ids, mask = random_ids(len(starts), length), torch.ones(len(starts), length, dtype=torch.long, device=DEVICE)
+    for row, start in enumerate(starts):
+        ids[row, :start] = mask[row, :start] = 0
+    steps = Steps(monkeypatch, type(method))
+    with sparse_attention(model, method), record_selections(model) as record:
+        model.generate(ids, attention_mask=mask, **options)
+        return steps, record, sparse_attention_stats(model)
 
 
 def half(numbers):

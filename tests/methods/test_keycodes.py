@@ -7,8 +7,8 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
 
-from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
-from tests.methods.coded import Steps, check_forks_of_a_dense_prefill, decode, estimates
+from hf_sparse_attn import KeyCodes, SparseCache, sparse_attention, sparse_attention_stats
+from tests.methods.coded import check_forks_of_a_dense_prefill, decode, estimates, generate_watched
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
@@ -58,14 +58,8 @@ def chosen(query, keys, centre, method):
 @torch.inference_mode()
 def test_every_step_reads_the_tokens_that_the_formula_chooses(parameters, head_dim, monkeypatch):
     method = KeyCodes(**{**SMALL, **parameters})
-    model = make_model("llama", dtype=torch.float64, head_dim=head_dim, num_hidden_layers=2)
-    ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long, device=DEVICE)
     starts = [0, 23]
-    ids[1, :23] = mask[1, :23] = 0
-    steps = Steps(monkeypatch, KeyCodes)
-    with sparse_attention(model, method), record_selections(model) as record:
-        model.generate(ids, attention_mask=mask, **GREEDY)
-        stats = sparse_attention_stats(model)
+    steps, record, stats = generate_watched(monkeypatch, method, head_dim, PROMPT, starts, GREEDY)
     layer, kv_heads = steps.layer, 2
     centre = layer.keys.new_zeros(2, kv_heads, head_dim)
     if method.query_centre:
