@@ -9,9 +9,10 @@ from .._triton import wait_for_previous_kernel
 from .search import (
     INFINITE,
     NEIGHBOURS,
+    TOGETHER,
     count_both,
     narrow,
-    ranks_of_groups,
+    ranks_in_groups,
     row_of_pair,
     score_of_key,
     split_range,
@@ -61,7 +62,7 @@ def bound_by_sample(
     expected = tl.maximum(wanted, 0).to(tl.float32) * sampled.to(tl.float32) / tl.maximum(groups, 1).to(tl.float32)
     rank = (expected + tl.sqrt(expected * NEIGHBOURS) * DEVIATIONS).to(tl.int32) + NEIGHBOURS
     rank = tl.where(groups <= SAMPLED, tl.maximum(wanted, 1), rank)
-    enough = rank + rank // 8
+    enough = rank + rank // 4
 
     low = -INFINITE
     high = INFINITE + 1
@@ -79,8 +80,7 @@ def bound_by_sample(
 @triton.jit
 def keep_candidates_kernel(
     scores_ptr,  # float16 [pairs, num_tokens]
-    kept_scores_ptr,  # int16 [pairs, programs, SPAN], written: the bits of the candidates' scores
-    kept_places_ptr,  # int16 [pairs, programs, SPAN], written: their places in the program's span; -1 ends a group
+    candidates_ptr,  # int32 [pairs, programs, SPAN], written: a place in the span << 16 | the score's bits; -1 for none
     found_ptr,  # int32 [pairs, programs + 1], written: how many candidates each program kept; the bound's key
     start_ptr,
     end_ptr,
@@ -100,7 +100,6 @@ def keep_candidates_kernel(
 
     PADDED allows reading up to a multiple of 16 scores: a mask that changes only there keeps the loads vectorized.
     """
-    GROUPS: tl.constexpr = TILE // NEIGHBOURS
     wait_for_previous_kernel(PDL)
     pair, length = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens)
     programs = tl.num_programs(0)
@@ -109,30 +108,32 @@ def keep_candidates_kernel(
     kept = 0
     if begin < length:
         scores_ptr += pair * num_tokens
-        kept_scores_ptr += (pair * programs + tl.program_id(0)) * SPAN
-        kept_places_ptr += (pair * programs + tl.program_id(0)) * SPAN
-        lanes = tl.arange(0, GROUPS)[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
-        stop = tl.minimum((length + 15) // 16 * 16 if PADDED else length, begin + SPAN)
+        candidates_ptr += (pair * programs + tl.program_id(0)) * SPAN
+        groups = tl.arange(0, TILE // NEIGHBOURS) * NEIGHBOURS
+        lanes = groups[:, None] + tl.arange(0, NEIGHBOURS)[None, :]
+        stop = tl.minimum(length - begin, SPAN)
+        readable = (stop + 15) // 16 * 16 if PADDED else stop
         # Asked for before the bound is known.
-        scores = tl.load(scores_ptr + begin + lanes, mask=begin + lanes < stop, other=0.0, cache_modifier=".cg")
+        scores = tl.load(scores_ptr + begin + lanes, mask=lanes < readable, other=0.0, cache_modifier=".cg")
         newest_page = tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE
         bound = bound_by_sample(scores_ptr, length, newest_page, sink_tokens, max_tokens, DEVIATIONS, SAMPLED)
         if tl.program_id(0) == 0:
             tl.store(found_ptr + programs, bound)
         least = score_of_key(bound)
-        kept_from = tl.where(bound == -INFINITE, 0, newest_page)  # NaN does not reach -inf, but ranks with it
-        for first in range(begin, stop, TILE):
-            tokens = first + lanes
-            ahead = tokens + TILE
-            scores_ahead = tl.load(scores_ptr + ahead, mask=ahead < stop, other=0.0, cache_modifier=".cg")
-            is_kept = ((scores >= least) | (tokens < sink_tokens) | (tokens >= kept_from)) & (tokens < length)
-            ranks, of_groups = ranks_of_groups(is_kept.to(tl.int32), GROUPS)
+        # Groups that are kept whole. NaN does not reach -inf, but ranks with it.
+        sinks_end = sink_tokens - begin
+        newest_begin = tl.where(bound == -INFINITE, 0, newest_page) - begin
+        for first in range(0, stop, TILE):
+            at = scores_ptr + (begin + first + TILE) + lanes
+            ahead = tl.load(at, mask=lanes < readable - first - TILE, other=0.0, cache_modifier=".cg")
+            is_whole = (groups < sinks_end - first) | (groups >= newest_begin - first)
+            is_kept = ((scores >= least) | is_whole[:, None]) & (lanes < stop - first)
             bits = scores.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            store_groups(kept_scores_ptr, kept + ranks, bits, is_kept)
-            store_groups(kept_places_ptr, kept + ranks, tokens - begin, is_kept)
+            ranks, of_groups = ranks_in_groups(is_kept.to(tl.int32))
+            store_groups(candidates_ptr, kept + ranks, tl.where(is_kept, ((first + lanes) << 16) | bits, -1))
             kept += tl.sum(of_groups)
-            scores = scores_ahead
-        unused = kept + tl.arange(0, NEIGHBOURS)
-        is_in_group = unused < tl.cdiv(kept, NEIGHBOURS) * NEIGHBOURS
-        tl.store(kept_places_ptr + unused, tl.full((NEIGHBOURS,), -1, tl.int16), mask=is_in_group)
+            scores = ahead
+        unused = kept + tl.arange(0, TOGETHER)
+        absent = tl.full((TOGETHER,), -1, tl.int32)
+        tl.store(candidates_ptr + unused, absent, mask=unused < tl.cdiv(kept, TOGETHER) * TOGETHER)
     tl.store(found_ptr + tl.program_id(0), kept)

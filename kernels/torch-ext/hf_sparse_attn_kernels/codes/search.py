@@ -1,6 +1,6 @@
 """Parts of kernels that search a row's scores for the least chosen one.
 
-Tokens lie in groups of NEIGHBOURS: a thread loads a group at once and counts within it on its own.
+Tokens and candidates lie in groups of a few: a thread loads a group at once and counts within it on its own.
 """
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -10,12 +10,14 @@ import triton.language as tl
 
 from .._topk import _ranks
 
-NEIGHBOURS = tl.constexpr(8)  # 16 bytes of scores
+NEIGHBOURS = tl.constexpr(8)  # tokens of a group: 16 bytes of scores
+TOGETHER = tl.constexpr(4)  # candidates of a group: 16 bytes
 
 # A score of 16 bits as an int of the same order.
 FORCED = tl.constexpr(0x7FFF)
 INFINITE = tl.constexpr(0x7C00)
 ABSENT = tl.constexpr(-0x8000)
+DOUBLING = tl.constexpr(0x400)  # from a positive score to twice as much
 
 
 @triton.jit
@@ -77,21 +79,21 @@ def narrow(low, high, reach_low, reach_high, one, two, reach_one, reach_two, ran
 
 
 @triton.jit
-def ranks_of_groups(counts, GROUPS: tl.constexpr):
-    """Add up the counts [GROUPS, NEIGHBOURS] before each one; return these sums and the counts of groups, [GROUPS]."""
+def ranks_in_groups(counts):
+    """Add up the counts [groups, members] before each one; return these sums and the counts of groups, [groups]."""
     of_groups = tl.sum(counts, axis=1)
-    return _ranks(of_groups, GROUPS)[:, None] + tl.cumsum(counts, axis=1) - counts, of_groups
+    return _ranks(of_groups, counts.shape[0])[:, None] + tl.cumsum(counts, axis=1) - counts, of_groups
 
 
 @triton.jit
-def store_groups(out_ptr, places, values, mask):
-    """Store values of at least 0, [groups, NEIGHBOURS], at their places, one of each group at a time.
+def store_groups(out_ptr, places, values):
+    """Store the values [groups, members] that are not negative at their places, one of each group at a time.
 
     All at once, the compiler would exchange them between threads first, for the sake of neighbouring places.
     """
-    column = tl.arange(0, NEIGHBOURS)[None, :]
-    for neighbour in tl.static_range(NEIGHBOURS):
-        is_here = column == neighbour
+    members = tl.arange(0, values.shape[1])[None, :]
+    for member in tl.static_range(values.shape[1]):
+        is_here = members == member
         place = tl.sum(tl.where(is_here, places, 0), axis=1)
-        value = tl.max(tl.where(is_here & mask, values, -1), axis=1)
-        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=value >= 0)
+        value = tl.max(tl.where(is_here, values, -1), axis=1)
+        tl.store(out_ptr + place, value, mask=value >= 0)

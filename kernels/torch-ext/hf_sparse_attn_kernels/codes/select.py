@@ -21,13 +21,15 @@ from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wa
 from .candidates import keep_candidates_kernel
 from .search import (
     ABSENT,
+    DOUBLING,
     FORCED,
     INFINITE,
     NEIGHBOURS,
+    TOGETHER,
     count_both,
     key_of_bits,
     narrow,
-    ranks_of_groups,
+    ranks_in_groups,
     row_of_pair,
     split_range,
     store_groups,
@@ -36,7 +38,7 @@ from .search import (
 DEVIATIONS = 3.0
 """Standard deviations by which the sample's rank exceeds the expected one, if neighbours have equal scores."""
 LEAST_SAMPLED, MOST_SAMPLED = 256, 2048
-"""Groups of neighbours in a sample."""
+"""Groups of neighbours in a sample: at most 2 ** 15 - 1 tokens, which half of an int can count."""
 TILE = 8192
 """Tokens that a program compares at once, a power of two."""
 MOST_SPAN = 1 << 15
@@ -44,19 +46,45 @@ MOST_SPAN = 1 << 15
 MOST_PROGRAMS = 16
 """Programs of a row and KV head, unless their spans would be too long."""
 LEAST_AT_ONCE, MOST_AT_ONCE = 1024, 8192
-"""Candidates that a program holds at once."""
+"""Candidates that a program holds at once; at most 2 ** 15 - 1."""
+
+
+@triton.jit
+def load_tokens(scores_ptr, groups, num_tokens, PADDED: tl.constexpr):
+    """Return the bits of the scores in groups of tokens, and the tokens, -1 for none; all int32 [groups, TOGETHER]."""
+    tokens = groups[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    exists = tokens < num_tokens
+    mask = tokens < (num_tokens + 15) // 16 * 16 if PADDED else exists
+    scores = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg")
+    return scores.to(tl.int16, bitcast=True).to(tl.int32), tl.where(exists, tokens, -1)
+
+
+@triton.jit
+def load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN: tl.constexpr):
+    """Return the same of groups of candidates, which `keep_candidates_kernel` wrote.
+
+    `firsts` has the first group of each program after the first one, `gaps` how many groups are free before it.
+    """
+    at = groups
+    for program in tl.static_range(len(firsts)):
+        at += tl.where(groups >= firsts[program], gaps[program], 0)
+    at *= TOGETHER
+    places = at[:, None] + tl.arange(0, TOGETHER)[None, :]
+    mask = (groups < num_groups)[:, None]
+    candidates = tl.load(candidates_ptr + places, mask=mask, other=-1, cache_modifier=".cg")
+    tokens = (at & -SPAN)[:, None] + (candidates >> 16)
+    return (candidates << 16) >> 16, tl.where(candidates >= 0, tokens, -1)
 
 
 @triton.jit
 def load_groups(
-    scores_ptr,  # of the pair, like the next two
-    kept_scores_ptr,
-    kept_places_ptr,
+    scores_ptr,  # of the pair, like the next
+    candidates_ptr,
     first,
     all_tokens,  # how many tokens to load, or 0 to load the candidates
-    all_groups,  # how many groups the candidates have, or 0 to load the tokens
-    firsts,  # tuple: the first group of each program after the first one
-    gaps,  # tuple: how many groups of places behind those before it are free
+    num_groups,
+    firsts,
+    gaps,
     newest_page,
     sink_tokens,
     SPAN: tl.constexpr,
@@ -65,39 +93,29 @@ def load_groups(
 ):
     """Return GROUPS groups' keys, FORCED for tokens always chosen and ABSENT for none; and the tokens."""
     groups = first + tl.arange(0, GROUPS)
-    column = tl.arange(0, NEIGHBOURS)[None, :]
-    tokens = groups[:, None] * NEIGHBOURS + column
-    exists = tokens < all_tokens
-    mask = tokens < (all_tokens + 15) // 16 * 16 if PADDED else exists
-    scores = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg")
-    bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
-    if SPAN > 0:
-        at = groups
-        for program in tl.static_range(len(firsts)):
-            at += tl.where(groups >= firsts[program], gaps[program], 0)
-        at *= NEIGHBOURS
-        mask = (groups < all_groups)[:, None]
-        places = tl.load(kept_places_ptr + at[:, None] + column, mask=mask, other=-1, cache_modifier=".cg")
-        kept = tl.load(kept_scores_ptr + at[:, None] + column, mask=mask, other=0, cache_modifier=".cg")
-        bits = tl.where(exists, bits, kept.to(tl.int32))
-        tokens = tl.where(exists, tokens, (at & -SPAN)[:, None] + places.to(tl.int32))
-        exists = exists | (places >= 0)
-    keys = key_of_bits(bits)
-    keys = tl.where((tokens < sink_tokens) | (tokens >= newest_page), FORCED, keys)
-    return tl.where(exists, keys, ABSENT), tokens
+    if SPAN == 0:
+        bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+    else:
+        if all_tokens > 0:
+            bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+        else:
+            bits, tokens = load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN)
+    keys = tl.where((tokens < sink_tokens) | (tokens >= newest_page), FORCED, key_of_bits(bits))
+    return tl.where(tokens >= 0, keys, ABSENT), tokens
 
 
 @triton.jit
-def write_groups(indices_ptr, keys, tokens, least, above_before, ties_before, ties, GROUPS: tl.constexpr):
+def write_groups(indices_ptr, keys, tokens, least, above_before, ties_before, ties):
     """Write the tokens above the least chosen key, and of those equal to it the first `ties` of the row.
 
     Returns how many are above, and equal, up to the last of these groups; given how many before.
     """
     flags = (keys > least).to(tl.int32) + ((keys == least).to(tl.int32) << 16)  # both in one scan
-    ranks, of_groups = ranks_of_groups(flags, GROUPS)
+    ranks, of_groups = ranks_in_groups(flags)
     ties_until = ties_before + (ranks >> 16)
     places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
-    store_groups(indices_ptr, places, tokens, (keys > least) | ((keys == least) & (ties_until < ties)))
+    is_taken = (keys > least) | ((keys == least) & (ties_until < ties))
+    store_groups(indices_ptr, places, tl.where(is_taken, tokens, -1))
     flags = tl.sum(of_groups)
     return above_before + (flags & 0xFFFF), ties_before + (flags >> 16)
 
@@ -105,8 +123,7 @@ def write_groups(indices_ptr, keys, tokens, least, above_before, ties_before, ti
 @triton.jit
 def write_chosen_kernel(
     scores_ptr,  # float16 [pairs, num_tokens]
-    kept_scores_ptr,  # as `keep_candidates_kernel` writes them, like the next two
-    kept_places_ptr,
+    candidates_ptr,  # as `keep_candidates_kernel` writes them, like the next
     found_ptr,
     start_ptr,
     end_ptr,
@@ -141,39 +158,37 @@ def write_chosen_kernel(
     low = -INFINITE
     total = length
     all_tokens = length
-    all_groups = 0
+    num_groups = tl.cdiv(length, TOGETHER)
     firsts = ()
     gaps = ()
     if SPAN > 0:
-        kept_scores_ptr += pair * programs * SPAN
-        kept_places_ptr += pair * programs * SPAN
+        candidates_ptr += pair * programs * SPAN
         found_ptr += pair * (programs + 1)
-        total = tl.load(found_ptr, cache_modifier=".cg")
-        kept_groups = tl.cdiv(total, NEIGHBOURS)
-        all_groups = kept_groups
+        found = tl.load(found_ptr, cache_modifier=".cg")
+        groups_before = tl.cdiv(found, TOGETHER)
+        kept = found
         for program in tl.static_range(1, PROGRAMS):
-            firsts += (all_groups,)  # type: ignore[assignment]
-            gaps += (SPAN // NEIGHBOURS - kept_groups,)  # type: ignore[assignment]
-            kept = tl.load(found_ptr + program, mask=program < programs, other=0, cache_modifier=".cg")
-            kept_groups = tl.cdiv(kept, NEIGHBOURS)
-            all_groups += kept_groups
-            total += kept
-        if total < count:  # the sample misled
-            total = length
-            all_groups = 0
-        else:
-            all_tokens = 0
+            firsts += (groups_before,)  # type: ignore[assignment]
+            gaps += (SPAN // TOGETHER - tl.cdiv(found, TOGETHER),)  # type: ignore[assignment]
+            found = tl.load(found_ptr + program, mask=program < programs, other=0, cache_modifier=".cg")
+            groups_before += tl.cdiv(found, TOGETHER)
+            kept += found
+        if kept >= count:  # else the sample misled
             low = tl.load(found_ptr + programs, cache_modifier=".cg")
+            total = kept
+            all_tokens = 0
+            num_groups = groups_before
 
-    row = (scores_ptr, kept_scores_ptr, kept_places_ptr)
-    of_row = (all_tokens, all_groups, firsts, gaps, newest_page, sink_tokens)
+    row = (scores_ptr, candidates_ptr)
+    of_row = (all_tokens, num_groups, firsts, gaps, newest_page, sink_tokens)
     keys, tokens = load_groups(*row, 0, *of_row, SPAN, GROUPS, PADDED)
-    num_groups = tl.maximum(tl.cdiv(all_tokens, NEIGHBOURS), all_groups)
     high = FORCED + 1
     reach_low = total
     reach_high = 0
+    # The bound is not far below the least chosen score: the first range is split near it.
+    one = low + DOUBLING // 4
+    two = low + DOUBLING
     while (high - low > 1) & (reach_low > count):
-        one, two = split_range(low, high)
         reach_one, reach_two = count_both(keys >= one, keys >= two)
         for first in range(GROUPS, num_groups, GROUPS):
             more, _ = load_groups(*row, first, *of_row, SPAN, GROUPS, PADDED)
@@ -183,12 +198,13 @@ def write_chosen_kernel(
         low, high, reach_low, reach_high = narrow(
             low, high, reach_low, reach_high, one, two, reach_one, reach_two, count
         )
+        one, two = split_range(low, high)
     # Tokens equal to the least chosen one are all chosen, or those with the lowest indices.
     ties = tl.where(reach_low > count, count - reach_high, length)
-    above, tied = write_groups(indices_ptr, keys, tokens, low, 0, 0, ties, GROUPS)
+    above, tied = write_groups(indices_ptr, keys, tokens, low, 0, 0, ties)
     for first in range(GROUPS, num_groups, GROUPS):
         keys, tokens = load_groups(*row, first, *of_row, SPAN, GROUPS, PADDED)
-        above, tied = write_groups(indices_ptr, keys, tokens, low, above, tied, ties, GROUPS)
+        above, tied = write_groups(indices_ptr, keys, tokens, low, above, tied, ties)
     tl.store(counts_ptr + pair, count)
     lanes = tl.arange(0, GROUPS)
     for first in range(count // GROUPS * GROUPS, max_tokens, GROUPS):
@@ -199,7 +215,7 @@ def write_chosen_kernel(
 
 def sampled_groups(num_tokens: int) -> int:
     """Return how many groups of neighbours a sample has."""
-    return max(LEAST_SAMPLED, min(next_power_of_2(num_tokens // 128), MOST_SAMPLED))
+    return max(LEAST_SAMPLED, min(next_power_of_2(num_tokens // 256), MOST_SAMPLED))
 
 
 def expected_candidates(num_tokens: int, max_tokens: int) -> float:
@@ -229,21 +245,19 @@ def select_tokens_by_score(
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     sizes = (kv_heads, num_tokens, max_tokens, sink_tokens)
     launch: dict[str, Any] = {"PAGE_SIZE": page_size, "PADDED": num_tokens % 16 == 0, **launch_options(device)}
-    kept = (counts, counts, counts)
+    candidates = found = counts
     programs, span, at_once = 1, 0, num_tokens
     if num_tokens > MOST_AT_ONCE:
         # Two programs for each multiprocessor, of at least a tile.
         programs = max(1, min(MOST_PROGRAMS, 2 * multiprocessors(device) // pairs))
         span = min(max(TILE, next_power_of_2(cdiv(num_tokens, programs))), MOST_SPAN)
         programs = cdiv(num_tokens, span)
-        kept = (
-            torch.empty((pairs, programs, span), dtype=torch.int16, device=device),
-            torch.empty((pairs, programs, span), dtype=torch.int16, device=device),
-            torch.empty((pairs, programs + 1), dtype=torch.int32, device=device),
-        )
+        candidates = torch.empty((pairs, programs, span), dtype=torch.int32, device=device)
+        found = torch.empty((pairs, programs + 1), dtype=torch.int32, device=device)
         keep_candidates_kernel[(programs, pairs)](
             scores,
-            *kept,
+            candidates,
+            found,
             *row_bounds,
             *sizes,
             DEVIATIONS=DEVIATIONS,
@@ -257,7 +271,8 @@ def select_tokens_by_score(
     at_once = max(LEAST_AT_ONCE, min(next_power_of_2(at_once), MOST_AT_ONCE))
     write_chosen_kernel[(1, pairs)](
         scores,
-        *kept,
+        candidates,
+        found,
         *row_bounds,
         indices,
         counts,
@@ -265,7 +280,7 @@ def select_tokens_by_score(
         programs,
         PROGRAMS=next_power_of_2(programs),
         SPAN=span,
-        GROUPS=at_once // int(NEIGHBOURS),
+        GROUPS=at_once // int(TOGETHER),
         num_warps=max(1, at_once // 256),
         **launch,
     )
