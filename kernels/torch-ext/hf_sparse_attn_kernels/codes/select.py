@@ -185,9 +185,10 @@ def write_chosen_kernel(
     high = FORCED + 1
     reach_low = total
     reach_high = 0
-    # The bound is not far below the least chosen score: the first range is split near it.
-    one = low + DOUBLING // 4
-    two = low + DOUBLING
+    one, two = split_range(low, high)
+    if all_tokens == 0:  # the bound is not far below the least chosen score
+        one = low + DOUBLING // 4
+        two = low + DOUBLING
     while (high - low > 1) & (reach_low > count):
         reach_one, reach_two = count_both(keys >= one, keys >= two)
         for first in range(GROUPS, num_groups, GROUPS):
