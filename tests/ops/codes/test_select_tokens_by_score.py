@@ -102,6 +102,14 @@ def test_a_sample_that_leaves_too_few_candidates(monkeypatch, width, at_once):
     _check(_awkward_scores(width), [width, 900], max_tokens=100, sink_tokens=3, page_size=16)
 
 
+def test_every_candidate_reaches_the_bound(monkeypatch):
+    """The bound is 1 where three tokens of score 0 are wanted: more are kept, but not for their scores."""
+    _divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=-1.0)
+    scores = (torch.arange(800) % 8 == 7).float().expand(1, 2, -1)
+    for more in (0, 3):
+        _check(scores, [800], max_tokens=1 + 98 + 16 + more, sink_tokens=1, page_size=16)
+
+
 def test_more_candidates_than_a_program_holds(monkeypatch):
     """The scores rise and fall slowly, so that most programs have no candidate and one has most."""
     _divide(monkeypatch, span=256, at_once=256, sampled=32)

@@ -98,6 +98,7 @@ def keep_candidates_kernel(
 ):
     """Keep the tokens of a span that reach the sample's bound or are always chosen; grid (programs, pairs).
 
+    The neighbours of the last sink token are kept too, which spares the other tokens a comparison each.
     PADDED allows reading up to a multiple of 16 scores: a mask that changes only there keeps the loads vectorized.
     """
     wait_for_previous_kernel(PDL)

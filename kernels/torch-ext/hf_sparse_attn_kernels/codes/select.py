@@ -173,7 +173,8 @@ def write_chosen_kernel(
             found = tl.load(found_ptr + program, mask=program < programs, other=0, cache_modifier=".cg")
             groups_before += tl.cdiv(found, TOGETHER)
             kept += found
-        if kept >= count:  # else the sample misled
+        kept_in_any_case = tl.cdiv(sink_tokens, NEIGHBOURS) * NEIGHBOURS - sink_tokens  # they may not reach the bound
+        if kept >= count + kept_in_any_case:  # else the sample misled
             low = tl.load(found_ptr + programs, cache_modifier=".cg")
             total = kept
             all_tokens = 0
