@@ -145,6 +145,18 @@ def test_every_score_of_float16():
         assert values[:-16][is_taken[:-16]].min() >= values[~is_taken].max()
 
 
+def test_long_rows_whose_neighbours_score_alike():
+    lengths, width = int32([40000, 23457]), 40000
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 2, width // 20, generator=generator).repeat_interleave(20, dim=2)
+    scores = (scores + 0.2 * torch.randn(scores.shape, generator=generator)).half().to(device)
+    options = {"max_tokens": 1024, "sink_tokens": 4, "page_size": 64}
+    by_impl = [select_tokens_by_score(scores, 0 * lengths, lengths, **options, impl=impl) for impl in IMPLS]
+    for indices, counts in by_impl:
+        torch.testing.assert_close(indices, by_impl[0][0], rtol=0, atol=0)
+        assert (counts == 1024).all()
+
+
 def test_special_scores():
     scores = torch.tensor(
         [

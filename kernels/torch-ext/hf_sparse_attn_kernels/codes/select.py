@@ -251,7 +251,7 @@ def select_tokens_by_score(
     programs, span, at_once = 1, 0, num_tokens
     if num_tokens > MOST_AT_ONCE:
         # Two programs for each multiprocessor, of at least a tile.
-        programs = max(1, min(MOST_PROGRAMS, 2 * multiprocessors(device) // pairs))
+        programs = max(1, min(MOST_PROGRAMS, 2 * multiprocessors(device) // max(pairs, 1)))
         span = min(max(TILE, next_power_of_2(cdiv(num_tokens, programs))), MOST_SPAN)
         programs = cdiv(num_tokens, span)
         candidates = torch.empty((pairs, programs, span), dtype=torch.int32, device=device)
