@@ -47,6 +47,7 @@ MOST_PROGRAMS = 16
 """Programs of a row and KV head, unless their spans would be too long."""
 LEAST_AT_ONCE, MOST_AT_ONCE = 1024, 8192
 """Candidates that a program holds at once; at most 2 ** 15 - 1."""
+MANY = tl.constexpr(8)  # candidates for each choice: as many come from ties
 
 
 @triton.jit
@@ -187,8 +188,9 @@ def write_chosen_kernel(
     reach_low = total
     reach_high = 0
     one, two = split_range(low, high)
-    if all_tokens == 0:  # the bound is not far below the least chosen score
-        one = low + DOUBLING // 4
+    if all_tokens == 0:
+        # The bound is not far below the least chosen score, or equal to it if so many tokens reach it.
+        one = low + tl.where(total > MANY * count, 1, DOUBLING // 4)
         two = low + DOUBLING
     while (high - low > 1) & (reach_low > count):
         reach_one, reach_two = count_both(keys >= one, keys >= two)
