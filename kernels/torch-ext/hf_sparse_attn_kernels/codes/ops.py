@@ -156,8 +156,10 @@ def code_scores(
     its pages from `first_page` on and before page (n - 1) // page_size, the page of its newest token: all of them are
     coded in a decode step.
 
-    For float32, bfloat16 and float16, the two vectors that come from the query have 8 + 8 bits a channel: whole numbers
-    from -16256 to 16256 of a unit, the greatest magnitude of the vector over 16256. The two products are then exact.
+    For float32, bfloat16 and float16, the vectors that come from the query are whole numbers of a unit, so that their
+    products are exact: q_h and q_h - m from -16256 to 16256 of 1/16256 of their greatest magnitude, and then
+    R (q_h - m) from -31 to 31 of 1/31 of its own. The last adds less than 1 % to the error of the codes. Unless
+    head_dim is a power of two, the query is rotated by R rounded to 1/127 of its greatest entry.
 
     Parameters
     ----------

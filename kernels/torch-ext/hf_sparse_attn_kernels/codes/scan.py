@@ -1,4 +1,4 @@
-"""Triton kernel that scans the codes, whose bits stay packed until they are operands of a product."""
+"""Triton kernel that scans the codes."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -6,24 +6,9 @@ import triton
 import triton.language as tl
 
 from .._triton import prefetch, wait_for_previous_kernel
-from . import MOST_HALF
+from .estimate import FLOAT_BITS, estimate_tile, to_finite_half
 
 LN_2 = tl.constexpr(0.6931471805599453)
-LIMIT = tl.constexpr(MOST_HALF)
-SLICE = tl.constexpr(16)  # tokens that lie in one page
-PLACE = tl.constexpr(6)  # of a bit in its byte: of a value's highest bit, the highest place without a sign
-
-
-@triton.jit
-def bit_of_bytes(codes, BIT: tl.constexpr, PLACE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return bit BIT of every byte as int8: 0 or 2 ** PLACE."""
-    if INTERPRETED:
-        return (((codes >> BIT) & 1) << PLACE).to(tl.int8)
-    # Four bytes at a time. The mask removes what the shift moves from one byte to the next. The compiler may take a
-    # product for a shift to the left, so that not all work falls to one of the two kinds of units.
-    shift: tl.constexpr = f"shl.b32 t, $1, {PLACE - BIT};" if PLACE >= BIT else f"shr.b32 t, $1, {BIT - PLACE};"
-    asm: tl.constexpr = f"{{ .reg .b32 t; {shift} and.b32 $0, t, {(1 << PLACE) * 0x01010101}; }}"
-    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -40,84 +25,6 @@ def fast_log2(x, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def to_finite_half(x, INTERPRETED: tl.constexpr):
-    """Round to float16, limited to its finite range, two numbers at a time."""
-    if INTERPRETED:
-        return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
-    asm: tl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
-    return tl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
-
-
-@triton.jit
-def estimate_tile(
-    codes_ptr,  # of the pair, like all below
-    factors_ptr,
-    page_scores_ptr,
-    high_parts,  # tuple of int8 [TOKENS * BLOCK_B, TOKENS * GROUP]: the query's parts, by the bit that they meet
-    low_parts,
-    slope,  # [1, GROUP]
-    level,  # [1, GROUP]
-    offset_scale,
-    first,
-    end,
-    capacity,
-    PAGE_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    BYTES: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ABSENT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Estimate the scaled scores of BLOCK_T tokens, [BLOCK_T, GROUP]; -inf for absent heads, ABSENT from `end` on."""
-    tokens = first + tl.arange(0, BLOCK_T)
-    # A line holds the bytes of TOKENS tokens, DEPTH in all, as deep as a product of bytes must be.
-    DEPTH: tl.constexpr = TOKENS * BLOCK_B
-    lines = first // TOKENS + tl.arange(0, BLOCK_T // TOKENS)[:, None]
-    columns = tl.arange(0, DEPTH)[None, :]
-    high = tl.zeros((BLOCK_T // TOKENS, TOKENS * GROUP), tl.int32)
-    low = tl.zeros((BLOCK_T // TOKENS, TOKENS * GROUP), tl.int32)
-    for bit_plane in tl.static_range(BITS):
-        token_of_line = columns // BLOCK_B
-        at = codes_ptr + (lines.to(tl.int64) * TOKENS + token_of_line) * (BITS * BYTES) + bit_plane * BYTES
-        at += columns % BLOCK_B
-        if (BITS == 1) & (BYTES == BLOCK_B):
-            at = codes_ptr + lines.to(tl.int64) * DEPTH + columns
-        if WHOLE & (BYTES == BLOCK_B):
-            codes = tl.load(at)
-        else:
-            codes = tl.load(at, mask=(lines * TOKENS < capacity) & (columns % BLOCK_B < BYTES), other=0)
-        for bit in tl.static_range(8):
-            bits = bit_of_bytes(codes, bit, PLACE - BITS + 1 + bit_plane, INTERPRETED)
-            high = tl.dot(bits, high_parts[bit], high, out_dtype=tl.int32)
-            low = tl.dot(bits, low_parts[bit], low, out_dtype=tl.int32)
-    sums = tl.reshape((high * 128 + low).to(tl.float32), (BLOCK_T, GROUP)) * slope - level
-    # A page that is not coded yet may hold anything: results that mix tokens must not read it, others may.
-    last = end if ABSENT != 0.0 else capacity
-    if OFFSETS:
-        pairs = tl.arange(0, 2 * BLOCK_T)
-        at = factors_ptr + first * 2 + pairs
-        both = tl.load(at) if WHOLE & (ABSENT == 0.0) else tl.load(at, mask=first + pairs // 2 < last, other=0.0)
-        factor, offset = tl.split(tl.reshape(both, (BLOCK_T, 2)))
-        added = (offset.to(tl.float32) * offset_scale)[:, None]
-    else:
-        factor = tl.load(factors_ptr + tokens, mask=tokens < last, other=0.0)
-        added = tl.zeros((BLOCK_T, 1), tl.float32)
-    first_tokens = first + tl.arange(0, BLOCK_T // SLICE) * SLICE
-    at = page_scores_ptr + (first_tokens // PAGE_SIZE * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    if WHOLE & (ABSENT == 0.0):
-        of_pages = tl.load(at)
-    else:
-        of_pages = tl.load(at, mask=(first_tokens < last)[:, None], other=ABSENT)
-    of_pages = tl.reshape(tl.broadcast_to(of_pages[:, None, :], (BLOCK_T // SLICE, SLICE, GROUP)), (BLOCK_T, GROUP))
-    return (added + of_pages) + sums * factor.to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -141,7 +48,7 @@ def load_lse(
 def scan_codes_kernel(
     codes_ptr,  # uint8 [pairs, capacity, BITS, BYTES]
     factors_ptr,  # float16 [pairs, capacity, 1 + OFFSETS]
-    parts_ptr,  # int8 [pairs, 2 * GROUP, 8 * BLOCK_B]
+    parts_ptr,  # int8 [pairs, GROUP, BITS, 8 * BLOCK_B]
     lines_ptr,  # [pairs, 2, GROUP]: slope and level
     page_scores_ptr,  # [pairs, capacity / PAGE_SIZE, GROUP], -inf for absent heads
     program_lse_ptr,  # [pairs, programs, GROUP], base 2; written for "lse", read for "softmax"
@@ -202,17 +109,14 @@ def scan_codes_kernel(
     depth = tl.arange(0, TOKENS * BLOCK_B)[:, None]
     columns = tl.arange(0, TOKENS * GROUP)[None, :]
     is_own = depth // BLOCK_B == columns // GROUP
-    at = parts_ptr + (pair * GROUP + columns % GROUP) * (2 * 8 * BLOCK_B) + depth % BLOCK_B
-    high_parts = ()
-    low_parts = ()
-    for bit in tl.static_range(8):
-        high_parts += (tl.load(at + bit * BLOCK_B, mask=is_own, other=0),)  # type: ignore[assignment]
-        low_parts += (tl.load(at + (8 + bit) * BLOCK_B, mask=is_own, other=0),)  # type: ignore[assignment]
+    head = columns % GROUP
+    at = parts_ptr + (pair * GROUP + head) * (BITS * 8 * BLOCK_B) + depth % BLOCK_B
+    parts = ()
+    for bit in tl.static_range(8 * BITS):
+        parts += (tl.load(at + bit * BLOCK_B, mask=is_own, other=0),)  # type: ignore[assignment]
     lines_ptr += pair * (2 * GROUP)
-    # A value's unit is at place 6, or 5 if it has two bits.
-    unit: tl.constexpr = 1.0 / 2 ** (PLACE - BITS + 1)
-    slope = tl.load(lines_ptr + heads, mask=heads < HEADS, other=0.0)[None, :] * unit
-    level = tl.load(lines_ptr + GROUP + heads, mask=heads < HEADS, other=0.0)[None, :]
+    slope = tl.load(lines_ptr + heads, mask=heads < HEADS, other=0.0)[None, :]
+    level = tl.load(lines_ptr + GROUP + head, mask=head < HEADS, other=0.0).to(tl.int32) + FLOAT_BITS
     if RESULT == "lse":
         most = tl.full((BLOCK_T, GROUP), -1e30, tl.float32)
         total = tl.zeros((BLOCK_T, GROUP), tl.float32)
@@ -221,10 +125,9 @@ def scan_codes_kernel(
                 codes_ptr,
                 factors_ptr,
                 page_scores_ptr,
-                high_parts,
-                low_parts,
-                slope,
+                parts,
                 level,
+                slope,
                 offset_scale,
                 first,
                 end,
@@ -258,10 +161,9 @@ def scan_codes_kernel(
                 codes_ptr,
                 factors_ptr,
                 page_scores_ptr,
-                high_parts,
-                low_parts,
-                slope,
+                parts,
                 level,
+                slope,
                 offset_scale,
                 first,
                 end,

@@ -10,8 +10,8 @@ import torch
 from .._check import check_triton
 from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_power_of_2
 from .._tuning import choice
-from .query import prepare_query_kernel
-from .rotation import rotation
+from .query import HEADS_AT_ONCE, prepare_query_kernel
+from .rotation import rotation_levels
 from .scan import scan_codes_kernel
 
 PAGES_AT_ONCE = 64
@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
     """What the scan reads of the query, and the shapes that the launches share. Some launch before it writes it."""
 
     parts: torch.Tensor
-    """int8 [pairs, 2 * group, 8 * bytes]: the rotated query's parts, by the bit and the byte that they meet."""
+    """int8 [pairs, group, bits, 8 * bytes]: the rotated query, by the bit and the byte that its channels meet."""
     lines: torch.Tensor
     """float32 [pairs, 2, group]: slope and level of the line from products to scores."""
     page_scores: torch.Tensor
@@ -39,9 +39,8 @@ class Prepared(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Programs of a pair that prepare its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
-        heads: int = self.sizes["HEADS"]
-        return heads
+        """Programs of a pair that rotate its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
+        return cdiv(self.parts.shape[1], HEADS_AT_ONCE)
 
 
 def plan(
@@ -66,11 +65,11 @@ def plan(
     # The bytes of a token, and how many tokens make a line that is deep enough for a product. Their columns lie side by
     # side, so that a large group has fewer.
     block_b = max(4, next_power_of_2(head_dim // 8))
-    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
+    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // group))
     block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
     group = max(group, LEAST_COLUMNS // tokens_per_line)
     return Prepared(
-        torch.empty((pairs, 2 * group, 8 * block_b), dtype=torch.int8, device=query.device),
+        torch.empty((pairs, group, bits, 8 * block_b), dtype=torch.int8, device=query.device),
         torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device),
         torch.empty((pairs, capacity // page_size, group), dtype=torch.float32, device=query.device),
         scale,
@@ -118,10 +117,11 @@ def code_scores(
     prepared = plan(query, codes, query_centre, page_size=page_size, bits=bits, scale=scale, group_reduce=group_reduce)
     kv_heads, (pairs, pages, _) = codes.shape[1], prepared.page_scores.shape
     head_dim = query.shape[2]
+    levels, rotation_unit = rotation_levels(head_dim, query.device)
     prepare_query_kernel[(prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
         prepared.lines if query_centre is None else query_centre,
-        rotation(head_dim, query.device),
+        levels,
         centres,
         centre_scale,
         *row_bounds,
@@ -132,6 +132,7 @@ def code_scores(
         pages,
         first_page,
         prepared.scale,
+        rotation_unit,
         *query.stride(),
         HEAD_DIM=head_dim,
         SHARED_CENTRE=shared_centre,
@@ -160,7 +161,7 @@ def scan(
     group = sizes["GROUP"]
     config = choice("code_scan", device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
     # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
-    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // (2 * group)))
+    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // group))
     per_program = cdiv(num_tokens * pairs, multiprocessors(device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)

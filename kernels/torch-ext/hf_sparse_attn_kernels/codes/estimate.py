@@ -1,0 +1,116 @@
+"""Device code that estimates the scores of a tile of tokens: bits stay packed until they are operands of a product."""
+# Triton's decorator is untyped, and so are a kernel's arguments.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+
+from . import MOST_HALF, SHIFTS, UNIT_PLACE
+
+LIMIT = tl.constexpr(MOST_HALF)
+BIT_SHIFTS = tl.constexpr(SHIFTS)
+PLACE = tl.constexpr(UNIT_PLACE)
+WHOLE_FLOAT = tl.constexpr(12582912.0)
+"""1.5 * 2 ** 23. Sums that begin with its bits are float32 as they stand, while they are below 2 ** 22."""
+FLOAT_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def shift_bytes(codes, SHIFT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Shift every byte to the left, or to the right if SHIFT is negative; bits of its neighbours may come in."""
+    if SHIFT == 0:
+        return codes
+    if INTERPRETED:
+        return codes << SHIFT if SHIFT > 0 else codes >> -SHIFT
+    # Four bytes at a time.
+    asm: tl.constexpr = f"shl.b32 $0, $1, {SHIFT};" if SHIFT > 0 else f"shr.b32 $0, $1, {-SHIFT};"
+    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def mask_bytes(codes, PLACE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the bit at PLACE of every byte as int8: 0 or 2 ** PLACE."""
+    if INTERPRETED:
+        return (codes & (1 << PLACE)).to(tl.int8)
+    asm: tl.constexpr = f"and.b32 $0, $1, {(1 << PLACE) * 0x01010101};"
+    return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def to_finite_half(x, INTERPRETED: tl.constexpr):
+    """Round to float16, limited to its finite range, two numbers at a time."""
+    if INTERPRETED:
+        return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
+    asm: tl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def estimate_tile(
+    codes_ptr,  # of the pair, like all below
+    factors_ptr,
+    page_scores_ptr,
+    parts,  # tuple of int8 [TOKENS * BLOCK_B, TOKENS * GROUP]: the query's channels, by the bit that they meet
+    level,  # int32 [1, TOKENS * GROUP]: what sums begin with
+    slope,  # [1, GROUP]
+    offset_scale,
+    first,
+    end,
+    capacity,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ABSENT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Estimate the scaled scores of BLOCK_T tokens, [BLOCK_T, GROUP]; -inf for absent heads, ABSENT from `end` on."""
+    tokens = first + tl.arange(0, BLOCK_T)
+    # A line holds the bytes of TOKENS tokens, DEPTH in all, as deep as a product of bytes must be.
+    DEPTH: tl.constexpr = TOKENS * BLOCK_B
+    lines = first // TOKENS + tl.arange(0, BLOCK_T // TOKENS)[:, None]
+    columns = tl.arange(0, DEPTH)[None, :]
+    sums = tl.zeros((BLOCK_T // TOKENS, TOKENS * GROUP), tl.int32) + level
+    for bit_plane in tl.static_range(BITS):
+        token_of_line = columns // BLOCK_B
+        at = codes_ptr + (lines.to(tl.int64) * TOKENS + token_of_line) * (BITS * BYTES) + bit_plane * BYTES
+        at += columns % BLOCK_B
+        if (BITS == 1) & (BYTES == BLOCK_B):
+            at = codes_ptr + lines.to(tl.int64) * DEPTH + columns
+        if WHOLE & (BYTES == BLOCK_B):
+            codes = tl.load(at)
+        else:
+            codes = tl.load(at, mask=(lines * TOKENS < capacity) & (columns % BLOCK_B < BYTES), other=0)
+        for bit in tl.static_range(8):
+            # The same shift of several bits is one instruction.
+            shifted = shift_bytes(codes, BIT_SHIFTS[bit_plane][bit], INTERPRETED)
+            bits = mask_bytes(shifted, bit + BIT_SHIFTS[bit_plane][bit], INTERPRETED)
+            sums = tl.dot(bits, parts[8 * bit_plane + bit], sums, out_dtype=tl.int32)
+    products = tl.reshape(sums.to(tl.float32, bitcast=True) - WHOLE_FLOAT, (BLOCK_T, GROUP)) * slope
+    # A page that is not coded yet may hold anything: results that mix tokens must not read it, others may.
+    last = end if ABSENT != 0.0 else capacity
+    if OFFSETS:
+        pairs = tl.arange(0, 2 * BLOCK_T)
+        at = factors_ptr + first * 2 + pairs
+        both = tl.load(at) if WHOLE & (ABSENT == 0.0) else tl.load(at, mask=first + pairs // 2 < last, other=0.0)
+        factor, offset = tl.split(tl.reshape(both, (BLOCK_T, 2)))
+        added = (offset.to(tl.float32) * offset_scale)[:, None]
+    else:
+        factor = tl.load(factors_ptr + tokens, mask=tokens < last, other=0.0)
+        added = tl.zeros((BLOCK_T, 1), tl.float32)
+    # Tokens that lie in one page.
+    IN_PAGE: tl.constexpr = PAGE_SIZE & -PAGE_SIZE
+    SLICE: tl.constexpr = IN_PAGE if IN_PAGE < BLOCK_T else BLOCK_T
+    first_tokens = first + tl.arange(0, BLOCK_T // SLICE) * SLICE
+    at = page_scores_ptr + (first_tokens // PAGE_SIZE * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    if WHOLE & (ABSENT == 0.0):
+        of_pages = tl.load(at)
+    else:
+        of_pages = tl.load(at, mask=(first_tokens < last)[:, None], other=ABSENT)
+    of_pages = tl.reshape(tl.broadcast_to(of_pages[:, None, :], (BLOCK_T // SLICE, SLICE, GROUP)), (BLOCK_T, GROUP))
+    return (added + of_pages) + products * factor.to(tl.float32)[:, None]
