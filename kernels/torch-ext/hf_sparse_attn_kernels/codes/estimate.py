@@ -5,11 +5,11 @@
 import triton
 import triton.language as tl
 
-from . import MOST_HALF, SHIFTS, UNIT_PLACE
+from . import MOST_HALF, SHIFTS
 
 LIMIT = tl.constexpr(MOST_HALF)
 BIT_SHIFTS = tl.constexpr(SHIFTS)
-PLACE = tl.constexpr(UNIT_PLACE)
+PLACES = tl.constexpr(tuple(tuple(bit + shift for bit, shift in enumerate(shifts)) for shifts in SHIFTS))
 WHOLE_FLOAT = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23. Sums that begin with its bits are float32 as they stand, while they are below 2 ** 22."""
 FLOAT_BITS = tl.constexpr(0x4B400000)
@@ -34,6 +34,21 @@ def mask_bytes(codes, PLACE: tl.constexpr, INTERPRETED: tl.constexpr):
         return (codes & (1 << PLACE)).to(tl.int8)
     asm: tl.constexpr = f"and.b32 $0, $1, {(1 << PLACE) * 0x01010101};"
     return tl.inline_asm_elementwise(asm, "=r,r", [codes], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def level_of_products(parts, BITS: tl.constexpr, LINES: tl.constexpr):
+    """Return what sums begin with, int32 [1, columns]: what makes products with symbols of those with values.
+
+    It is a product itself. Besides, the compiler then brings the parts into the layout of an operand here, not in each
+    turn of the loop.
+    """
+    DEPTH: tl.constexpr = parts[0].shape[0]
+    level = tl.zeros((LINES, parts[0].shape[1]), tl.int32)
+    for bit in tl.static_range(8 * BITS):
+        half = tl.full((LINES, DEPTH), -(2 ** (PLACES[bit // 8][bit % 8] - 1)), tl.int8)
+        level = tl.dot(half, parts[bit], level, out_dtype=tl.int32)
+    return (tl.max(level, axis=0) + FLOAT_BITS)[None, :]
 
 
 @triton.jit
@@ -89,7 +104,7 @@ def estimate_tile(
         for bit in tl.static_range(8):
             # The same shift of several bits is one instruction.
             shifted = shift_bytes(codes, BIT_SHIFTS[bit_plane][bit], INTERPRETED)
-            bits = mask_bytes(shifted, bit + BIT_SHIFTS[bit_plane][bit], INTERPRETED)
+            bits = mask_bytes(shifted, PLACES[bit_plane][bit], INTERPRETED)
             sums = tl.dot(bits, parts[8 * bit_plane + bit], sums, out_dtype=tl.int32)
     products = tl.reshape(sums.to(tl.float32, bitcast=True) - WHOLE_FLOAT, (BLOCK_T, GROUP)) * slope
     # A page that is not coded yet may hold anything: results that mix tokens must not read it, others may.

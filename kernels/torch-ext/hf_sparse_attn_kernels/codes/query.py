@@ -59,7 +59,7 @@ def prepare_query(
     centres_ptr,  # as for `score_centres`, like the next
     centre_scale_ptr,
     parts_ptr,  # int8 [pairs, GROUP, BITS, 8 * BLOCK_B], written like all below
-    lines_ptr,  # [pairs, 2, GROUP]: slope and level
+    slopes_ptr,  # [pairs, GROUP]
     page_scores_ptr,  # as for `score_centres`
     counter_ptr,
     pages,
@@ -90,8 +90,7 @@ def prepare_query(
             query_centre_ptr + pair * HEAD_DIM,
             rotation_ptr,
             parts_ptr + (pair * GROUP + first_head) * (BITS * 8 * BLOCK_B),
-            lines_ptr + pair * (2 * GROUP) + first_head,
-            lines_ptr + pair * (2 * GROUP) + GROUP + first_head,
+            slopes_ptr + pair * GROUP + first_head,
             scale * rotation_unit,
             query_stride_h,
             query_stride_d,
@@ -140,7 +139,7 @@ def prepare_query_kernel(
     start_ptr,
     end_ptr,
     parts_ptr,  # as for `prepare_query`, like the next three
-    lines_ptr,
+    slopes_ptr,
     page_scores_ptr,
     counter_ptr,
     kv_heads,
@@ -180,7 +179,7 @@ def prepare_query_kernel(
         centres_ptr,
         centre_scale_ptr,
         parts_ptr,
-        lines_ptr,
+        slopes_ptr,
         page_scores_ptr,
         counter_ptr,
         pages,

@@ -70,9 +70,8 @@ def rotate_heads(
     query_ptr,  # of the row and the first of these heads
     query_centre_ptr,  # of the pair
     rotation_ptr,  # int8 [HEAD_DIM, HEAD_DIM]
-    parts_ptr,  # of the first of these heads, like the next two
-    slope_ptr,
-    level_ptr,
+    parts_ptr,  # of the first of these heads, like the next
+    slopes_ptr,
     scale,  # of the scores, times the unit of the rotation
     query_stride_h,
     query_stride_d,
@@ -84,7 +83,10 @@ def rotate_heads(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rotate queries, less their centre, and store their parts, and the line from products of bits to scores."""
+    """Rotate queries, less their centre, and store them by the bits that their channels meet, with their slopes.
+
+    A slope times the products of bits is the product of the query and the symbols.
+    """
     parts, unit = load_in_units(
         query_ptr,
         query_centre_ptr,
@@ -108,7 +110,6 @@ def rotate_heads(
         rotated += (products,)  # type: ignore[assignment]
         greatest = tl.maximum(greatest, tl.max(tl.abs(products), axis=0))
     rotated_unit = greatest * PER_ROTATED_UNIT
-    total = tl.zeros((AT_ONCE,), tl.float32)
     head = tl.arange(0, AT_ONCE)
     # Channel i * (HEAD_DIM // 8) + j meets bit i of byte j. The scan has BLOCK_B bytes, of which absent ones are 0.
     BYTES: tl.constexpr = HEAD_DIM // 8
@@ -116,7 +117,6 @@ def rotate_heads(
     for part in tl.static_range(0, BLOCK_D // ROWS):
         rows = part * ROWS + tl.arange(0, ROWS)
         whole = tl.floor(tl.div_rn(rotated[part], tl.broadcast_to(rotated_unit[None, :], (ROWS, AT_ONCE))) + 0.5)
-        total += tl.sum(whole, axis=0)
         at = parts_ptr + (rows // BYTES * BLOCK_B + rows % BYTES)[:, None]
         mask = (rows < HEAD_DIM)[:, None] & (head < heads)[None, :]
         for plane in tl.static_range(BITS):
@@ -124,7 +124,5 @@ def rotate_heads(
             for bit in tl.static_range(8):
                 factor = tl.where(rows // BYTES == bit, FACTORS[plane][bit], factor)
             tl.store(at + plane * (8 * BLOCK_B), (whole * factor[:, None]).to(tl.int8), mask=mask)
-    # With values v, the symbols are s = 2 v - (2 ** BITS - 1), and the products are those with 2 ** PLACE * v.
-    TWICE: tl.constexpr = 2 ** (PLACE - 1)
-    tl.store(slope_ptr + head, unit * rotated_unit * (scale / TWICE), mask=head < heads)
-    tl.store(level_ptr + head, total * (-TWICE * (2**BITS - 1)), mask=head < heads)
+    # The symbols are 2 v - (2 ** BITS - 1) for values v, and products are those with 2 ** (PLACE - 1) of a symbol.
+    tl.store(slopes_ptr + head, unit * rotated_unit * (scale / 2 ** (PLACE - 1)), mask=head < heads)

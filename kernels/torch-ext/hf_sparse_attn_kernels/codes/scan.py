@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._triton import prefetch, wait_for_previous_kernel
-from .estimate import FLOAT_BITS, estimate_tile, to_finite_half
+from .estimate import estimate_tile, level_of_products, to_finite_half
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -49,7 +49,7 @@ def scan_codes_kernel(
     codes_ptr,  # uint8 [pairs, capacity, BITS, BYTES]
     factors_ptr,  # float16 [pairs, capacity, 1 + OFFSETS]
     parts_ptr,  # int8 [pairs, GROUP, BITS, 8 * BLOCK_B]
-    lines_ptr,  # [pairs, 2, GROUP]: slope and level
+    slopes_ptr,  # [pairs, GROUP]
     page_scores_ptr,  # [pairs, capacity / PAGE_SIZE, GROUP], -inf for absent heads
     program_lse_ptr,  # [pairs, programs, GROUP], base 2; written for "lse", read for "softmax"
     start_ptr,
@@ -72,6 +72,7 @@ def scan_codes_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TOKENS: tl.constexpr,
+    LEAST_LINES: tl.constexpr,
     WHOLE: tl.constexpr,
     CODE_LINES: tl.constexpr,
     FACTOR_LINES: tl.constexpr,
@@ -108,15 +109,13 @@ def scan_codes_kernel(
     # One block for each token of a line, so that each meets its own bytes.
     depth = tl.arange(0, TOKENS * BLOCK_B)[:, None]
     columns = tl.arange(0, TOKENS * GROUP)[None, :]
-    is_own = depth // BLOCK_B == columns // GROUP
-    head = columns % GROUP
-    at = parts_ptr + (pair * GROUP + head) * (BITS * 8 * BLOCK_B) + depth % BLOCK_B
+    is_own = (depth // BLOCK_B == columns // GROUP) & (depth % BLOCK_B < BYTES)
+    at = parts_ptr + (pair * GROUP + columns % GROUP) * (BITS * 8 * BLOCK_B) + depth % BLOCK_B
     parts = ()
     for bit in tl.static_range(8 * BITS):
         parts += (tl.load(at + bit * BLOCK_B, mask=is_own, other=0),)  # type: ignore[assignment]
-    lines_ptr += pair * (2 * GROUP)
-    slope = tl.load(lines_ptr + heads, mask=heads < HEADS, other=0.0)[None, :]
-    level = tl.load(lines_ptr + GROUP + head, mask=head < HEADS, other=0.0).to(tl.int32) + FLOAT_BITS
+    level = level_of_products(parts, BITS, LEAST_LINES)
+    slope = tl.load(slopes_ptr + pair * GROUP + heads, mask=heads < HEADS, other=0.0)[None, :]
     if RESULT == "lse":
         most = tl.full((BLOCK_T, GROUP), -1e30, tl.float32)
         total = tl.zeros((BLOCK_T, GROUP), tl.float32)

@@ -27,8 +27,8 @@ class Prepared(NamedTuple):
 
     parts: torch.Tensor
     """int8 [pairs, group, bits, 8 * bytes]: the rotated query, by the bit and the byte that its channels meet."""
-    lines: torch.Tensor
-    """float32 [pairs, 2, group]: slope and level of the line from products to scores."""
+    slopes: torch.Tensor
+    """float32 [pairs, group]: from products to scores."""
     page_scores: torch.Tensor
     """float32 [pairs, pages, group]: the products of queries and centres."""
     scale: float
@@ -70,7 +70,7 @@ def plan(
     group = max(group, LEAST_COLUMNS // tokens_per_line)
     return Prepared(
         torch.empty((pairs, group, bits, 8 * block_b), dtype=torch.int8, device=query.device),
-        torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device),
+        torch.empty((pairs, group), dtype=torch.float32, device=query.device),
         torch.empty((pairs, capacity // page_size, group), dtype=torch.float32, device=query.device),
         scale,
         softmax,
@@ -120,13 +120,13 @@ def code_scores(
     levels, rotation_unit = rotation_levels(head_dim, query.device)
     prepare_query_kernel[(prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
-        prepared.lines if query_centre is None else query_centre,
+        prepared.slopes if query_centre is None else query_centre,
         levels,
         centres,
         centre_scale,
         *row_bounds,
         *prepared[:3],
-        prepared.lines if counter is None else counter,
+        prepared.slopes if counter is None else counter,
         kv_heads,
         num_tokens,
         pages,
@@ -166,7 +166,7 @@ def scan(
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
     scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=device)
-    program_lse = prepared.lines
+    program_lse = prepared.slopes
     if prepared.softmax:
         program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
     fetched = min(tokens_per_program, MOST_FETCHED)
@@ -175,6 +175,7 @@ def scan(
         "BLOCK_T": block_t,
         "BLOCK_P": next_power_of_2(programs),
         "TOKENS": tokens_per_line,
+        "LEAST_LINES": 16 * config["warps"],
         "WHOLE": capacity % block_t == 0,
         # Lines of 128 bytes of codes, and of factors, that a program asks for before it waits.
         "CODE_LINES": next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),

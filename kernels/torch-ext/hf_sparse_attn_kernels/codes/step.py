@@ -36,7 +36,7 @@ def append_and_prepare_kernel(
     rotation_ptr,  # [HEAD_DIM, HEAD_DIM], like the next
     levels_ptr,  # int8: in units
     parts_ptr,  # as for `prepare_query`, like the next three
-    lines_ptr,
+    slopes_ptr,
     page_scores_ptr,
     counter_ptr,
     kv_heads,
@@ -134,7 +134,7 @@ def append_and_prepare_kernel(
             centres_ptr,
             centre_scale_ptr,
             parts_ptr,
-            lines_ptr,
+            slopes_ptr,
             page_scores_ptr,
             counter_ptr,
             pages,
@@ -202,11 +202,11 @@ def append_and_select_tokens(
         centre_scale,
         coded,
         *row_bounds,
-        prepared.lines if query_centre is None else query_centre,
+        prepared.slopes if query_centre is None else query_centre,
         rotation(head_dim, query.device),
         levels,
         *prepared[:3],
-        prepared.lines if counter is None else counter,
+        prepared.slopes if counter is None else counter,
         codes.shape[1],
         num_tokens,
         pages,
