@@ -38,6 +38,8 @@ def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens, first_pa
             estimates, rounding = (each[:, first:] for each in estimates_of(coded, row, head, tokens, scale))
             if softmax and len(estimates) > 1:
                 wanted = estimates.log_softmax(dim=1).logsumexp(dim=0)
+                # Estimates are kept in float16.
+                rounding = rounding + 1.01 * HALF * estimates.abs()
                 allowed = rounding.amax(dim=0) + rounding.amax()
             else:
                 wanted, allowed = estimates.amax(dim=0), rounding.amax(dim=0)

@@ -52,11 +52,30 @@ def level_of_products(parts, BITS: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
+def fast_exp2(x, INTERPRETED: tl.constexpr):
+    """Return 2 ** x within 2 units in the last place, 0 below 2 ** -126: one instruction."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def to_finite_half(x, INTERPRETED: tl.constexpr):
     """Round to float16, limited to its finite range, two numbers at a time."""
     if INTERPRETED:
         return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float16)
     asm: tl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def to_estimate(x, INTERPRETED: tl.constexpr):
+    """Round to float16 as estimates are kept: at most its greatest number, and -inf below its least."""
+    if INTERPRETED:
+        return tl.where(x < -LIMIT, float("-inf"), tl.minimum(x, LIMIT)).to(tl.float16)
+    asm: tl.constexpr = (
+        "{ .reg .b32 t, most; mov.b32 most, 0x7bff7bff; cvt.rn.f16x2.f32 t, $2, $1; min.f16x2 $0, t, most; }"
+    )
     return tl.inline_asm_elementwise(asm, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
 
 
@@ -84,23 +103,28 @@ def estimate_tile(
     ABSENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Estimate the scaled scores of BLOCK_T tokens, [BLOCK_T, GROUP]; -inf for absent heads, ABSENT from `end` on."""
-    tokens = first + tl.arange(0, BLOCK_T)
+    """Estimate the scaled scores of BLOCK_T tokens.
+
+    Return them without the offset that all heads add, [BLOCK_T, GROUP], and the offset, [BLOCK_T]. Scores are -inf for
+    absent heads, and ABSENT from `end` on.
+    """
+    tokens = tl.arange(0, BLOCK_T)
     # A line holds the bytes of TOKENS tokens, DEPTH in all, as deep as a product of bytes must be.
     DEPTH: tl.constexpr = TOKENS * BLOCK_B
-    lines = first // TOKENS + tl.arange(0, BLOCK_T // TOKENS)[:, None]
+    lines = tl.arange(0, BLOCK_T // TOKENS)[:, None]
     columns = tl.arange(0, DEPTH)[None, :]
+    first_place = tl.full((), 0, tl.int64) + first
+    codes_ptr += first_place * (BITS * BYTES)
+    factors_ptr += first_place * (1 + OFFSETS)
     sums = tl.zeros((BLOCK_T // TOKENS, TOKENS * GROUP), tl.int32) + level
     for bit_plane in tl.static_range(BITS):
-        token_of_line = columns // BLOCK_B
-        at = codes_ptr + (lines.to(tl.int64) * TOKENS + token_of_line) * (BITS * BYTES) + bit_plane * BYTES
-        at += columns % BLOCK_B
+        at = codes_ptr + (lines * TOKENS + columns // BLOCK_B) * (BITS * BYTES) + bit_plane * BYTES + columns % BLOCK_B
         if (BITS == 1) & (BYTES == BLOCK_B):
-            at = codes_ptr + lines.to(tl.int64) * DEPTH + columns
+            at = codes_ptr + (lines * DEPTH + columns)
         if WHOLE & (BYTES == BLOCK_B):
             codes = tl.load(at)
         else:
-            codes = tl.load(at, mask=(lines * TOKENS < capacity) & (columns % BLOCK_B < BYTES), other=0)
+            codes = tl.load(at, mask=(first + lines * TOKENS < capacity) & (columns % BLOCK_B < BYTES), other=0)
         for bit in tl.static_range(8):
             # The same shift of several bits is one instruction.
             shifted = shift_bytes(codes, BIT_SHIFTS[bit_plane][bit], INTERPRETED)
@@ -111,21 +135,22 @@ def estimate_tile(
     last = end if ABSENT != 0.0 else capacity
     if OFFSETS:
         pairs = tl.arange(0, 2 * BLOCK_T)
-        at = factors_ptr + first * 2 + pairs
+        at = factors_ptr + pairs
         both = tl.load(at) if WHOLE & (ABSENT == 0.0) else tl.load(at, mask=first + pairs // 2 < last, other=0.0)
         factor, offset = tl.split(tl.reshape(both, (BLOCK_T, 2)))
-        added = (offset.to(tl.float32) * offset_scale)[:, None]
+        offset = offset.to(tl.float32) * offset_scale
     else:
-        factor = tl.load(factors_ptr + tokens, mask=tokens < last, other=0.0)
-        added = tl.zeros((BLOCK_T, 1), tl.float32)
+        factor = tl.load(factors_ptr + tokens, mask=first + tokens < last, other=0.0)
+        offset = tl.zeros((BLOCK_T,), tl.float32)
     # Tokens that lie in one page.
     IN_PAGE: tl.constexpr = PAGE_SIZE & -PAGE_SIZE
     SLICE: tl.constexpr = IN_PAGE if IN_PAGE < BLOCK_T else BLOCK_T
-    first_tokens = first + tl.arange(0, BLOCK_T // SLICE) * SLICE
-    at = page_scores_ptr + (first_tokens // PAGE_SIZE * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    slices = tl.arange(0, BLOCK_T // SLICE)
+    pages = first // PAGE_SIZE + slices if PAGE_SIZE == SLICE else (first + slices * SLICE) // PAGE_SIZE
+    at = page_scores_ptr + (pages * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     if WHOLE & (ABSENT == 0.0):
         of_pages = tl.load(at)
     else:
-        of_pages = tl.load(at, mask=(first_tokens < last)[:, None], other=ABSENT)
+        of_pages = tl.load(at, mask=(first + slices * SLICE < last)[:, None], other=ABSENT)
     of_pages = tl.reshape(tl.broadcast_to(of_pages[:, None, :], (BLOCK_T // SLICE, SLICE, GROUP)), (BLOCK_T, GROUP))
-    return (added + of_pages) + products * factor.to(tl.float32)[:, None]
+    return of_pages + products * factor.to(tl.float32)[:, None], offset

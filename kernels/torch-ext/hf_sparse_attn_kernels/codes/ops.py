@@ -181,8 +181,9 @@ def code_scores(
         Default: head_dim ** -0.5.
     group_reduce : {"max", "softmax"}
         "max": the greatest z_h(t). "softmax": log sum_h exp(z_h(t) - log sum_t' exp z_h(t')), where t' are the row's
-        candidates: each head's estimates are normalised over the row, then added. It reads the codes twice. With
-        one query head per KV head both orders are the same, and nothing is normalised.
+        candidates: each head's estimates are normalised over the row, then added. The estimates are rounded to float16
+        in base 2, and memory holds them meanwhile: 2 bytes a token for each head of the groups, which count as 4, or
+        the next power of two. With one query head per KV head both orders are the same, and nothing is normalised.
     num_tokens : int, optional
         Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: the tokens of `codes`.
     counter : torch.Tensor, optional

@@ -1,5 +1,6 @@
 """Torch references of the ops on key codes."""
 
+import math
 from typing import Any
 
 import torch
@@ -83,8 +84,12 @@ def code_scores(
     if group_reduce == "max" or estimates.shape[2] == 1:
         reduced = estimates.amax(dim=2)
     else:
-        estimates.masked_fill_(is_absent[:, None, None], float("-inf"))
-        reduced = estimates.log_softmax(dim=3).logsumexp(dim=2)
+        if not is_exact:
+            # Kept in base 2, at most the greatest number of float16, and -inf below the least.
+            estimates = (estimates / math.log(2)).clamp_(max=MOST_HALF).half().double() * math.log(2)
+        estimates = estimates.masked_fill_(is_absent[:, None, None], float("-inf"))
+        lse = estimates.logsumexp(dim=3, keepdim=True).clamp_(min=-1e30)
+        reduced = (estimates - lse).logsumexp(dim=2)
     if not is_exact:
         reduced = reduced.clamp_(-MOST_HALF, MOST_HALF).to(dtype)
     reduced.masked_fill_(is_absent[:, None], float("-inf"))

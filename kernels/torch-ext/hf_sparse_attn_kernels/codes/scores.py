@@ -1,4 +1,4 @@
-"""Triton launcher of `code_scores`: one launch prepares the query, one or two scan the codes."""
+"""Triton launcher of `code_scores`: one launch prepares the query, one scans the codes, one more reduces by softmax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from .._tuning import choice
 from .query import HEADS_AT_ONCE, prepare_query_kernel
 from .rotation import rotation_levels
 from .scan import scan_codes_kernel
+from .softmax import reduce_estimates_kernel
 
 PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
 MOST_FETCHED = 4096  # tokens of a program
+REDUCED_AT_ONCE = 8192  # estimates of a program
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
 
@@ -154,7 +156,7 @@ def scan(
     num_tokens: int,
     first_page: int = 0,
 ) -> torch.Tensor:
-    """Launch `scan_codes_kernel`, twice for a reduction by softmax; return the scores."""
+    """Launch `scan_codes_kernel`, and for a reduction by softmax `reduce_estimates_kernel`; return the scores."""
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, head_dim = batch * kv_heads, codes.device, 8 * codes.shape[4]
     sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line
@@ -166,41 +168,58 @@ def scan(
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
     scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=device)
-    program_lse = prepared.slopes
+    estimates = program_lse = prepared.slopes
     if prepared.softmax:
+        estimates = torch.empty((pairs, num_tokens, group), dtype=torch.float16, device=device)
         program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
     fetched = min(tokens_per_program, MOST_FETCHED)
-    launch: dict[str, Any] = {
-        "BYTES": head_dim // 8,
-        "BLOCK_T": block_t,
-        "BLOCK_P": next_power_of_2(programs),
-        "TOKENS": tokens_per_line,
-        "LEAST_LINES": 16 * config["warps"],
-        "WHOLE": capacity % block_t == 0,
+    launch: dict[str, Any] = {"INTERPRETED": INTERPRET, **launch_options(device)}
+    scan_codes_kernel[(programs, pairs)](
+        codes,
+        factors,
+        *prepared[:3],
+        estimates,
+        program_lse,
+        *row_bounds,
+        scores,
+        kv_heads,
+        num_tokens,
+        capacity,
+        first_page,
+        tokens_per_program,
+        prepared.scale * head_dim**0.5,
+        BYTES=head_dim // 8,
+        SOFTMAX=prepared.softmax,
+        BLOCK_T=block_t,
+        TOKENS=tokens_per_line,
+        LEAST_LINES=16 * config["warps"],
+        WHOLE=capacity % block_t == 0,
         # Lines of 128 bytes of codes, and of factors, that a program asks for before it waits.
-        "CODE_LINES": next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
-        "FACTOR_LINES": next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
-        "STAGES": config["stages"],
-        "INTERPRETED": INTERPRET,
-        "num_warps": config["warps"],
+        CODE_LINES=next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
+        FACTOR_LINES=next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
+        STAGES=config["stages"],
+        num_warps=config["warps"],
         **sizes,
-        **launch_options(device),
-    }
-    for result in ("lse", "softmax") if prepared.softmax else ("max",):
-        scan_codes_kernel[(programs, pairs)](
-            codes,
-            factors,
-            *prepared[:3],
+        **launch,
+    )
+    if prepared.softmax:
+        tile = max(1, REDUCED_AT_ONCE // group)
+        reduce_estimates_kernel[(cdiv(num_tokens, tile), pairs)](
+            estimates,
             program_lse,
             *row_bounds,
             scores,
             kv_heads,
             num_tokens,
-            capacity,
             first_page,
+            programs,
             tokens_per_program,
-            prepared.scale * head_dim**0.5,
-            RESULT=result,
+            HEADS=sizes["HEADS"],
+            GROUP=group,
+            PAGE_SIZE=sizes["PAGE_SIZE"],
+            BLOCK_T=tile,
+            BLOCK_P=next_power_of_2(programs),
+            num_warps=4,
             **launch,
         )
     return scores
