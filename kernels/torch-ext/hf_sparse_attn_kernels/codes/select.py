@@ -52,12 +52,12 @@ MANY = tl.constexpr(8)  # candidates for each choice: as many come from ties
 
 @triton.jit
 def load_tokens(scores_ptr, groups, num_tokens, PADDED: tl.constexpr):
-    """Return the bits of the scores in groups of tokens, and the tokens, -1 for none; all int32 [groups, TOGETHER]."""
+    """Return the bits of the scores in groups of tokens, the tokens, and whether they exist; [groups, TOGETHER]."""
     tokens = groups[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
     exists = tokens < num_tokens
     mask = tokens < (num_tokens + 15) // 16 * 16 if PADDED else exists
     scores = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg")
-    return scores.to(tl.int16, bitcast=True).to(tl.int32), tl.where(exists, tokens, -1)
+    return scores.to(tl.int16, bitcast=True).to(tl.int32), tokens, exists
 
 
 @triton.jit
@@ -73,8 +73,7 @@ def load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN: tl.c
     places = at[:, None] + tl.arange(0, TOGETHER)[None, :]
     mask = (groups < num_groups)[:, None]
     candidates = tl.load(candidates_ptr + places, mask=mask, other=-1, cache_modifier=".cg")
-    tokens = (at & -SPAN)[:, None] + (candidates >> 16)
-    return (candidates << 16) >> 16, tl.where(candidates >= 0, tokens, -1)
+    return (candidates << 16) >> 16, (at & -SPAN)[:, None] + (candidates >> 16), candidates >= 0
 
 
 @triton.jit
@@ -95,14 +94,14 @@ def load_groups(
     """Return GROUPS groups' keys, FORCED for tokens always chosen and ABSENT for none; and the tokens."""
     groups = first + tl.arange(0, GROUPS)
     if SPAN == 0:
-        bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+        bits, tokens, exists = load_tokens(scores_ptr, groups, all_tokens, PADDED)
     else:
         if all_tokens > 0:
-            bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+            bits, tokens, exists = load_tokens(scores_ptr, groups, all_tokens, PADDED)
         else:
-            bits, tokens = load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN)
+            bits, tokens, exists = load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN)
     keys = tl.where((tokens < sink_tokens) | (tokens >= newest_page), FORCED, key_of_bits(bits))
-    return tl.where(tokens >= 0, keys, ABSENT), tokens
+    return tl.where(exists, keys, ABSENT), tokens
 
 
 @triton.jit
@@ -268,7 +267,7 @@ def select_tokens_by_score(
             SPAN=span,
             TILE=TILE,
             SAMPLED=sampled_groups(num_tokens),
-            num_warps=max(1, TILE // 512),
+            num_warps=max(1, TILE // 1024),
             **launch,
         )
         at_once = round(4 / 3 * expected_candidates(num_tokens, max_tokens))
