@@ -100,6 +100,17 @@ def test_tokens_before_the_first_page_are_no_candidates(impl, group_reduce, grou
         _check(found, coded, lengths, softmax=group_reduce == "softmax", **sizes)
 
 
+def _rounding(coded: Coded, scores: torch.Tensor, group_reduce: str) -> torch.Tensor:
+    """Bound the difference of scores whose float32 numbers round to neighbours in float16."""
+    numbers = scores.abs()
+    if group_reduce == "softmax":
+        tokens = coded.rows.lengths[0] // 16 * 16
+        heads = range(coded.coded.shape[1])
+        scale = coded.rows.query.shape[2] ** -0.5
+        numbers = numbers + max(estimates_of(coded, 0, head, tokens, scale)[0].abs().max() for head in heads)
+    return 2 * HALF * numbers + 1e-5
+
+
 @pytest.mark.parametrize("options", [{}, {"head_dim": 80, "bits": 2}, {"head_dim": 128, "centred": False}])
 def test_both_implementations_round_alike(options):
     """The products are exact in both, so that few scores differ, and these by one rounding to float16."""
@@ -108,7 +119,7 @@ def test_both_implementations_round_alike(options):
     for group_reduce in ("max", "softmax"):
         ours, theirs = (_score(coded, group_reduce=group_reduce, impl=impl)[..., :192].float() for impl in IMPLS)
         assert (ours == theirs).float().mean() > 0.98
-        assert ((ours - theirs).abs() <= 2 * HALF * theirs.abs() + 1e-5).all()
+        assert ((ours - theirs).abs() <= _rounding(coded, theirs, group_reduce)).all()
 
 
 def test_the_reference_in_float64():
@@ -165,7 +176,8 @@ def test_no_choice_changes_a_result(candidate):
                 group_reduce=group_reduce,
                 impl="triton",
             )
-        assert ((found == expected) | ((found - expected).abs() <= 2 * HALF * expected.abs())).all()
+        allowed = _rounding(coded, expected.float(), group_reduce)
+        assert ((found == expected) | ((found - expected).abs() <= allowed)).all()
 
 
 @pytest.mark.parametrize(("bits", "deviation"), [(1, math.sqrt(math.pi / 2 - 1)), (2, 0.37)])

@@ -19,7 +19,7 @@ PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
 MOST_FETCHED = 4096  # tokens of a program
-REDUCED_AT_ONCE = 8192  # estimates of a program
+LEAST_REDUCED, MOST_REDUCED = 2048, 8192  # estimates that a program reduces
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
 
@@ -162,8 +162,10 @@ def scan(
     sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line
     group = sizes["GROUP"]
     config = choice("code_scan", device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
-    # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
-    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // group))
+    # A tile of a large group is smaller, so that its sums, and those of weights, stay in registers. A warp has at least
+    # 16 lines.
+    most = (2048 if prepared.softmax else 4096) // group
+    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], most))
     per_program = cdiv(num_tokens * pairs, multiprocessors(device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
@@ -203,7 +205,8 @@ def scan(
         **launch,
     )
     if prepared.softmax:
-        tile = max(1, REDUCED_AT_ONCE // group)
+        reduced = next_power_of_2(cdiv(pairs * num_tokens * group, 4 * multiprocessors(device)))
+        tile = max(LEAST_REDUCED, min(reduced, MOST_REDUCED)) // group
         reduce_estimates_kernel[(cdiv(num_tokens, tile), pairs)](
             estimates,
             program_lse,
