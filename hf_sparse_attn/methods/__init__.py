@@ -11,6 +11,7 @@ from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.keycodes import KeyCodes
+from hf_sparse_attn.methods.oracle_topk import OracleTopK
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.rabitqcache import RaBitQCache
@@ -18,7 +19,18 @@ from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes, RaBitQCache)
+    method.name: method
+    for method in (
+        Full,
+        Quest,
+        ArkVale,
+        PSA,
+        Squeezed,
+        TokenSelect,
+        KeyCodes,
+        RaBitQCache,
+        OracleTopK,
+    )
 }
 
 FULL = Full()
@@ -31,6 +43,7 @@ __all__ = [
     "ArkVale",
     "Full",
     "KeyCodes",
+    "OracleTopK",
     "Quest",
     "RaBitQCache",
     "Selection",
