@@ -42,6 +42,7 @@ SPARSE: dict[str, dict[str, float]] = {
     "arkvale": {"page_size": 16},
     "keycodes": {"page_size": 16},
     "rabitqcache": {"page_size": 16, "sink_tokens": 16, "top_p": 0.6},
+    "double_sparsity": {"channels": 4},
     "toy-mass-threshold": {"threshold": 0.3},
     "psa": {"block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},

@@ -8,6 +8,7 @@ from transformers import CompileConfig
 from hf_sparse_attn import (
     PSA,
     ArkVale,
+    DoubleSparsity,
     KeyCodes,
     OracleTopK,
     Quest,
@@ -118,6 +119,8 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
         TokenTopK(token_budget=48),
         OracleTopK(token_budget=48),
+        DoubleSparsity(token_budget=48, channels=4),
+        DoubleSparsity(token_budget=48, channels=3, label_bits=16, dense_layers=0),
         KeyCodes(token_budget=48, page_size=16),
         KeyCodes(token_budget=48, page_size=32, bits=2, group_reduce="max", query_centre=False, dense_layers=1),
         RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),

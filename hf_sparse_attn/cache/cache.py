@@ -178,7 +178,8 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
             )
-        kept = min(layer.keep_queries for layer in self.sparse_layers)
+        selecting = [layer for layer in self.sparse_layers if layer.layer_idx >= new_method.dense_layers]
+        kept = min((layer.keep_queries for layer in selecting), default=new_method.keeps_queries)
         if new_method.needs_queries and new_method.keeps_queries > kept:
             raise ValueError(
                 f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "

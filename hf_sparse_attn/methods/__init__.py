@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.double_sparsity import DoubleSparsity
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.oracle_topk import OracleTopK
@@ -30,6 +31,7 @@ METHODS: dict[str, type[SparseMethod]] = {
         KeyCodes,
         RaBitQCache,
         OracleTopK,
+        DoubleSparsity,
     )
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "METHODS",
     "PSA",
     "ArkVale",
+    "DoubleSparsity",
     "Full",
     "KeyCodes",
     "OracleTopK",
