@@ -11,6 +11,7 @@ from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.double_sparsity import DoubleSparsity
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.infllm import InfLLM
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.oracle_topk import OracleTopK
 from hf_sparse_attn.methods.psa import PSA
@@ -32,6 +33,7 @@ METHODS: dict[str, type[SparseMethod]] = {
         RaBitQCache,
         OracleTopK,
         DoubleSparsity,
+        InfLLM,
     )
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "ArkVale",
     "DoubleSparsity",
     "Full",
+    "InfLLM",
     "KeyCodes",
     "OracleTopK",
     "Quest",
