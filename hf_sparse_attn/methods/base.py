@@ -97,6 +97,8 @@ class SparseMethod:
     """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
     needs_queries: ClassVar[bool] = True
     """Refuse a fork of a cache that kept fewer queries than :attr:`keeps_queries`; if False, do without them there."""
+    lasting_metadata: ClassVar[tuple[str, ...]] = ()
+    """Names of metadata that keys and values cannot give again: kept when the rest is rebuilt, and needed by a fork."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 

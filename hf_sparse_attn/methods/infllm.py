@@ -15,8 +15,8 @@ from hf_sparse_attn.methods.memory_blocks import (
     allocate_memory,
     as_selection,
     choose_blocks,
-    observe,
     represent,
+    represent_up_to,
 )
 from hf_sparse_attn.methods.merge import merge_attention
 from hf_sparse_attn.methods.scores import grouped, take_tokens
@@ -71,6 +71,7 @@ class InfLLM(SparseMethod):
     rotates_keys: ClassVar[bool] = True
     needs_mask: ClassVar[bool] = False
     extends_positions: ClassVar[bool] = True
+    lasting_metadata: ClassVar[tuple[str, ...]] = ("queries",)
 
     token_budget: int = 6400
     n_init: int = 128
@@ -129,25 +130,28 @@ class InfLLM(SparseMethod):
 
     def rope_slots(self, positions: int) -> int:
         """Slots of a chunk and the local window of its first query; distances within them are below ``n_local``."""
-        return self.split.last + self.chunk_size
+        return self.split.last + max(self.chunk_size, self.split.size)
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the context memory; see :func:`~hf_sparse_attn.methods.memory_blocks.allocate_memory`."""
         return allocate_memory(layer, self.split.size)
 
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
+        """Forget queries after the rows' ends, which a failed pass of a prompt leaves, if everything is rebuilt."""
+        if not layer.lengths.in_step and num_new == layer.length:
+            layer.metadata["queries"][:, :, num_new:] = 0
+
     def crop_metadata(self, layer: SparseLayer) -> None:
-        """Forget the removed tokens. What their queries sought of the tokens before them stays."""
-        layer.metadata["sought"][:, :, layer.length :] = 0
-        layer.metadata["seekers"][:, layer.length :] = 0
+        """Forget the queries of removed tokens, and the blocks that they helped to represent."""
+        layer.metadata["queries"][:, :, layer.length :] = 0
+        represented = layer.metadata["represented"]
+        represented.copy_(torch.minimum(represented, self.split.blocks_before(layer.row_lengths() + 1)))
 
     def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
-        """Represent all blocks, so that a decode step has to add one at most."""
+        """Represent all blocks before the next token's local window, so that a decode step adds one at most."""
         for layer in layers:
-            self._represent_all(layer)
-
-    def _represent_all(self, layer: SparseLayer) -> None:
-        blocks = torch.arange(layer.max_blocks(self.split.size), device=layer.keys.device)
-        represent(layer, self.split, self.representatives, blocks.expand(len(layer.keys), -1))
+            blocks = self.split.blocks_before(layer.row_lengths() + 1)
+            represent_up_to(layer, self.split, self.representatives, blocks)
 
     def _as_remote(self, query: torch.Tensor, layer: SparseLayer) -> torch.Tensor:
         """Rotate queries [..., head_dim] so that every key before RoPE is ``n_local`` tokens away, in float32."""
@@ -161,31 +165,22 @@ class InfLLM(SparseMethod):
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         split, lengths = self.split, layer.row_lengths().long()
         blocks = split.blocks_before(lengths)
-        represent(layer, split, self.representatives, (blocks - 1).clamp_min(0).unsqueeze(1))
+        represent(layer, split, self.representatives, (blocks - 1).clamp_min(0))
+        layer.metadata["represented"].copy_(blocks)
         remote_query = self._as_remote(query, layer)
         chosen = choose_blocks(remote_query, layer, split, blocks)
         window_start = lengths - split.last
         tokens, is_read = split.remote_tokens(chosen, blocks, window_start, split.size - 1)
         local = window_start.clamp_min(0).unsqueeze(1) + torch.arange(split.last, device=query.device)
         in_row = local < lengths.unsqueeze(1)
-        self._observe_step(query, layer, lengths)
+        seeking = grouped(query, layer.keys.shape[1]).sum(2) * (lengths > split.last)[:, None, None]
+        layer.metadata["queries"].index_copy_(2, layer.seq_end[:1].long() - 1, seeking.unsqueeze(2).to(query.dtype))
         _, kv_heads, _, head_dim = layer.keys.shape
         layer.counter.count_metadata(blocks.sum() * (kv_heads * head_dim * layer.keys.element_size()))
         if layer.is_recorded:
             layer.note(as_selection(torch.cat((tokens, local), dim=1), torch.cat((is_read, in_row), dim=1)))
         remote = as_selection(tokens, is_read)
         return self._attend(query, remote_query, layer, as_selection(local, in_row), remote, scale)
-
-    def _observe_step(self, query: torch.Tensor, layer: SparseLayer, lengths: torch.Tensor) -> None:
-        """Count what a decode step's query seeks in its local window, in rows longer than that."""
-        last, (cos, sin) = self.split.last, layer.rope
-        ages = torch.arange(last - 1, -1, -1, device=query.device)  # of the window's tokens, the newest last
-        slots = (layer.seq_end[:1].long() - 1 - ages).clamp_min(0)  # all rows end in one slot
-        keys = rotated(layer.keys.index_select(2, slots), cos[:last], sin[:last])
-        sought = rotated(query, cos[last - 1], sin[last - 1])
-        products = grouped(sought, keys.shape[1]).sum(2, keepdim=True) @ keys.transpose(2, 3)
-        met = (ages > 0) & (lengths > last).unsqueeze(1)
-        observe(layer, slots, products, met.unsqueeze(1))
 
     def _attend(
         self,
@@ -231,33 +226,26 @@ class InfLLM(SparseMethod):
 
         See :meth:`SparseMethod.prefill` for the arguments. A prompt within the local window is prefilled densely.
         """
-        (cos, sin), last, queries = layer.rope, self.split.last, query.shape[2]
-        end = layer.length
+        (cos, sin), last, queries, end = layer.rope, self.split.last, query.shape[2], layer.length
         width = min(last + queries - 1, end)
         slots = torch.arange(end - width, end, device=query.device)
-        keys = rotated(layer.keys[:, :, end - width : end], cos[:width], sin[:width])
-        turned = rotated(query, cos[width - queries : width], sin[width - queries : width])
         in_row = slots >= layer.seq_start[:, None]  # [batch, width]
-        distance = slots[-queries:, None] - slots  # [queries, width]
-        in_window = (distance >= 0) & (distance < last) & in_row.unsqueeze(1)  # [batch, queries, width]
-        met = in_window & (distance > 0) & in_row[:, -queries:, None]
-        heads = grouped(turned, keys.shape[1])
-        observe(layer, slots, heads.sum(2) @ keys.transpose(2, 3), met)
-        if self.covers(layer.length - layer.least_padding):
+        is_query = in_row[:, -queries:]
+        seeking = grouped(query, layer.keys.shape[1]).sum(2).masked_fill(~is_query[:, None, :, None], 0)
+        layer.metadata["queries"][:, :, end - queries : end] = seeking
+        if self.covers(end - layer.least_padding):
             return super().prefill(query, layer, scale, mask)
-        remote_query = self._as_remote(query, layer)
-        remote_keys, remote_values, is_remote = self._remote(remote_query, layer, in_row[:, -queries:])
-        remote_heads = grouped(remote_query, keys.shape[1])
-        scores = (
-            (heads @ keys.unsqueeze(2).transpose(3, 4)).masked_fill(~in_window[:, None, None], float("-inf")),
-            (remote_heads @ remote_keys.unsqueeze(2).transpose(3, 4)).masked_fill(
-                ~is_remote[:, None, None], float("-inf")
-            ),
-        )
-        weights = (torch.cat(scores, dim=4) * scale).softmax(4).nan_to_num(0)  # padding attends to nothing
+        keys = rotated(layer.keys[:, :, end - width : end], cos[:width], sin[:width])
         values = layer.values[:, :, end - width : end].masked_fill(~in_row[:, None, :, None], 0)
-        values = torch.cat((values, remote_values), dim=2).to(weights.dtype)
-        return (weights @ values.unsqueeze(2)).flatten(1, 2).to(query.dtype)
+        distance = slots[-queries:, None] - slots  # [queries, width]
+        is_local = (distance >= 0) & (distance < last) & in_row.unsqueeze(1)  # [batch, queries, width]
+        turned = rotated(query, cos[width - queries : width], sin[width - queries : width])
+        remote_query = self._as_remote(query, layer)
+        remote_keys, remote_values, is_remote = self._remote(remote_query, layer, is_query)
+        scores = (_scores(turned, keys, is_local), _scores(remote_query, remote_keys, is_remote))
+        weights = (torch.cat(scores, dim=4) * scale).softmax(4).nan_to_num(0)  # padding attends to nothing
+        read = torch.cat((values, remote_values), dim=2).to(weights.dtype)
+        return (weights @ read.unsqueeze(2)).flatten(1, 2).to(query.dtype)
 
     def _remote(
         self, query: torch.Tensor, layer: SparseLayer, is_query: torch.Tensor
@@ -281,13 +269,20 @@ class InfLLM(SparseMethod):
         split, queries = self.split, query.shape[2]
         positions = (layer.row_lengths() - queries).long().unsqueeze(1) + torch.arange(queries, device=query.device)
         blocks = split.blocks_before(positions[:, 0] + 1)
-        self._represent_all(layer)
+        represent_up_to(layer, split, self.representatives, blocks)
         own = query.masked_fill(~is_query[:, None, :, None], 0).sum(2) / is_query.sum(1).clamp_min(1)[:, None, None]
         chosen = choose_blocks(own, layer, split, blocks)
         end = positions[:, -1] + 1 - split.last
         tokens, is_read = split.remote_tokens(chosen, blocks, end, split.size - 1 + queries)
         slots = (layer.seq_start.long()[:, None] + tokens).clamp(0, layer.capacity - 1)
         is_far = positions.unsqueeze(2) - tokens.unsqueeze(1) >= split.last
-        keys = take_tokens(layer.keys, slots).to(query.dtype)
+        keys = take_tokens(layer.keys, slots)
         values = take_tokens(layer.values, slots).masked_fill(~is_read[:, None, :, None], 0)
         return keys, values, is_read.unsqueeze(1) & is_far
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
+    """Return q.k, [batch, kv_heads, group, queries, n], -inf where ``is_read`` [batch, queries, n] is False."""
+    heads = grouped(query, keys.shape[1])
+    products = heads @ keys.to(heads.dtype).unsqueeze(2).transpose(3, 4)
+    return products.masked_fill(~is_read[:, None, None], float("-inf"))

@@ -8,7 +8,8 @@ import torch
 from hf_sparse_attn_kernels import select_blocks
 
 from hf_sparse_attn.methods.base import Selection
-from hf_sparse_attn.methods.scores import grouped, take_tokens
+from hf_sparse_attn.methods.scores import grouped, row_slots, take_tokens
+from hf_sparse_attn.rope import rotated
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
@@ -87,59 +88,53 @@ def as_selection(tokens: torch.Tensor, is_read: torch.Tensor) -> Selection:
 def allocate_memory(layer: SparseLayer, size: int) -> dict[str, torch.Tensor]:
     """Allocate the context memory of a layer.
 
-    ``sought`` float32 [batch, kv_heads, capacity]: the sum of q.k over the queries that have met each token in their
-    local window. ``seekers`` float32 [batch, capacity]: their number. ``block_keys`` [batch, kv_heads, blocks,
-    head_dim], in the keys' dtype: the mean of the representative keys of each block.
+    ``queries`` [batch, kv_heads, capacity, head_dim] in the keys' dtype: the sum of the query heads of each group,
+    before RoPE; 0 where a query is not known or does not count. ``block_keys`` [batch, kv_heads, blocks, head_dim], in
+    the keys' dtype: the mean of the representative keys of each block. ``represented`` int32 [batch]: how many of a
+    row's blocks have theirs.
     """
     keys = layer.keys
     batch, kv_heads, capacity, head_dim = keys.shape
-    dtype = torch.promote_types(keys.dtype, torch.float32)
     blocks = max(2, -(-capacity // size))  # a compiled step would be specialised to a size of 1
     return {
-        "sought": keys.new_zeros(batch, kv_heads, capacity, dtype=dtype),
-        "seekers": keys.new_zeros(batch, capacity, dtype=dtype),
+        "queries": torch.zeros_like(keys),
         "block_keys": keys.new_zeros(batch, kv_heads, blocks, head_dim),
+        "represented": keys.new_zeros(batch, dtype=torch.int32),
     }
 
 
-def observe(layer: SparseLayer, slots: torch.Tensor, products: torch.Tensor, met: torch.Tensor) -> None:
-    """Add what queries seek to the tokens in their local windows.
+def represent_up_to(layer: SparseLayer, split: BlockSplit, representatives: int, blocks: torch.Tensor) -> None:
+    """Represent the blocks of a prompt that are not represented yet, before ``blocks`` int64 [batch]."""
+    represented = layer.metadata["represented"]
+    for block in range(int(represented.min()), int(blocks.max())):
+        represent(layer, split, representatives, torch.full_like(blocks, block))
+    represented.copy_(torch.maximum(represented, blocks))
 
-    Parameters
-    ----------
-    layer
-        Its metadata are those of :func:`allocate_memory`.
-    slots
-        int64 [n]: where the tokens lie in the buffers, in every row.
-    products
-        [batch, kv_heads, queries, n]: q.k, summed over the query heads of a group.
-    met
-        bool [batch, queries, n]: the pairs that count; others may hold anything.
+
+def represent(layer: SparseLayer, split: BlockSplit, representatives: int, block: torch.Tensor) -> None:
+    """Choose the representative tokens of one block of each row, int64 [batch], and store the mean of their keys.
+
+    They are those with the highest mean of q.k over the queries after them that have them in their local window, as far
+    as these are known.
     """
-    sums = products.masked_fill(~met.unsqueeze(1), 0).sum(2)
-    layer.metadata["sought"].index_add_(2, slots, sums)
-    layer.metadata["seekers"].index_add_(1, slots, met.sum(1).to(sums.dtype))
-
-
-def represent(layer: SparseLayer, split: BlockSplit, representatives: int, blocks: torch.Tensor) -> None:
-    """Choose the representative tokens of blocks, int64 [batch, n], and store the means of their keys.
-
-    They are those with the highest mean of q.k over the queries that have met them.
-    """
-    batch, number = blocks.shape
-    keys, metadata = layer.keys, layer.metadata
-    kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    tokens = split.first + blocks.unsqueeze(2) * split.size + torch.arange(split.size, device=blocks.device)
-    slots = (layer.seq_start.long()[:, None] + tokens.flatten(1)).clamp_max(layer.capacity - 1)
-    seekers = metadata["seekers"].gather(1, slots).clamp_min(1)
-    scores = take_tokens(metadata["sought"], slots) / seekers.unsqueeze(1)
-    scores = scores.view(batch, kv_heads, number, split.size)
-    best = scores.sort(dim=3, descending=True, stable=True).indices[..., : min(representatives, split.size)]
-    places = slots.view(batch, 1, number, split.size).expand_as(scores).gather(3, best)
-    chosen = keys.gather(2, places.flatten(2).unsqueeze(3).expand(-1, -1, -1, head_dim))
-    chosen = chosen.view(batch, kv_heads, number, -1, head_dim)
-    means = chosen.mean(3, dtype=metadata["sought"].dtype).to(keys.dtype)
-    metadata["block_keys"].scatter_(2, blocks.view(batch, 1, number, 1).expand_as(means), means)
+    (cos, sin), metadata, size = layer.rope, layer.metadata, split.size
+    followers = size + split.last - 2  # queries after the first token that have one of the block's in their window
+    start = split.first + block * size
+    slots = row_slots(layer, start, size)
+    keys = take_tokens(layer.keys, slots)
+    seeking = rotated(
+        take_tokens(metadata["queries"], row_slots(layer, start + 1, followers)),
+        cos[1 : followers + 1],
+        sin[1 : followers + 1],
+    )
+    distance = 1 + torch.arange(followers, device=block.device) - torch.arange(size, device=block.device)[:, None]
+    meets = (distance > 0) & (distance < split.last) & (seeking != 0).any(3).unsqueeze(2)
+    products = rotated(keys, cos[:size], sin[:size]) @ seeking.transpose(2, 3)
+    scores = products.masked_fill(~meets, 0).sum(3) / meets.sum(3).clamp_min(1)  # [batch, kv_heads, size]
+    best = scores.sort(dim=2, descending=True, stable=True).indices[..., : min(representatives, size)]
+    chosen = keys.gather(2, best.unsqueeze(3).expand(-1, -1, -1, keys.shape[3]))
+    mean = chosen.mean(2, keepdim=True, dtype=scores.dtype).to(keys.dtype)
+    metadata["block_keys"].scatter_(2, block.view(-1, 1, 1, 1).expand_as(mean), mean)
 
 
 def choose_blocks(query: torch.Tensor, layer: SparseLayer, split: BlockSplit, blocks: torch.Tensor) -> torch.Tensor:

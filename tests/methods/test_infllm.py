@@ -190,22 +190,49 @@ STATIC = {"cache_implementation": "static"}
 
 
 @torch.inference_mode()
-def test_a_crop_forgets_tokens_and_changes_of_rows_keep_the_memory():
-    model, ids, steps = shared_model("llama", torch.float64), random_ids(3, 90), random_ids(3, 12, seed=4)
+def test_crops_changes_of_rows_and_forks_keep_the_memory():
+    model, ids, steps = shared_model("llama", torch.float64), random_ids(3, 90), random_ids(3, 24, seed=4)
     with sparse_attention(model, SMALL):
         cache = SparseCache.for_model(model)
         model(ids, past_key_values=cache)
-        cache.crop(-5)
+        expected = decode(model, cache, steps)
         memory = cache.layers[2].metadata
-        assert (memory["sought"][:, :, 85:] == 0).all()
-        assert (memory["seekers"][:, 85:] == 0).all()
-        assert (memory["seekers"][:, :75] == SMALL.n_local - 1).all()
-        fork, again = cache.fork(SMALL), cache.fork(SMALL)
-        expected = decode(model, fork, steps)
-        again.reorder_cache(torch.tensor([2, 2, 0], device=DEVICE))
-        again.batch_repeat_interleave(2)
-        again.batch_select_indices(torch.tensor([5, 1], device=DEVICE))
-        torch.testing.assert_close(decode(model, again, steps[[0, 2]])[:, :1], expected[[0, 2], :1], **ROUNDING)
+        assert (memory["represented"] == (114 - 3 - 9) // 4).all()
+        for kept in (110, 95, 91):
+            cache.crop(kept - 114)
+            assert (memory["queries"][:, :, kept:] == 0).all()
+            assert (memory["queries"][:, :, :kept] != 0).any(3).all()
+            assert (memory["represented"] == (kept + 1 - 3 - 9) // 4).all()
+            decode(model, cache, random_ids(3, 5, seed=kept))  # other tokens, which are removed again
+            cache.crop(-5)
+            torch.testing.assert_close(
+                decode(model, cache, steps[:, kept - 90 :]), expected[:, kept - 90 :], **ROUNDING
+            )
+        cache.crop(-24)
+        cache.reorder_cache(torch.tensor([2, 2, 0], device=DEVICE))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 1], device=DEVICE))
+        torch.testing.assert_close(decode(model, cache, steps[[0, 2]]), expected[[0, 2]], **ROUNDING)
+
+
+@torch.inference_mode()
+def test_a_fork_to_other_blocks_has_the_queries_of_the_prompt():
+    model, ids, steps = shared_model("llama", torch.float64), random_ids(2, 60), random_ids(2, 12, seed=4)
+    other = replace(SMALL, block_size=5, representatives=1)
+    logits = []
+    for first in (SMALL, other):  # a prompt of one chunk, which does not depend on the size of blocks
+        with sparse_attention(model, first):
+            cache = SparseCache.for_model(model)
+            model(ids, past_key_values=cache)
+        with sparse_attention(model, other):
+            logits.append(decode(model, cache.fork(other), steps))
+    torch.testing.assert_close(*logits, **ROUNDING)
+    with sparse_attention(model, "tokenselect", token_budget=48):
+        cache = model(ids).past_key_values
+        with pytest.raises(
+            ValueError, match="method='infllm' needs the queries of all tokens, which a cache of 'token"
+        ):
+            cache.fork(SMALL)
 
 
 @pytest.mark.parametrize(
