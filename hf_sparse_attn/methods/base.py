@@ -196,9 +196,9 @@ class SparseMethod:
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the tensors that the method keeps in addition to K and V, for ``layer.capacity`` tokens.
 
-        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``. Only ``layer.q_heads``
-        and the shape, dtype and device of ``layer.keys`` may be read. When a layer grows, this is called again, and the
-        old contents are copied into the leading part of the new tensors.
+        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``. Only ``layer.layer_idx``,
+        ``layer.q_heads`` and the shape, dtype and device of ``layer.keys`` may be read. When a layer grows, this is
+        called again, and the old contents are copied into the leading part of the new tensors.
         """
         return {}
 
