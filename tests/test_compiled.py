@@ -196,6 +196,9 @@ def test_sampling_compiles_and_one_row_too():
         TokenSelect(token_budget=48, chunk_size=64),
         KeyCodes(token_budget=48, page_size=16),
         RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
+        OracleTopK(token_budget=48),
+        DoubleSparsity(token_budget=48, channels=4),
+        InfLLM(token_budget=48, n_init=4, n_local=12, block_size=8, chunk_size=64),
     ],
     ids=lambda method: method.name,
 )
@@ -403,6 +406,9 @@ def test_generate_takes_the_capacity_that_it_needs_or_is_told(max_cache_len, cap
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
         KeyCodes(token_budget=48, page_size=16),
         RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
+        OracleTopK(token_budget=48),
+        DoubleSparsity(token_budget=48, channels=4),
+        InfLLM(token_budget=48, n_init=4, n_local=12, block_size=8, chunk_size=64),
     ],
     ids=lambda method: method.name,
 )

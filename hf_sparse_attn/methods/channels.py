@@ -77,7 +77,7 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
     Raises
     ------
     ValueError
-        The file has no such entry, or one for other heads or another head_dim.
+        The file is not JSON, or has no such entry, or one for other heads or another head_dim.
     """
     entries, key = _read(path, os.stat(path).st_mtime_ns), file_key(layer_idx, statistic)
     if key not in entries:
@@ -95,7 +95,10 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> dict[str, Any]:
     """Read a file of channels; ``changed`` is its time of modification, so that a new file is read anew."""
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"calibration={path!r} must be a JSON file: {error}") from error
     if not isinstance(entries, dict):
         raise ValueError(f"calibration={path!r} must be a JSON object of layers, got {type(entries).__name__}")
     return entries

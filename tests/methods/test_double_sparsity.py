@@ -222,6 +222,7 @@ def test_bad_arguments_are_named(parameters, error, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("layers", "channels.json' must be a JSON file: Expecting value"),
         ("[]", "must be a JSON object of layers, got list"),
         ("{}", "has no entry 'model.layers.2.self_attn.qk_proj'; calibrate_channels writes one for every layer"),
         (
