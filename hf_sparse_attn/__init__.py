@@ -2,13 +2,17 @@
 
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.calibration import calibrate_channels
 from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
 from hf_sparse_attn.methods import (
     METHODS,
     PSA,
     ArkVale,
+    DoubleSparsity,
     Full,
+    InfLLM,
     KeyCodes,
+    OracleTopK,
     Quest,
     RaBitQCache,
     SparseMethod,
@@ -25,10 +29,13 @@ __all__ = [
     "PSA",
     "ArkVale",
     "ContextBudget",
+    "DoubleSparsity",
     "FixedContext",
     "Full",
+    "InfLLM",
     "KeyCodes",
     "LayerStats",
+    "OracleTopK",
     "Quest",
     "RaBitQCache",
     "SelectionRecord",
@@ -38,6 +45,7 @@ __all__ = [
     "Squeezed",
     "TokenSelect",
     "__version__",
+    "calibrate_channels",
     "patch_model",
     "prepare_context",
     "record_selections",

@@ -42,12 +42,15 @@ SPARSE: dict[str, dict[str, float]] = {
     "arkvale": {"page_size": 16},
     "keycodes": {"page_size": 16},
     "rabitqcache": {"page_size": 16, "sink_tokens": 16, "top_p": 0.6},
+    "double_sparsity": {"channels": 4},
+    "infllm": {"n_init": 4, "n_local": 12, "block_size": 8, "representatives": 2},
     "toy-mass-threshold": {"threshold": 0.3},
     "psa": {"block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},
 }
 """Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
 COVERING: dict[str, dict[str, float]] = {
+    "infllm": {"n_init": 0, "n_local": 256},
     "rabitqcache": {"top_p": 1.0, "page_size": 16, "sink_tokens": 16},
     "psa": {"threshold": 1.0, "block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8},

@@ -160,8 +160,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
-            queries than the cache keeps, the methods offload differently, the method does not support the cache's
-            ``kv_storage``, or the cache has a prefix, which belongs to its method.
+            queries than the cache keeps, or the queries of all tokens, the methods offload differently, the method does
+            not support the cache's ``kv_storage``, or the cache has a prefix, which belongs to its method.
         """
         new_method = make_method(method)
         check_kv_storage(self.kv_storage, new_method)
@@ -178,7 +178,14 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
             )
-        kept = min(layer.keep_queries for layer in self.sparse_layers)
+        missing = sorted(set(new_method.lasting_metadata) - set(self.method.lasting_metadata))
+        if missing:
+            raise ValueError(
+                f"method={new_method.name!r} needs the {', '.join(missing)} of all tokens, which a cache of "
+                f"{self.method.name!r} does not keep: prefill a cache of its own"
+            )
+        selecting = [layer for layer in self.sparse_layers if layer.layer_idx >= new_method.dense_layers]
+        kept = min((layer.keep_queries for layer in selecting), default=new_method.keeps_queries)
         if new_method.needs_queries and new_method.keeps_queries > kept:
             raise ValueError(
                 f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "

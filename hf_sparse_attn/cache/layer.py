@@ -319,7 +319,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def rebuild_metadata(self) -> None:
         """Rebuild the metadata of all tokens, as after the start of a row has moved."""
-        self.storage.clear_metadata(self._make_metadata)
+        self.storage.clear_metadata(self._make_metadata, kept=self.method.lasting_metadata)
         if self.length:
             self.storage.stage(self.lengths)
             self.method.update_metadata(self, self.length)
@@ -467,6 +467,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
                 for name, tensor in self.metadata.items():
                     fork.metadata[name].copy_(tensor)
             elif self.length:
+                for name in method.lasting_metadata:
+                    fork.metadata[name].copy_(self.metadata[name])
                 fork.storage.stage(fork.lengths)
                 method.update_metadata(fork, self.length)
         return fork

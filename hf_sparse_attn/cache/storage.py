@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -164,10 +164,10 @@ class Storage(ABC):
             self.values = self.replace(self.values, change(self.values))
             self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
 
-    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
-        """Reset the metadata to that of empty rows."""
+    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]], kept: Collection[str] = ()) -> None:
+        """Reset the metadata to that of empty rows, but those whose names are ``kept``."""
         with lasting_tensors():
-            fresh = make(self)
+            fresh = {**make(self), **{name: self.metadata[name] for name in kept}}
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
 
     def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:

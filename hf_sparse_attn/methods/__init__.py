@@ -9,8 +9,11 @@ from typing import Any
 
 from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.double_sparsity import DoubleSparsity
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.infllm import InfLLM
 from hf_sparse_attn.methods.keycodes import KeyCodes
+from hf_sparse_attn.methods.oracle_topk import OracleTopK
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.rabitqcache import RaBitQCache
@@ -18,7 +21,20 @@ from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.tokenselect import TokenSelect
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes, RaBitQCache)
+    method.name: method
+    for method in (
+        Full,
+        Quest,
+        ArkVale,
+        PSA,
+        Squeezed,
+        TokenSelect,
+        KeyCodes,
+        RaBitQCache,
+        OracleTopK,
+        DoubleSparsity,
+        InfLLM,
+    )
 }
 
 FULL = Full()
@@ -29,8 +45,11 @@ __all__ = [
     "METHODS",
     "PSA",
     "ArkVale",
+    "DoubleSparsity",
     "Full",
+    "InfLLM",
     "KeyCodes",
+    "OracleTopK",
     "Quest",
     "RaBitQCache",
     "Selection",

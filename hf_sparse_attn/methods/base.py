@@ -97,6 +97,8 @@ class SparseMethod:
     """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
     needs_queries: ClassVar[bool] = True
     """Refuse a fork of a cache that kept fewer queries than :attr:`keeps_queries`; if False, do without them there."""
+    lasting_metadata: ClassVar[tuple[str, ...]] = ()
+    """Names of metadata that keys and values cannot give again: kept when the rest is rebuilt, and needed by a fork."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 
@@ -194,9 +196,9 @@ class SparseMethod:
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the tensors that the method keeps in addition to K and V, for ``layer.capacity`` tokens.
 
-        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``. Only ``layer.q_heads``
-        and the shape, dtype and device of ``layer.keys`` may be read. When a layer grows, this is called again, and the
-        old contents are copied into the leading part of the new tensors.
+        Every tensor starts with the batch dimension and lies on the device of ``layer.keys``. Only ``layer.layer_idx``,
+        ``layer.q_heads`` and the shape, dtype and device of ``layer.keys`` may be read. When a layer grows, this is
+        called again, and the old contents are copied into the leading part of the new tensors.
         """
         return {}
 

@@ -15,6 +15,8 @@ SETTINGS = {
     # Without the mean query: no one can take the queries of tokens that turn out to be padding out of it.
     "keycodes": {"page_size": 16, "query_centre": False},
     "rabitqcache": {**SPARSE["rabitqcache"], "query_centre": False},
+    "double_sparsity": {**SPARSE["double_sparsity"], "calibration_queries": 32},
+    "infllm": {**SPARSE["infllm"], "representatives": 8},  # whole blocks, whatever those queries sought
 }
 
 

@@ -24,8 +24,11 @@ from hypothesis.stateful import (
 from hf_sparse_attn import (
     PSA,
     ArkVale,
+    DoubleSparsity,
     Full,
+    InfLLM,
     KeyCodes,
+    OracleTopK,
     Quest,
     RaBitQCache,
     SparseAttentionStats,
@@ -57,6 +60,9 @@ METHODS = {
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "keycodes": KeyCodes(token_budget=POSITIONS, page_size=16),
     "rabitqcache": RaBitQCache(top_p=1, page_size=16, sink_tokens=16, dense_layers=0),
+    "oracle_topk": OracleTopK(token_budget=POSITIONS),
+    "double_sparsity": DoubleSparsity(token_budget=POSITIONS, channels=4, dense_layers=1),
+    "infllm": InfLLM(token_budget=POSITIONS, n_init=0, n_local=128, chunk_size=8),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
@@ -72,6 +78,7 @@ MORE_METHODS = {
     "rabitqcache-budget": RaBitQCache(
         token_budget=POSITIONS, top_p=1, page_size=16, sink_tokens=0, dense_layers=1, query_centre=False
     ),
+    "double_sparsity-exact": DoubleSparsity(token_budget=POSITIONS, channels=5, label_bits=16, dense_layers=0),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 IN_HOST_MEMORY = {

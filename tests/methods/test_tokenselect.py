@@ -18,6 +18,7 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.rope import RopeTables
 from tests.layers import hand_over, make_layer
+from tests.methods.rotation import rotate
 from tests.models import DEVICE, POSITIONS, make_model, random_ids, shared_model
 
 HEAD_DIM, KV_HEADS, Q_HEADS = 16, 2, 6
@@ -37,16 +38,6 @@ def filled(tables, method, length, padding=0, max_cache_len=None, seed=0):
     layer.use_rope(tables)
     layer.update(*torch.randn(2, 2, KV_HEADS, length, HEAD_DIM, generator=generator).to(DEVICE))
     return layer
-
-
-def rotate(x, position):
-    """RoPE as its paper writes it: pairs of channels (i, i + d/2) as complex numbers, turned by position."""
-    half = x.shape[-1] // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
-        torch.ones(half).double(), position * frequencies
-    )
-    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def chosen_by_definition(method, split, voting, keys):

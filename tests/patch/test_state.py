@@ -25,6 +25,9 @@ SMALL = {
     "keycodes": {"token_budget": 48, "page_size": 16},
     "rabitqcache": {"token_budget": 48, "page_size": 16, "sink_tokens": 16},
     "tokenselect": {"token_budget": 48, "chunk_size": 32},
+    "oracle_topk": {"token_budget": 48},
+    "double_sparsity": {"token_budget": 48, "channels": 4},
+    "infllm": {"token_budget": 48, "chunk_size": 32},
 }
 every_method = pytest.mark.parametrize("method_name", METHODS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,9 +82,9 @@ class HostStorage(Storage):
     def _mark(self, tensor: torch.Tensor, dynamic_dims: tuple[int, ...]) -> torch.Tensor:
         return mark_static(tensor, dynamic_dims) if self.is_compileable else tensor
 
-    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
+    def clear_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]], kept: Collection[str] = ()) -> None:
         """Reset the metadata to that of empty rows, as when rows begin elsewhere: then blocks do too."""
-        super().clear_metadata(make)
+        super().clear_metadata(make, kept)
         self._forget_blocks()
 
     def _forget_blocks(self) -> None:

@@ -1,0 +1,152 @@
+"""InfLLM's context memory: blocks of the past, each known by the tokens that later queries attended to most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from hf_sparse_attn_kernels import select_blocks
+
+from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.methods.scores import grouped, row_slots, take_tokens
+from hf_sparse_attn.rope import rotated
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.layer import SparseLayer
+
+LEAST_BLOCKS = 4
+"""Blocks shrink so that at least so many fit into what a budget leaves for them."""
+
+
+class BlockSplit(NamedTuple):
+    """A token budget split into first tokens, blocks of the past, and last tokens."""
+
+    first: int
+    """First tokens of a row, always read."""
+    blocks: int
+    """Maximum number of blocks that are chosen."""
+    size: int
+    """Tokens in a block. The tokens between the last whole block and the local window, fewer than this, are read."""
+    last: int
+    """Last tokens, the local window, always read."""
+
+    @classmethod
+    def of(cls, token_budget: int, n_init: int, n_local: int, block_size: int) -> BlockSplit:
+        """Split at least 2 tokens, so that at least a third is for blocks."""
+        always = min(n_init + n_local, token_budget * 2 // 3)
+        first = always * n_init // (n_init + n_local)
+        rest = token_budget - always
+        size = min(block_size, max(1, rest // LEAST_BLOCKS))
+        return cls(first, (rest + 1) // size - 1, size, always - first)
+
+    def blocks_before(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return how many whole blocks lie before the local window of the last of so many tokens, int64 [batch].
+
+        Block i is the ``size`` tokens from ``first + i * size`` on.
+        """
+        return (tokens.long() - self.first - self.last).clamp_min(0) // self.size
+
+    def remote_tokens(
+        self, chosen: torch.Tensor, blocks: torch.Tensor, end: torch.Tensor, rest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens to read before the local window: the first, the chosen blocks, and those after all blocks.
+
+        Parameters
+        ----------
+        chosen
+            int64 [batch, n]: chosen blocks, then -1.
+        blocks
+            int64 [batch]: number of whole blocks.
+        end
+            int64 [batch]: tokens from here on are in the local window.
+        rest
+            Upper bound on the tokens after the blocks.
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            int64 [batch, m], counted from the row's first token, and bool [batch, m], whether each is to be read.
+        """
+        device, batch = chosen.device, len(chosen)
+        first = torch.arange(self.first, device=device).expand(batch, -1)
+        inside = (self.first + chosen.unsqueeze(2) * self.size + torch.arange(self.size, device=device)).flatten(1)
+        after = self.first + blocks.unsqueeze(1) * self.size + torch.arange(rest, device=device)
+        tokens = torch.cat((first, inside, after), dim=1)
+        is_chosen = (chosen >= 0).repeat_interleave(self.size, dim=1)
+        kept = torch.ones_like(first, dtype=torch.bool), is_chosen, torch.ones_like(after, dtype=torch.bool)
+        return tokens, torch.cat(kept, dim=1) & (tokens < end.unsqueeze(1))
+
+
+def as_selection(tokens: torch.Tensor, is_read: torch.Tensor) -> Selection:
+    """Return those of the tokens [batch, n] that are read, as one selection for all KV heads."""
+    absent = torch.iinfo(torch.int32).max
+    indices = tokens.int().masked_fill(~is_read, absent).sort(dim=1).values
+    indices = indices.masked_fill(indices == absent, -1)
+    return Selection(indices.unsqueeze(1), is_read.sum(1, keepdim=True, dtype=torch.int32), block_size=1)
+
+
+def allocate_memory(layer: SparseLayer, size: int) -> dict[str, torch.Tensor]:
+    """Allocate the context memory of a layer.
+
+    ``queries`` [batch, kv_heads, capacity, head_dim] in the keys' dtype: the sum of the query heads of each group,
+    before RoPE; 0 where a query is not known or does not count. ``block_keys`` [batch, kv_heads, blocks, head_dim], in
+    the keys' dtype: the mean of the representative keys of each block. ``represented`` int32 [batch]: how many of a
+    row's blocks have theirs.
+    """
+    keys = layer.keys
+    batch, kv_heads, capacity, head_dim = keys.shape
+    blocks = max(2, -(-capacity // size))  # a compiled step would be specialised to a size of 1
+    return {
+        "queries": torch.zeros_like(keys),
+        "block_keys": keys.new_zeros(batch, kv_heads, blocks, head_dim),
+        "represented": keys.new_zeros(batch, dtype=torch.int32),
+    }
+
+
+def represent_up_to(layer: SparseLayer, split: BlockSplit, representatives: int, blocks: torch.Tensor) -> None:
+    """Represent the blocks of a prompt that are not represented yet, before ``blocks`` int64 [batch]."""
+    represented = layer.metadata["represented"]
+    for block in range(int(represented.min()), int(blocks.max())):
+        represent(layer, split, representatives, torch.full_like(blocks, block))
+    represented.copy_(torch.maximum(represented, blocks))
+
+
+def represent(layer: SparseLayer, split: BlockSplit, representatives: int, block: torch.Tensor) -> None:
+    """Choose the representative tokens of one block of each row, int64 [batch], and store the mean of their keys.
+
+    They are those with the highest mean of q.k over the queries after them that have them in their local window, as far
+    as these are known.
+    """
+    (cos, sin), metadata, size = layer.rope, layer.metadata, split.size
+    followers = size + split.last - 2  # queries after the first token that have one of the block's in their window
+    start = split.first + block * size
+    slots = row_slots(layer, start, size)
+    keys = take_tokens(layer.keys, slots)
+    seeking = rotated(
+        take_tokens(metadata["queries"], row_slots(layer, start + 1, followers)),
+        cos[1 : followers + 1],
+        sin[1 : followers + 1],
+    )
+    distance = 1 + torch.arange(followers, device=block.device) - torch.arange(size, device=block.device)[:, None]
+    meets = (distance > 0) & (distance < split.last) & (seeking != 0).any(3).unsqueeze(2)
+    products = rotated(keys, cos[:size], sin[:size]) @ seeking.transpose(2, 3)
+    scores = products.masked_fill(~meets, 0).sum(3) / meets.sum(3).clamp_min(1)  # [batch, kv_heads, size]
+    best = scores.sort(dim=2, descending=True, stable=True).indices[..., : min(representatives, size)]
+    chosen = keys.gather(2, best.unsqueeze(3).expand(-1, -1, -1, keys.shape[3]))
+    mean = chosen.mean(2, keepdim=True, dtype=scores.dtype).to(keys.dtype)
+    metadata["block_keys"].scatter_(2, block.view(-1, 1, 1, 1).expand_as(mean), mean)
+
+
+def choose_blocks(query: torch.Tensor, layer: SparseLayer, split: BlockSplit, blocks: torch.Tensor) -> torch.Tensor:
+    """Choose, of the first ``blocks`` int64 [batch], those whose representatives score highest over all heads.
+
+    ``query`` is [batch, q_heads, head_dim], rotated to the distance of remote tokens. Returns int64 [batch, n]:
+    ascending, then -1.
+    """
+    heads = grouped(query, layer.keys.shape[1]).sum(2)
+    most = max(1, layer.max_blocks(split.size))  # a chunk of padding alone has none
+    block_keys = layer.metadata["block_keys"][:, :, :most].to(heads.dtype)
+    scores = (block_keys @ heads.unsqueeze(3)).squeeze(3).sum(1, keepdim=True)  # [batch, 1, blocks]
+    ends = (blocks * split.size).int()
+    indices, _ = select_blocks(scores, torch.zeros_like(ends), ends, block_size=split.size, max_blocks=split.blocks)
+    return indices[:, 0].long()
