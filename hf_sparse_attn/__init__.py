@@ -4,15 +4,19 @@ from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
 from hf_sparse_attn.methods import (
+    H2O,
     METHODS,
     PSA,
+    TOVA,
     ArkVale,
     Full,
     KeyCodes,
     Quest,
     RaBitQCache,
+    SnapKV,
     SparseMethod,
     Squeezed,
+    StreamingLLM,
     TokenSelect,
 )
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
@@ -21,8 +25,10 @@ from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
 __all__ = [
+    "H2O",
     "METHODS",
     "PSA",
+    "TOVA",
     "ArkVale",
     "ContextBudget",
     "FixedContext",
@@ -32,10 +38,12 @@ __all__ = [
     "Quest",
     "RaBitQCache",
     "SelectionRecord",
+    "SnapKV",
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
     "Squeezed",
+    "StreamingLLM",
     "TokenSelect",
     "__version__",
     "patch_model",

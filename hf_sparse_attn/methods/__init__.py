@@ -10,15 +10,33 @@ from typing import Any
 from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.h2o import H2O
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.rabitqcache import RaBitQCache
+from hf_sparse_attn.methods.snapkv import SnapKV
 from hf_sparse_attn.methods.squeezed import Squeezed
+from hf_sparse_attn.methods.streaming_llm import StreamingLLM
 from hf_sparse_attn.methods.tokenselect import TokenSelect
+from hf_sparse_attn.methods.tova import TOVA
 
 METHODS: dict[str, type[SparseMethod]] = {
-    method.name: method for method in (Full, Quest, ArkVale, PSA, Squeezed, TokenSelect, KeyCodes, RaBitQCache)
+    method.name: method
+    for method in (
+        Full,
+        Quest,
+        ArkVale,
+        PSA,
+        Squeezed,
+        TokenSelect,
+        KeyCodes,
+        RaBitQCache,
+        StreamingLLM,
+        TOVA,
+        H2O,
+        SnapKV,
+    )
 }
 
 FULL = Full()
@@ -26,16 +44,20 @@ FULL = Full()
 
 __all__ = [
     "FULL",
+    "H2O",
     "METHODS",
     "PSA",
+    "TOVA",
     "ArkVale",
     "Full",
     "KeyCodes",
     "Quest",
     "RaBitQCache",
     "Selection",
+    "SnapKV",
     "SparseMethod",
     "Squeezed",
+    "StreamingLLM",
     "TokenSelect",
     "make_known",
     "make_method",

@@ -22,15 +22,19 @@ from hypothesis.stateful import (
 )
 
 from hf_sparse_attn import (
+    H2O,
     PSA,
+    TOVA,
     ArkVale,
     Full,
     KeyCodes,
     Quest,
     RaBitQCache,
+    SnapKV,
     SparseAttentionStats,
     SparseCache,
     Squeezed,
+    StreamingLLM,
     TokenSelect,
     patch_model,
     sparse_attention,
@@ -57,6 +61,8 @@ METHODS = {
     "squeezed": Squeezed(target_sparsity=0, clusters=0.2, window=3),
     "keycodes": KeyCodes(token_budget=POSITIONS, page_size=16),
     "rabitqcache": RaBitQCache(top_p=1, page_size=16, sink_tokens=16, dense_layers=0),
+    "streaming_llm": StreamingLLM(token_budget=POSITIONS),
+    "h2o": H2O(token_budget=POSITIONS),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
@@ -72,6 +78,8 @@ MORE_METHODS = {
     "rabitqcache-budget": RaBitQCache(
         token_budget=POSITIONS, top_p=1, page_size=16, sink_tokens=0, dense_layers=1, query_centre=False
     ),
+    "tova": TOVA(token_budget=POSITIONS, dense_layers=1),
+    "snapkv": SnapKV(token_budget=POSITIONS, window=4),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 IN_HOST_MEMORY = {
