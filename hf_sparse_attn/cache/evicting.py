@@ -56,12 +56,14 @@ class EvictingStorage(GrowingStorage):
         super().__init__(initial_capacity, max_tokens)
         self.kept: Kept | None = None
         """What the slots hold; None while every token is kept."""
+        self.finished_at: int | None = None
+        """Tokens fed per row when the first prompt was complete; None before."""
         self.weights: torch.Tensor | None = None
         """[batch, kv_heads, slots]: attention that each slot's token has got, if the method adds it up; else None."""
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Create empty buffers with room for at least these tokens."""
-        self.kept = self.weights = None
+        self.kept = self.weights = self.finished_at = None
         super().allocate(key_states, value_states)
 
     def slots(self, lengths: Lengths) -> int:
@@ -225,6 +227,8 @@ class EvictingStorage(GrowingStorage):
         """Drop the tokens after ``length``, which is 0 or at least :attr:`least_length`."""
         if self.kept is not None and length >= self.kept.length:
             return
+        if self.finished_at is not None and length < self.finished_at:
+            self.finished_at = None
         if length < self.shared_tokens:
             with lasting_tensors():
                 self._copy_buffers()
@@ -265,7 +269,7 @@ class EvictingStorage(GrowingStorage):
     def restore(self, state: dict[str, Any]) -> None:
         """Undo a forward pass."""
         if "keys" not in state:  # the pass was the first
-            self.kept = self.weights = None
+            self.kept = self.weights = self.finished_at = None
             return
         self.__dict__.clear()
         self.__dict__.update(state)

@@ -98,7 +98,7 @@ class SparseMethod:
     evicts: ClassVar[bool] = False
     """Forget tokens for good: ``layer.storage`` is then an ``EvictingStorage``, which holds the kept ones only."""
     keeps_generated: ClassVar[bool] = False
-    """Read every generated token, beside ``token_budget`` tokens of the prompt; for tables and tests."""
+    """Evict from the first prompt only: later tokens are all read, beside ``token_budget`` tokens of that prompt."""
     needs_weights: ClassVar[bool] = False
     """Refuse a fork of another method's cache, which has not added up the attention weights of the prompt."""
     needs_queries: ClassVar[bool] = True

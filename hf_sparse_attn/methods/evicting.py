@@ -29,7 +29,7 @@ class EvictingMethod(SparseMethod, partial=True):
 
     The prompt is prefilled densely. Then, and after every decode step, the tokens of the lowest :meth:`priority` go,
     so that a step reads at most ``token_budget`` tokens, its own included. A method with ``keeps_generated`` evicts
-    after prompts only. Passes over several tokens read what is kept and one another.
+    once, after the first prompt. Passes over several tokens read what is kept and one another.
     """
 
     evicts: ClassVar[bool] = True
@@ -63,7 +63,10 @@ class EvictingMethod(SparseMethod, partial=True):
         keep = self.token_budget if self.keeps_generated else self.token_budget - 1
         for layer in layers:
             storage, lengths = storage_of(layer), layer.lengths
-            priority = self.priority(layer, None, 0.0) if storage.most_tokens(lengths) > keep else None
+            is_first, storage.finished_at = storage.finished_at is None, storage.finished_at or lengths.length
+            priority = None
+            if storage.most_tokens(lengths) > keep and (is_first or not self.keeps_generated):
+                priority = self.priority(layer, None, 0.0)
             if priority is not None:
                 storage.evict(priority, keep, keep + (MIN_CAPACITY if self.keeps_generated else 1), lengths)
             layer.prompt_queries = None  # those of the next prompt must follow one another

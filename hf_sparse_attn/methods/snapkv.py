@@ -21,12 +21,12 @@ class SnapKV(EvictingMethod):
     The last ``window`` tokens of the prompt observe the ones before: the attention weights of their queries are summed,
     pooled over neighbouring tokens, and the tokens of the largest values stay beside the window (section 4, listing 1).
     The pooling keeps the neighbours of a token that stands out, so that what is kept can still be read. Each KV head
-    keeps tokens of its own, by the mean over its query heads. Nothing is evicted while tokens are generated.
+    keeps tokens of its own, by the mean over its query heads. What follows is never evicted, generated or fed.
 
     Parameters
     ----------
     token_budget
-        Tokens of the prompt that a KV head keeps, the window included. A step reads these and all generated tokens.
+        Tokens of the prompt that a KV head keeps, the window included. A step reads these and all later tokens.
     dense_layers
         Number of first layers that keep and read the whole cache.
     window
