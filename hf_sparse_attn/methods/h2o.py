@@ -18,8 +18,8 @@ class H2O(EvictingMethod):
     """Keep the last tokens and the heavy hitters, which have got the most attention so far (H2O, arXiv 2306.14048).
 
     A token's score is the sum of the attention weights that all queries since have given it, its own included, in the
-    prompt too (section 4, algorithm 1). After each step the token of the least score goes, unless it is one of the last
-    ones. Each KV head keeps tokens of its own, by the sum over its query heads.
+    prompt too. After each step the token of the least score goes, unless it is one of the last ones. Each KV head keeps
+    tokens of its own, by the sum over its query heads.
 
     Parameters
     ----------

@@ -19,9 +19,9 @@ class SnapKV(EvictingMethod):
     """Keep the prompt's tokens that its last queries weigh most, and all generated tokens (SnapKV, arXiv 2404.14469).
 
     The last ``window`` tokens of the prompt observe the ones before: the attention weights of their queries are summed,
-    pooled over neighbouring tokens, and the tokens of the largest values stay beside the window (section 4, listing 1).
-    The pooling keeps the neighbours of a token that stands out, so that what is kept can still be read. Each KV head
-    keeps tokens of its own, by the mean over its query heads. What follows is never evicted, generated or fed.
+    pooled over neighbouring tokens, and the tokens of the largest values stay beside the window. The pooling keeps the
+    neighbours of a token that stands out, so that what is kept can still be read. Each KV head keeps tokens of its own,
+    by the mean over its query heads. What follows is never evicted, generated or fed.
 
     Parameters
     ----------

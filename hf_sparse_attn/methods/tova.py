@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 class TOVA(EvictingMethod):
     """Evict the token that the newest query weighs least (TOVA, token omission via attention, arXiv 2401.06104).
 
-    A transformer with a bounded cache is a recurrent network whose state are the tokens kept (section 3). After each
-    step the newest query's attention weights are averaged over all heads, and the token of the least average goes, the
-    same one in every head of the layer (section 3.2). Of a prompt the tokens of the largest averages are kept, by the
+    After each step the newest query's attention weights are averaged over all heads, and the token of the least average
+    goes, the same one in every head of the layer. Of a prompt the tokens of the largest averages are kept, by the
     weights of its last query.
 
     Parameters
