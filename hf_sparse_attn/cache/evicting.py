@@ -138,7 +138,7 @@ class EvictingStorage(GrowingStorage):
         if kept.open_slot is None:
             return kept
         last = kept.slots - 1
-        self._put(kept.open_slot, self.keys[:, :, last:][:, :, :1], self.values[:, :, last:][:, :, :1])
+        self._put(kept.open_slot, *(buffer[:, :, last : last + 1].clone() for buffer in (self.keys, self.values)))
         positions = kept.positions.scatter(2, kept.open_slot, kept.positions[:, :, last:])[:, :, :last]
         if self.weights is not None:
             self.weights = self.weights.scatter(2, kept.open_slot, self.weights[:, :, last:])[:, :, :last]

@@ -33,7 +33,7 @@ class H2O(EvictingMethod):
     Notes
     -----
     The prompt is prefilled densely, and its weights are computed a second time, since no attention op returns them:
-    that takes about as long as attention itself. A score keeps what queries gave that were removed by a crop.
+    that takes longer than attention itself. A score keeps what queries gave that were removed by a crop.
     """
 
     name: ClassVar[str] = "h2o"

@@ -10,10 +10,8 @@ from hf_sparse_attn import (
     SnapKV,
     SparseCache,
     StreamingLLM,
-    patch_model,
     sparse_attention,
     sparse_attention_stats,
-    unpatch_model,
 )
 from hf_sparse_attn.methods import evicting
 from tests.methods.evicting import GROUP, KV_HEADS, Run, largest
@@ -116,6 +114,7 @@ def test_memory_is_freed_after_the_prompt_and_stays_bounded(name):
         cache = SparseCache.for_model(model)
         model(random_ids(2, 400), past_key_values=cache)
         before = [held_elements(layer) for layer in cache.layers]
+        allocated = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         for token in random_ids(40, 2, seed=1).unsqueeze(2):
             model(token, past_key_values=cache)
         after = [held_elements(layer) for layer in cache.layers]
@@ -126,12 +125,8 @@ def test_memory_is_freed_after_the_prompt_and_stays_bounded(name):
     storages = [layer.storage for layer in cache.layers]
     slots = BUDGET + 40 if method.keeps_generated else BUDGET
     assert [storage.kept.slots for storage in storages] == [slots] * 4
-    if DEVICE == "cuda":
-        small = torch.cuda.memory_allocated()
-        other = SparseCache.for_model(patch_model(model, "full"))
-        model(random_ids(2, 440), past_key_values=other)
-        unpatch_model(model)
-        assert torch.cuda.memory_allocated() - small >= sum(before)
+    if DEVICE == "cuda":  # most of the difference: logits and what methods keep beside it are small
+        assert allocated - torch.cuda.memory_allocated() > (sum(before) - sum(after)) * 4 / 2
 
 
 def held_elements(layer):
