@@ -106,14 +106,14 @@ class EvictingStorage(GrowingStorage):
             super().write(key_states, value_states, lengths)
             return
         new, length = key_states.shape[2], lengths.length
+        if new == 1 and self.kept.open_slot is not None:
+            self._fill(key_states, value_states, length)
+            return
+        kept = self._closed()
+        batch, kv_heads, slots = kept.positions.shape
+        self.keys[:, :, slots : slots + new] = key_states
+        self.values[:, :, slots : slots + new] = value_states
         with lasting_tensors():
-            if new == 1 and self.kept.open_slot is not None:
-                self._fill(key_states, value_states, length)
-                return
-            kept = self._closed()
-            batch, kv_heads, slots = kept.positions.shape
-            self.keys[:, :, slots : slots + new] = key_states
-            self.values[:, :, slots : slots + new] = value_states
             added = torch.arange(length - new, length, dtype=torch.int32, device=self.keys.device)
             positions = torch.cat((kept.positions, added.expand(batch, kv_heads, new)), dim=2)
             self.kept = kept._replace(positions=positions, length=length)
@@ -124,12 +124,12 @@ class EvictingStorage(GrowingStorage):
         assert kept is not None
         assert kept.open_slot is not None
         self._put(kept.open_slot, key_states, value_states)
-        positions = kept.positions.scatter(2, kept.open_slot, length - 1)
-        if self.weights is not None:
-            self.weights = self.weights.scatter(2, kept.open_slot, 0)
-        self.kept = kept._replace(
-            positions=positions, first=(kept.first - 1).clamp_min(0), open_slot=None, length=length
-        )
+        with lasting_tensors():
+            positions = kept.positions.scatter(2, kept.open_slot, length - 1)
+            if self.weights is not None:
+                self.weights = self.weights.scatter(2, kept.open_slot, 0)
+            first = (kept.first - 1).clamp_min(0)
+            self.kept = kept._replace(positions=positions, first=first, open_slot=None, length=length)
 
     def _closed(self) -> Kept:
         """Return the slots after the last one's token was moved to the open slot, if there is one."""
@@ -139,10 +139,11 @@ class EvictingStorage(GrowingStorage):
             return kept
         last = kept.slots - 1
         self._put(kept.open_slot, *(buffer[:, :, last : last + 1].clone() for buffer in (self.keys, self.values)))
-        positions = kept.positions.scatter(2, kept.open_slot, kept.positions[:, :, last:])[:, :, :last]
-        if self.weights is not None:
-            self.weights = self.weights.scatter(2, kept.open_slot, self.weights[:, :, last:])[:, :, :last]
-        self.kept = kept._replace(positions=positions, first=(kept.first - 1).clamp_min(0), open_slot=None)
+        with lasting_tensors():
+            positions = kept.positions.scatter(2, kept.open_slot, kept.positions[:, :, last:])[:, :, :last]
+            if self.weights is not None:
+                self.weights = self.weights.scatter(2, kept.open_slot, self.weights[:, :, last:])[:, :, :last]
+            self.kept = kept._replace(positions=positions, first=(kept.first - 1).clamp_min(0), open_slot=None)
         return self.kept
 
     def _put(self, slot: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -230,8 +231,7 @@ class EvictingStorage(GrowingStorage):
         if self.finished_at is not None and length < self.finished_at:
             self.finished_at = None
         if length < self.shared_tokens:
-            with lasting_tensors():
-                self._copy_buffers()
+            self._copy_buffers()
         if length == 0 or self.kept is None:
             self.kept = None
             self.weights = None if self.weights is None or length == 0 else self.weights[:, :, :length]
@@ -255,12 +255,12 @@ class EvictingStorage(GrowingStorage):
         if self.kept is None:
             self.shared_tokens = tokens  # each overwrites evicted tokens
         else:
-            with lasting_tensors():
-                fork._copy_buffers()
+            fork._copy_buffers()
         return fork
 
     def _copy_buffers(self) -> None:
-        self.keys, self.values, self.shared_tokens = self.keys.clone(), self.values.clone(), 0
+        with lasting_tensors():
+            self.keys, self.values, self.shared_tokens = self.keys.clone(), self.values.clone(), 0
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`restore` needs to undo a forward pass, which overwrites no slot in use."""

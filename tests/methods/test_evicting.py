@@ -1,5 +1,7 @@
 """The methods that evict, against plain loops over tokens; what they keep in memory; what they refuse."""
 
+import copy
+
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
@@ -206,6 +208,65 @@ def test_forks_of_an_unfinished_prompt_do_not_overwrite_one_another(name):
         fork = cache.fork(method)
         one, other = ([model(token, past_key_values=each).logits for token in steps] for each in (fork, cache))
         torch.testing.assert_close(one, other)
+
+
+@every_method
+@torch.inference_mode()
+def test_rows_that_are_reordered_repeated_and_chosen_go_on_as_they_would_alone(name):
+    """The third row has not filled its budget yet."""
+    model, method = make_model("llama", dtype=torch.float64), EVICTING[name]
+    ids, lengths = random_ids(3, 60), (60, 41, 12)
+    steps, later = random_ids(4, 3, seed=3), random_ids(1, 9, seed=4).expand(4, -1)
+    mask = (torch.arange(60) >= 60 - torch.tensor(lengths)[:, None]).long().to(DEVICE)
+    with sparse_attention(model, method), use_impl("reference"):
+        cache = SparseCache.for_model(model)
+        fed(model, cache, ids, steps.T, mask)
+        cache.reorder_cache(torch.tensor([2, 0, 1], device=DEVICE))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([4, 1, 2, 5], device=DEVICE))
+        rows = [1, 2, 0, 1]
+        mask = torch.cat((mask[rows], mask.new_ones(4, len(steps))), dim=1)
+        together = fed(model, cache, later[:, :5], later[:, 5:], mask)
+        for number, row in enumerate(rows):
+            alone = SparseCache.for_model(model)
+            fed(model, alone, ids[row : row + 1, -lengths[row] :], steps.T[row : row + 1])
+            torch.testing.assert_close(together[number], fed(model, alone, later[:1, :5], later[:1, 5:])[0])
+
+
+def fed(model, cache, prompt, steps, mask=None):
+    """Feed a prompt and then single tokens, and return the logits of the steps."""
+    logits = []
+    for tokens in (prompt, *steps.split(1, dim=1)):
+        if mask is not None:
+            mask = torch.cat(
+                (mask, mask.new_ones(len(mask), cache.get_seq_length() + tokens.shape[1] - mask.shape[1])), 1
+            )
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        logits.append(model(tokens, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1])
+    return torch.stack(logits[1:], dim=1)
+
+
+@every_method
+@pytest.mark.parametrize("tokens", [1, 6])
+@torch.inference_mode()
+def test_a_pass_that_fails_after_evictions_evicts_nothing(name, tokens):
+    model, method = make_model("llama", dtype=torch.float64), EVICTING[name]
+    ids, steps = random_ids(2, 40), random_ids(2, 9, seed=3)
+    logits = []
+    with sparse_attention(model, method), use_impl("reference"):
+        for fails in (False, True):
+            cache = SparseCache.for_model(model)
+            fed(model, cache, ids, steps[:, :3])
+            if fails:
+                hook = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(random_ids(2, tokens, seed=8), past_key_values=cache)
+                hook.remove()
+                twin = copy.deepcopy(cache)
+                assert cache.get_seq_length() == 43
+                torch.testing.assert_close(fed(model, twin, steps[:, 3:4], steps[:, 4:]), logits[0])
+            logits.append(fed(model, cache, steps[:, 3:4], steps[:, 4:]))
+    torch.testing.assert_close(*logits)
 
 
 @torch.inference_mode()
