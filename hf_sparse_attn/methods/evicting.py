@@ -63,12 +63,14 @@ class EvictingMethod(SparseMethod, partial=True):
         keep = self.token_budget if self.keeps_generated else self.token_budget - 1
         for layer in layers:
             storage, lengths = storage_of(layer), layer.lengths
-            is_first, storage.finished_at = storage.finished_at is None, storage.finished_at or lengths.length
+            is_due = storage.finished_at is None or not self.keeps_generated
             priority = None
-            if storage.most_tokens(lengths) > keep and (is_first or not self.keeps_generated):
+            if is_due and storage.most_tokens(lengths) > keep:
                 priority = self.priority(layer, None, 0.0)
             if priority is not None:
                 storage.evict(priority, keep, keep + (MIN_CAPACITY if self.keeps_generated else 1), lengths)
+            if storage.finished_at is None:
+                storage.finished_at = lengths.length
             layer.prompt_queries = None  # those of the next prompt must follow one another
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:

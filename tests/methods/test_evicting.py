@@ -302,9 +302,10 @@ def test_a_prompt_fed_by_an_unpatched_model():
         cache = SparseCache(model.config, EVICTING[name])
         model(ids, past_key_values=cache)
         with sparse_attention(model, EVICTING[name]):
-            if name in errors:
+            for _ in range(2 if name in errors else 0):  # a second attempt is no way around
                 with pytest.raises(ValueError, match=f"'{name}' {errors[name]}"):
                     model(ids[:, :1], past_key_values=cache)
+            if name in errors:
                 continue
             model(ids[:, :1], past_key_values=cache)
             assert cache.layers[0].storage.kept.slots == BUDGET - (name == "tova")
