@@ -54,9 +54,11 @@ class Variant:
     def prefills_densely(self) -> bool:
         """Whether the material's prefill is dense, so that one prefill serves all such variants.
 
-        A method with a fixed context is sparse in the prefill of the question alone.
+        A method with a fixed context is sparse in the prefill of the question alone. One that needs attention weights
+        must see the prefill itself.
         """
-        return "prefill" not in self.method.sparse_phases or self.method.reads_prefix
+        is_dense = "prefill" not in self.method.sparse_phases or self.method.reads_prefix
+        return is_dense and not self.method.needs_weights
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
@@ -220,7 +222,8 @@ class Engine:
             with PeakMemory(self.model.device) as memory:
                 started = time.perf_counter()
                 cache = prefilled.cache.fork(variant.method)
-                cache.complete_prompt()
+                if not variant.method.evicts:  # the question belongs to the prompt of a method that cannot go back
+                    cache.complete_prompt()
                 self._wait()
                 seconds = time.perf_counter() - started
         self.model_seconds += seconds

@@ -5,8 +5,10 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.calibration import calibrate_channels
 from hf_sparse_attn.context import ContextBudget, FixedContext, prepare_context
 from hf_sparse_attn.methods import (
+    H2O,
     METHODS,
     PSA,
+    TOVA,
     ArkVale,
     DoubleSparsity,
     Full,
@@ -15,8 +17,10 @@ from hf_sparse_attn.methods import (
     OracleTopK,
     Quest,
     RaBitQCache,
+    SnapKV,
     SparseMethod,
     Squeezed,
+    StreamingLLM,
     TokenSelect,
 )
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
@@ -25,8 +29,10 @@ from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
 
 __all__ = [
+    "H2O",
     "METHODS",
     "PSA",
+    "TOVA",
     "ArkVale",
     "ContextBudget",
     "DoubleSparsity",
@@ -39,10 +45,12 @@ __all__ = [
     "Quest",
     "RaBitQCache",
     "SelectionRecord",
+    "SnapKV",
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
     "Squeezed",
+    "StreamingLLM",
     "TokenSelect",
     "__version__",
     "calibrate_channels",

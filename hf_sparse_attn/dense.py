@@ -39,9 +39,20 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     rows = layer.rows
     keys, values = rows.keys[:, :, : layer.length], rows.values[:, :, : layer.length]
     if not layer.method.needs_mask:
-        mask = _mask_by_bounds(query.shape[2], layer)
+        seq_start = layer.seq_start if layer.lengths.has_padding else None
+        mask = mask_by_bounds(query.shape[2], layer.length, seq_start, keys.device)
     if layer.method.rotates_keys:
         query, keys = _rotated_by_place(query, keys, layer)
+    return stock_attention(query, keys, values, scale, mask)
+
+
+def stock_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend from queries to keys of the same tokens and of those before, as the unpatched model does.
+
+    Arguments as of :func:`dense_attention`; ``keys`` and ``values`` are [batch, kv_heads, length, head_dim].
+    """
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1], is_causal=True)
     output: torch.Tensor
     output, _ = sdpa_attention_forward(module, query, keys, values, mask, dropout=0.0, scaling=scale)
@@ -56,18 +67,20 @@ def padding_mask(layer: SparseLayer) -> torch.Tensor | None:
     return (positions >= layer.seq_start[:, None])[:, None, None]
 
 
-def _mask_by_bounds(queries: int, layer: SparseLayer) -> torch.Tensor | None:
+def mask_by_bounds(
+    queries: int, length: int, seq_start: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
     """Return the causal mask of the rows' last tokens, bool [batch or 1, 1, queries, length]; None if SDPA needs none.
 
     SDPA aligns a causal mask with the first key, so a part of a longer row needs one. A single query needs none.
+    ``seq_start`` is int [batch], or None if no row has padding.
     """
-    has_padding, length = layer.lengths.has_padding, layer.length
-    if not has_padding and (queries == 1 or queries == length):
+    if seq_start is None and (queries == 1 or queries == length):
         return None
-    at = torch.arange(length, device=layer.keys.device)
+    at = torch.arange(length, device=device)
     causal = at <= at[-queries:, None]
-    seq_start = layer.seq_start[:, None] if has_padding else torch.zeros_like(at[:1, None])
-    return (causal & (at >= seq_start)[:, None])[:, None]
+    start = torch.zeros_like(at[:1, None]) if seq_start is None else seq_start[:, None]
+    return (causal & (at >= start)[:, None])[:, None]
 
 
 def _rotated_by_place(query: torch.Tensor, keys: torch.Tensor, layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,6 +64,11 @@ class LayerCounter:
         self._host_tokens += tokens
         self._host_dense_tokens += dense_tokens
 
+    def count_rows(self, tokens: torch.Tensor, dense_tokens: torch.Tensor) -> None:
+        """Add a decode step that no op counts, as :meth:`count_read`, by numbers on the device."""
+        self._host_steps += 1
+        self.totals[:2] += torch.stack((tokens, dense_tokens))
+
     def count_metadata(self, read: torch.Tensor | int) -> None:
         """Add the bytes of metadata that a decode step reads."""
         self.totals[2] += read

@@ -47,6 +47,7 @@ SPARSE: dict[str, dict[str, float]] = {
     "toy-mass-threshold": {"threshold": 0.3},
     "psa": {"block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},
+    "snapkv": {"window": 8},
 }
 """Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
 COVERING: dict[str, dict[str, float]] = {

@@ -371,6 +371,24 @@ def test_sliding_windows_keep_generate_uncompiled():
     assert graphs() == 0
 
 
+@pytest.mark.parametrize("name", ["streaming_llm", "tova", "h2o", "snapkv"])
+def test_methods_that_evict_keep_generate_uncompiled(name):
+    model = patch_model(make_model("llama"), name, token_budget=48)
+    inputs = padded((70, 41))
+    expected = model.generate(**inputs, **GREEDY, disable_compile=True)
+    stats = sparse_attention_stats(model)
+    assert torch.equal(model.generate(**inputs, **compiled()), expected)
+    assert sparse_attention_stats(model) == stats
+    cache = SparseCache.for_model(model, max_cache_len=100)
+    assert not cache.is_compileable
+    assert torch.equal(model.generate(**inputs, **compiled(), past_key_values=cache), expected)
+    mask = torch.ones(2, cache.get_seq_length() + 60, dtype=torch.long, device=inputs["input_ids"].device)
+    mask[1, :29] = 0
+    with pytest.raises(ValueError, match=r"60 new tokens do not fit: the cache holds \d+ of max_cache_len=100"):
+        model(random_ids(2, 60), attention_mask=mask, past_key_values=cache)
+    assert graphs() == 0
+
+
 def test_unpatched_model_decodes_over_a_static_cache():
     model = make_model("llama")
     inputs = padded((70, 41))

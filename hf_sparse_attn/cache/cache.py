@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_sparse_attn.cache.evicting import EvictingStorage
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.host.prompts import PromptStages
 from hf_sparse_attn.cache.host.room import check_host_room, check_kv_storage
@@ -40,8 +41,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     fails before any work, a decode step fails when the cache is full. A compiled step cannot tell that the cache is
     full, so ``generate()`` checks for room before the prompt if it compiles.
 
-    A method with ``offload`` keeps keys and values in host memory. Such a cache takes ``max_cache_len``, but its steps
-    are not compiled.
+    A method with ``offload`` keeps keys and values in host memory, and a method that evicts keeps those of some tokens
+    only. Such a cache takes ``max_cache_len``, but its steps are not compiled.
 
     A forward pass that fails leaves the cache as it was before that pass.
 
@@ -96,6 +97,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._offloaded = None if offload is None else SharedBlocks(offload, config.num_key_value_heads)
 
         def storage(method: SparseMethod) -> Storage:
+            if method.evicts:
+                return EvictingStorage(initial_capacity, max_cache_len)
             if kv_storage == "host" and method is not FULL:
                 if max_cache_len is None:
                     return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
@@ -161,7 +164,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
             queries than the cache keeps, or the queries of all tokens, the methods offload differently, the method does
-            not support the cache's ``kv_storage``, or the cache has a prefix, which belongs to its method.
+            not support the cache's ``kv_storage``, the cache has a prefix, which belongs to its method, tokens were
+            evicted, or the method needs the prompt's attention weights.
         """
         new_method = make_method(method)
         check_kv_storage(self.kv_storage, new_method)
@@ -191,7 +195,17 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"method={new_method.name!r} needs the last {new_method.keeps_queries} queries of the prompt, but the "
                 f"cache keeps {kept}: create it with keep_queries={new_method.keeps_queries}, for a patched model"
             )
+        if new_method.needs_weights and new_method != self.method:
+            raise ValueError(
+                f"method={new_method.name!r} needs the attention weights of the whole prompt, which the cache of "
+                f"{self.method.name!r} has not added up: prefill a cache of its own"
+            )
         self.recover()
+        if self.has_evicted and new_method != self.method:
+            raise ValueError(
+                f"method={new_method.name!r} needs every token, but {self.method.name!r} has evicted some: prefill a "
+                "cache of its own"
+            )
         fork = copy.copy(self)
         fork.method = new_method
         fork.shared = Shared()
@@ -235,6 +249,11 @@ class SparseCache(Cache):  # type: ignore[misc]
     def sparse_layers(self) -> list[SparseLayer]:
         """The full-attention layers, dense or sparse."""
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether the method has evicted tokens, so that no pass can read them any more."""
+        return any(layer.storage.least_length > 0 for layer in self.sparse_layers)
 
     @property
     def max_cache_len(self) -> int:
@@ -310,6 +329,11 @@ class SparseCache(Cache):  # type: ignore[misc]
                 f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
             )
         if self._pass is None and not self.is_traced:
+            if self.has_evicted:
+                raise ValueError(
+                    f"{self.method.name!r} has evicted tokens of this cache, so only a model patched with it can "
+                    "continue: call patch_model(model, cache.method) first"
+                )
             self._stages.end_pass()
         visible: tuple[torch.Tensor, torch.Tensor]
         visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -368,6 +392,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         if forward_pass.is_decode_step:
             if self.shared.prompt_is_open:
                 self._finish_prompt()
+                forward_pass.remember_layers()
             self.expect_step()
         return forward_pass, is_dense
 
@@ -488,7 +513,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            ``tokens_to_remove`` is positive or exceeds the cached tokens. Nothing is removed.
+            ``tokens_to_remove`` is positive or exceeds the cached tokens, or the method has evicted tokens at a greater
+            length. Nothing is removed.
         RuntimeError
             A sliding-window layer has already dropped tokens that would become visible again.
         """
@@ -496,6 +522,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         still_fed = length_after_crop(self.fed, tokens_to_remove)
         left_out = [position for position in self.left_out if position < still_fed]
         length = still_fed - len(left_out)
+        for layer in self.sparse_layers:
+            layer.check_cut(length)
         for layer in self.layers:
             if layer.is_sliding:  # first: a window that no longer holds the tokens raises
                 surplus = layer.get_seq_length() - length

@@ -38,11 +38,16 @@ class ForwardPass:
         self._recorder = cache.shared.recorder
         self._recorded = 0 if self._recorder is None else self._recorder.num_steps
         self._former_padding: list[tuple[Lengths, Padding]] = []
-        self._queries = [(layer, layer.prompt_queries) for layer in cache.sparse_layers]
+        self.remember_layers()
         # A sliding window's updates create new tensors, so a shallow copy of its attributes is its state.
         self._windows: list[tuple[Any, dict[str, Any]]] = [
             (layer, dict(layer.__dict__)) for layer in cache.layers if layer.is_sliding
         ]
+
+    def remember_layers(self) -> None:
+        """Record what the layers hold, to return to it: before the pass, and once the prompt before it is finished."""
+        self._queries = [(layer, layer.prompt_queries) for layer in self._cache.sparse_layers]
+        self._storages = [(layer.storage, layer.storage.state()) for layer in self._cache.sparse_layers]
 
     def take_mask(self, attention_mask: torch.Tensor | None) -> bool:
         """Check the mask of the pass and set the cache's padding. Changes nothing if it raises.
@@ -68,7 +73,8 @@ class ForwardPass:
             return False
         cache.shared.check_masks()
         rows = rows_with_holes(is_token)
-        if rows and (self.is_decode_step or cache.prefix_tokens or (cache.method.rotates_keys and self.cached > 0)):
+        needs_rows = cache.has_evicted or (cache.method.rotates_keys and self.cached > 0)
+        if rows and (self.is_decode_step or cache.prefix_tokens or needs_rows):
             raise ValueError(
                 f"attention_mask has padding after a token in rows {rows}; after cached tokens {LEFT_PADDING}"
             )
@@ -97,6 +103,11 @@ class ForwardPass:
             former = lengths.padding()
             start = padding.seq_start.to(former.seq_start.device)
             moved = bool(((start != former.seq_start) & (torch.minimum(start, former.seq_start) < self.cached)).any())
+            if moved and self._cache.has_evicted:
+                raise ValueError(
+                    f"attention_mask must show the same padding as before, got {start.tolist()} tokens of it after "
+                    f"{former.seq_start.tolist()}: {self._cache.method.name!r} has evicted tokens by the former mask"
+                )
             self._former_padding.append((lengths, former))
             lengths.set_padding(padding)
             for layer in self._cache.sparse_layers if moved else ():
@@ -114,6 +125,9 @@ class ForwardPass:
             self._recorder.cut(self._recorded)
         for layer, queries in self._queries:
             layer.prompt_queries = queries
+        for storage, stored in self._storages:
+            if stored is not None:
+                storage.restore(stored)
         for layer, state in self._windows:
             layer.__dict__.clear()
             layer.__dict__.update(state)

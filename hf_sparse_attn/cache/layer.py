@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_sparse_attn.cache.evicting import of_kind
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.reads import ReadAhead
@@ -420,9 +421,20 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            ``tokens_to_remove`` is positive or exceeds the cached tokens.
+            ``tokens_to_remove`` is positive or exceeds the cached tokens, or tokens were evicted at a greater length.
         """
-        self.cut(length_after_crop(self.held, tokens_to_remove))
+        length = length_after_crop(self.held, tokens_to_remove)
+        self.check_cut(length)
+        self.cut(length)
+
+    def check_cut(self, length: int) -> None:
+        """Raise ``ValueError`` if tokens were evicted that the first ``length`` positions would need."""
+        least = self.storage.least_length
+        if 0 < length < least:
+            raise ValueError(
+                f"{self.method.name!r} cannot return to {length} tokens: it evicted some when there were {least}, and "
+                f"they are gone; allowed: 0, or at least {least}"
+            )
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` positions of every row."""
@@ -456,7 +468,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = method
         fork.keep_queries = max(self.keep_queries, method.keeps_queries)
-        fork.storage = self.storage.fork(self.held, method.selection_size)
+        fork.storage = of_kind(self.storage.fork(self.held, method.selection_size), method.evicts)
+        fork.is_compileable = fork.storage.is_compileable
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared
         if self.is_initialized:

@@ -6,7 +6,7 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -178,6 +178,18 @@ class Storage(ABC):
         fork = copy.copy(self)
         fork.metadata, fork.shared_tokens = {}, tokens
         return fork
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what :meth:`restore` needs to undo a forward pass; None if cutting the rows back undoes it."""
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - called only with a state
+        """Undo a forward pass, before rows are cut back; ``state`` is that before the pass."""
+
+    @property
+    def least_length(self) -> int:
+        """Least length above 0 that :meth:`cut` can return to."""
+        return 0
 
     def cut(self, length: int) -> None:
         """Take note that tokens after ``length`` are gone: copy the buffers if they belong to another storage too."""

@@ -11,14 +11,18 @@ from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.double_sparsity import DoubleSparsity
 from hf_sparse_attn.methods.full import Full
+from hf_sparse_attn.methods.h2o import H2O
 from hf_sparse_attn.methods.infllm import InfLLM
 from hf_sparse_attn.methods.keycodes import KeyCodes
 from hf_sparse_attn.methods.oracle_topk import OracleTopK
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.rabitqcache import RaBitQCache
+from hf_sparse_attn.methods.snapkv import SnapKV
 from hf_sparse_attn.methods.squeezed import Squeezed
+from hf_sparse_attn.methods.streaming_llm import StreamingLLM
 from hf_sparse_attn.methods.tokenselect import TokenSelect
+from hf_sparse_attn.methods.tova import TOVA
 
 METHODS: dict[str, type[SparseMethod]] = {
     method.name: method
@@ -31,6 +35,10 @@ METHODS: dict[str, type[SparseMethod]] = {
         TokenSelect,
         KeyCodes,
         RaBitQCache,
+        StreamingLLM,
+        TOVA,
+        H2O,
+        SnapKV,
         OracleTopK,
         DoubleSparsity,
         InfLLM,
@@ -42,8 +50,10 @@ FULL = Full()
 
 __all__ = [
     "FULL",
+    "H2O",
     "METHODS",
     "PSA",
+    "TOVA",
     "ArkVale",
     "DoubleSparsity",
     "Full",
@@ -53,8 +63,10 @@ __all__ = [
     "Quest",
     "RaBitQCache",
     "Selection",
+    "SnapKV",
     "SparseMethod",
     "Squeezed",
+    "StreamingLLM",
     "TokenSelect",
     "make_known",
     "make_method",

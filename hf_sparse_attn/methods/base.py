@@ -95,6 +95,12 @@ class SparseMethod:
     """Allow prompts longer than the positions that the model was trained on."""
     reads_prefix: ClassVar[bool] = False
     """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
+    evicts: ClassVar[bool] = False
+    """Forget tokens for good: ``layer.storage`` is then an ``EvictingStorage``, which holds the kept ones only."""
+    keeps_generated: ClassVar[bool] = False
+    """Evict from the first prompt only: later tokens are all read, beside ``token_budget`` tokens of that prompt."""
+    needs_weights: ClassVar[bool] = False
+    """Refuse a fork of another method's cache, which has not added up the attention weights of the prompt."""
     needs_queries: ClassVar[bool] = True
     """Refuse a fork of a cache that kept fewer queries than :attr:`keeps_queries`; if False, do without them there."""
     lasting_metadata: ClassVar[tuple[str, ...]] = ()

@@ -24,6 +24,11 @@ def check_supported(
             f"method {method.name!r} caches keys before RoPE, which does not work with a learned prefix (PEFT's prefix "
             "tuning); use a method that caches keys after RoPE, such as 'quest'"
         )
+    if takes_prefix and method.needs_weights:
+        raise ValueError(
+            f"method {method.name!r} adds up the attention weights of every query, and a learned prefix (PEFT's prefix "
+            "tuning) has keys without queries; use another method, such as 'tova'"
+        )
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a Transformers model ({supported}), got {type(model).__name__}")

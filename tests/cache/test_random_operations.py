@@ -22,7 +22,9 @@ from hypothesis.stateful import (
 )
 
 from hf_sparse_attn import (
+    H2O,
     PSA,
+    TOVA,
     ArkVale,
     DoubleSparsity,
     Full,
@@ -31,9 +33,11 @@ from hf_sparse_attn import (
     OracleTopK,
     Quest,
     RaBitQCache,
+    SnapKV,
     SparseAttentionStats,
     SparseCache,
     Squeezed,
+    StreamingLLM,
     TokenSelect,
     patch_model,
     sparse_attention,
@@ -63,6 +67,8 @@ METHODS = {
     "oracle_topk": OracleTopK(token_budget=POSITIONS),
     "double_sparsity": DoubleSparsity(token_budget=POSITIONS, channels=4, dense_layers=1),
     "infllm": InfLLM(token_budget=POSITIONS, n_init=0, n_local=128, chunk_size=8),
+    "streaming_llm": StreamingLLM(token_budget=POSITIONS),
+    "h2o": H2O(token_budget=POSITIONS),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
@@ -79,6 +85,8 @@ MORE_METHODS = {
         token_budget=POSITIONS, top_p=1, page_size=16, sink_tokens=0, dense_layers=1, query_centre=False
     ),
     "double_sparsity-exact": DoubleSparsity(token_budget=POSITIONS, channels=5, label_bits=16, dense_layers=0),
+    "tova": TOVA(token_budget=POSITIONS, dense_layers=1),
+    "snapkv": SnapKV(token_budget=POSITIONS, window=4),
     "tokenselect-anew": TokenSelect(token_budget=POSITIONS, chunk_size=8, selection_cache_threshold=1),
 }
 IN_HOST_MEMORY = {

@@ -28,7 +28,7 @@ from eval.report import write_report
 from eval.runner import run
 from eval.session import Processes
 from eval.store import read_records, record_key
-from hf_sparse_attn import METHODS
+from hf_sparse_attn import METHODS, SnapKV
 from hf_sparse_attn.cli.models import load_model
 from tests.methods.toy import Window
 
@@ -159,6 +159,27 @@ def test_kept_selections_are_counted_beyond_the_models_positions_too(tmp_path, l
     voted = sparse["metadata_bytes"] / (layers * head_dim * float_bytes)  # keys, in layers of one KV head
     most = (1500 - 16) + sparse["question_tokens"] + sparse["new_tokens"]
     assert voted <= most if kept else (steps - 1) * 1484 < voted <= steps * most
+
+
+@pytest.mark.parametrize("question", ["decode", "prefill"])
+def test_methods_that_evict_do_so_after_a_question_that_is_prefilled(
+    tmp_path, loaded, model_dir, monkeypatch, question
+):
+    evicted_at = []
+    finish = SnapKV.finish_prompt
+
+    def note(self, layers):
+        evicted_at.append(layers[0].length)
+        finish(self, layers)
+
+    monkeypatch.setattr(SnapKV, "finish_prompt", note)
+    methods = ["streaming_llm", "tova", "h2o", "snapkv"]
+    go(tmp_path, loaded, model_dir, limit=1, method=methods, token_budget=[64], question=question)
+    records = read_records(tmp_path / "rows.jsonl")
+    assert [(record["method"], record["error"]) for record in records] == [(name, None) for name in ("full", *methods)]
+    assert all(record["kv_fraction"] < 1 for record in records[1:])
+    material = records[0]["prompt_tokens"] - records[0]["question_tokens"]
+    assert evicted_at[0] == (material if question == "decode" else records[0]["prompt_tokens"])
 
 
 def test_dense_attention_pays_for_no_plans_of_cudnn(tmp_path, loaded, model_dir):

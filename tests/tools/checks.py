@@ -15,6 +15,8 @@ from tests.models import COVERING, POSITIONS, SPARSE, make_model, random_ids
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 SPARSE_METHODS = [name for name, method in METHODS.items() if method.sparse_phases]
 sparse_methods = pytest.mark.parametrize("method_name", SPARSE_METHODS)
+FORGETFUL = [name for name, method in METHODS.items() if method.evicts and not method.keeps_generated]
+"""Methods that evict in decode steps, which a rejected draft cannot take back."""
 quest_first = pytest.mark.parametrize(
     "method_name", [name if name == "quest" else pytest.param(name, marks=pytest.mark.grid) for name in SPARSE_METHODS]
 )

@@ -9,7 +9,9 @@ from transformers import GenerationConfig, WatermarkingConfig
 from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from tests.models import random_ids
 from tests.tools.checks import (
+    FORGETFUL,
     GREEDY,
+    SPARSE_METHODS,
     check_tool,
     covers_all,
     exact_model,
@@ -73,7 +75,7 @@ def make_assistant(**overrides):
     return assistant
 
 
-@sparse_methods
+@pytest.mark.parametrize("method_name", [name for name in SPARSE_METHODS if name not in FORGETFUL])
 def test_a_patched_assistant_drafts_sparsely_for_a_dense_model(method_name, model):
     """The generated text is the dense model's, whatever the draft."""
     expected = model.generate(**PROMPT, **GREEDY)
@@ -85,6 +87,14 @@ def test_a_patched_assistant_drafts_sparsely_for_a_dense_model(method_name, mode
     assert stats.kv_fraction < 1
 
 
+@pytest.mark.parametrize("method_name", FORGETFUL)
+def test_a_draft_that_evicted_cannot_be_rejected(method_name, model):
+    assistant = make_assistant(seed=1, num_hidden_layers=3)
+    patch_model(assistant, method_name, **small(method_name))
+    with pytest.raises(ValueError, match=f"'{method_name}' cannot return to 150 tokens: it evicted some"):
+        model.generate(**PROMPT, assistant_model=assistant, **GREEDY)
+
+
 @sparse_methods
 def test_a_model_drafts_sparsely_for_itself(method_name, model):
     """A copy that shares the weights drafts; the dense model verifies several tokens in one pass."""
@@ -94,14 +104,14 @@ def test_a_model_drafts_sparsely_for_itself(method_name, model):
     draft.generation_config = make_assistant().generation_config
     passes = []
     hook = model.model.register_forward_hook(lambda *args: passes.append(1))
-    for budget in (covers_all, small):
+    for budget in (covers_all,) if method_name in FORGETFUL else (covers_all, small):
         passes.clear()
         patch_model(draft, method_name, **budget(method_name))
         assert torch.equal(model.generate(**PROMPT, assistant_model=draft, **GREEDY), expected)
         if budget is covers_all:
             assert len(passes) == 2  # all drafts are right: five tokens and one, then the rest
     hook.remove()
-    assert sparse_attention_stats(draft).kv_fraction < 1
+    assert method_name in FORGETFUL or sparse_attention_stats(draft).kv_fraction < 1
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -111,7 +121,7 @@ def test_a_patched_model_with_an_assistant(assistant_is_patched, method_name, mo
     expected = model.generate(**PROMPT, **GREEDY)
     assistant = make_assistant(seed=1, num_hidden_layers=3)
     if assistant_is_patched:
-        patch_model(assistant, method_name, **small(method_name))
+        patch_model(assistant, method_name, **(covers_all if method_name in FORGETFUL else small)(method_name))
     with sparse_attention(model, method_name, **covers_all(method_name)):
         assert torch.equal(model.generate(**PROMPT, assistant_model=assistant, **GREEDY), expected)
         assert torch.equal(model.generate(**PROMPT, assistant_model=model, **GREEDY), expected)

@@ -124,6 +124,19 @@ def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
     assert not is_patched(model)
 
 
+@pytest.mark.parametrize("method_name", ["streaming_llm", "tova", "snapkv"])
+def test_a_learned_prefix_is_evicted_like_other_tokens(method_name):
+    model, prompt = wrap("prefix"), one_prompt()
+    check_tool(lambda: model.generate(**prompt, **GREEDY), model, method_name)
+
+
+def test_a_learned_prefix_is_refused_where_weights_are_added_up():
+    model = wrap("prefix")
+    with pytest.raises(ValueError, match=r"'h2o' adds up the attention weights of every query, and a learned prefix"):
+        patch_model(model, "h2o", **small("h2o"))
+    assert not is_patched(model)
+
+
 def test_a_learned_prefix_for_a_model_that_was_patched_before():
     model = wrap("prefix", patch_model(exact_model(), "quest", **covers_all("quest")))
     with pytest.raises(TypeError, match=r"got DynamicCache; .* prefix tuning, patch the PEFT model"):

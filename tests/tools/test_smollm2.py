@@ -14,8 +14,10 @@ from tests.tools.checks import sparse_methods
 
 pytestmark = pytest.mark.weights
 SMALL = {"token_budget": 128}
-SMALLER = {"rabitqcache": {"page_size": 32, "sink_tokens": 32}}
-"""Parameters of methods whose defaults take more than this budget."""
+SMALLER = {"rabitqcache": {"page_size": 32, "sink_tokens": 32}, "snapkv": {"window": 16}}
+"""Parameters of methods whose defaults take more of this budget than they can."""
+FORGET_THE_KEY = ("streaming_llm", "h2o")
+"""Methods that evict the key before the question asks for it: it is neither recent nor attended to by most tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_a_chat_in_a_pipeline_streams_the_key_that_it_found(method_name, loaded,
         streamed = "".join(streamer)
         assert answer.result()[0]["generated_text"] == streamed
         assert sparse_attention_stats(model).kv_fraction < 1
-    assert passkey.found_in(streamed)
+    assert passkey.found_in(streamed) == (method_name not in FORGET_THE_KEY)
 
 
 def test_a_sparse_draft_is_mostly_right(loaded, messages):
