@@ -50,6 +50,8 @@ class RunConfig:
         protocol of TokenSelect and Squeezed Attention).
     chat : str
         ``"auto"`` uses the chat template if the tokenizer has one and the protocol allows it; or ``"on"``, ``"off"``.
+    chat_template : str or None
+        The chat template: a file in Jinja, or ``ruler:NAME``, one of RULER's. None for the tokenizer's own.
     data_dir, protocol_dir : str or None
         Folders of data and of protocol files; None to fetch them.
     options : dict
@@ -75,6 +77,7 @@ class RunConfig:
     seed: int = 0
     question: str = "decode"
     chat: str = "auto"
+    chat_template: str | None = None
     data_dir: str | None = None
     protocol_dir: str | None = None
     options: dict[str, Any] = field(default_factory=dict)

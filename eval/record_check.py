@@ -34,6 +34,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 """The fields of every record of a run, with their JSON types."""
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "variant": _TEXT,
+    "truncated": (bool, type(None)),
     "prediction": _TEXT + _NONE,
     "versions": (dict, type(None)),
     "protocol": _TEXT + _NONE,
@@ -121,10 +122,15 @@ def check_record(record: Any, required: Collection[str] = tuple(FIELDS)) -> None
 
 
 def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(f"{name}={value!r:.80} is not allowed: {allowed}")
-    if name != "seed" and isinstance(value, (int, float)) and not (_is_number(value) and value >= 0):
+    if (
+        name != "seed"
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and not (_is_number(value) and value >= 0)
+    ):
         raise ValueError(f"{name}={value!r:.80} is not allowed: a number from 0 to {_MOST[type(value)]:.0e}")
 
 

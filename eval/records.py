@@ -70,6 +70,7 @@ def make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[
             "question": config.question,
             "score": score,
             "references": None if sample is None else sample.references,
+            "truncated": None if sample is None else sample.truncated,
             **dict.fromkeys(MEASURED),
             **measured,
             "error": error,

@@ -39,6 +39,8 @@ class Sample:
     """Tokens after the question whose likelihood is measured instead of an answer (perplexity)."""
     forced_chunk: int = 1
     """Forced tokens per forward pass; with 1, methods with sparse decoding apply to each of them."""
+    truncated: bool = False
+    """Whether the prompt was cut in the middle to fit."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class Benchmark(ABC):
     default_lengths: ClassVar[tuple[int, ...]] = ()
     protocol: ClassVar[str | None] = None
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""
+    averages: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Tasks whose scores the benchmark averages, by the average's name. One of them is reported only if all its tasks
+    were run."""
     options: ClassVar[dict[str, Any]] = {}
     """The benchmark's own settings and their defaults."""
 

@@ -14,6 +14,7 @@ _SCORERS = {
     "infinitebench": infinitebench.SCORERS,
     "ruler": ruler.SCORERS,
     "passkey": retrieval.PASSKEY_SCORERS,
+    "questpasskey": retrieval.QUEST_PASSKEY_SCORERS,
     "needle": retrieval.NEEDLE_SCORERS,
     "prefixqa": prefixqa.SCORERS,
 }
@@ -25,12 +26,12 @@ def score(
     """Score a prediction with the benchmark's official scorer.
 
     LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b. See
-    ``eval/metrics/retrieval.py`` for passkey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
+    ``eval/metrics/retrieval.py`` for passkey, questpasskey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
 
     Parameters
     ----------
     benchmark : str
-        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``needle`` or ``prefixqa``.
+        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``questpasskey``, ``needle`` or ``prefixqa``.
     task : str
         One of ``tasks(benchmark)``.
     prediction : str
