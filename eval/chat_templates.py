@@ -44,9 +44,8 @@ def read_chat_template(given: str, protocol_dir: Path | None) -> str:
     known = load_protocol("ruler", protocol_dir).values["chat_templates"]
     name = given.removeprefix(RULER_PREFIX)
     if name not in known:
-        raise EvalError(
-            f"chat_template={given!r} is unknown; RULER has {', '.join(RULER_PREFIX + one for one in known)}"
-        )
+        names = ", ".join(RULER_PREFIX + each for each in known)
+        raise EvalError(f"chat_template={given!r} is unknown; RULER has {names}")
     before, _, after = known[name].partition("{task_template}")
     return f"{{{{ bos_token }}}}{_literal(before)}{{{{ messages[0]['content'] }}}}{_literal(after)}"
 

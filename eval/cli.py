@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +40,7 @@ from eval.options import (
     harness_errors,
     result_folders,
 )
-from eval.terminal import WIDTH, on_record, progress, summary_table
+from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
 from eval.throughput_command import throughput
 from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, visible
 
@@ -55,14 +58,17 @@ app.command()(throughput)
 def list_benchmarks() -> None:
     """List the benchmarks with their tasks and settings, and the papers' tables."""
     from eval.benchmarks import BENCHMARKS
-    from eval.tables import table_names
+    from eval.tables import config_names, table_names
 
     listing = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
     for benchmark in BENCHMARKS.values():
         settings = "\n".join(f"{name}={value}" for name, value in benchmark.options.items())
         listing.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
     print_table(listing, WIDTH)
-    typer.echo(f"tables (python -m eval table NAME): {', '.join(table_names())}")
+    tables = table_names()
+    typer.echo(f"tables (python -m eval table NAME): {', '.join(tables)}")
+    others = ", ".join(name for name in config_names() if name not in tables)
+    typer.echo(f"other runs (python -m eval run --config eval/configs/NAME.yaml): {others}")
 
 
 @app.command()
@@ -132,7 +138,8 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     folders = result_folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
         with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
-            summary = run_benchmark(config, folder, models, processes, on_record(update))
+            say_expected = partial(on_start, config.benchmark) if processes.is_main else (lambda seconds: None)
+            summary = run_benchmark(config, folder, models, processes, on_record(update), say_expected)
         if processes.is_main:
             print_table(summary_table(summary, folder), WIDTH)
             if summary["errors"]:
@@ -190,7 +197,11 @@ def table(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a paper's table with the methods available here, and print its figures next to ours."""
+    """Run a paper's table with the methods available here, and print its figures next to ours.
+
+    Without --out nothing is kept, and an interrupted run cannot be resumed.
+    """
+    from eval.session import Processes
     from eval.store import read_records
     from eval.summary import summarise
     from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
@@ -208,16 +219,19 @@ def table(
     }
     with harness_errors():
         wanted = read_table(name)
+        if out is None and Processes.current().world_size > 1:
+            raise EvalError("--out is missing: several processes need a folder in common")
         as_printed = read_sweep(wanted.path, {})
         runs = [
             replace(run, method=tuple(runnable_methods(run.method)[0])) for run in read_sweep(wanted.path, overrides)
         ]
         distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
-        folders = run_all(distinct, out, name)
         comparisons = []
-        for printed, run in zip(as_printed, runs, strict=True):
-            records = read_records(folders[distinct.index(run)] / "rows.jsonl")
-            comparisons += compare(figures_of_run(wanted.figures, printed), summarise(records), run.model)
+        with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder:
+            folders = run_all(distinct, Path(folder), name)
+            for printed, run in zip(as_printed, runs, strict=True):
+                records = read_records(folders[distinct.index(run)] / "rows.jsonl")
+                comparisons += compare(figures_of_run(wanted.figures, printed), summarise(records), run.model)
         print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 

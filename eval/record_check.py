@@ -35,6 +35,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "variant": _TEXT,
     "truncated": (bool, type(None)),
+    "scores": (dict, type(None)),
     "prediction": _TEXT + _NONE,
     "versions": (dict, type(None)),
     "protocol": _TEXT + _NONE,
@@ -113,6 +114,9 @@ def check_record(record: Any, required: Collection[str] = tuple(FIELDS)) -> None
     for name in ("score", "depth"):
         if record.get(name) is not None and not 0 <= record[name] <= 1:
             raise ValueError(f"{name}={record[name]!r} is not allowed: 0 to 1")
+    for name, value in (record.get("scores") or {}).items():
+        if not (_is_number(value) and 0 <= value <= 1):
+            raise ValueError(f"scores has {name}={value!r:.80}; allowed: 0 to 1")
     if record.get("perplexity") is not None and record["perplexity"] <= 0:
         raise ValueError(f"perplexity={record['perplexity']!r} is not allowed: above 0")
     for name, what in (("nll_by_position", "nll"), ("divergence_by_position", "divergence")):

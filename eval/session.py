@@ -15,6 +15,7 @@ from eval.chat_templates import read_chat_template, with_chat_template
 from eval.config import RunConfig
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
+from eval.expected import expected_seconds, total_work
 from eval.protocols import load_protocol
 from eval.records import make_record
 from eval.store import RecordKey, Store, record_key, write_json
@@ -103,6 +104,14 @@ class Session:
         ]
         for record in _missing_records(self.engine, self.config, self.store, share, on_record):
             self.store.append(record | self.provenance)
+
+    def expected_seconds(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> float | None:
+        """Estimate the seconds that the wanted records will take which do not exist yet; None for a short run."""
+        done = {record_key(record) for record in self.store.records() if record["error"] is None}
+        missing = [(item, [each for each in variants if key_of(item, each) not in done]) for item, variants in wanted]
+        work = total_work(missing, self.config.question == "decode")
+        seconds = expected_seconds(self.engine.model, work)
+        return None if seconds is None else seconds / self.processes.world_size
 
 
 @contextmanager

@@ -102,13 +102,18 @@ class Comparison:
         return "not measured" if self.figure.method in METHODS else "not here yet"
 
 
-def table_names(folder: Path = CONFIGS) -> list[str]:
-    """List the names of the tables that ``read_table`` reads."""
+def config_names(folder: Path = CONFIGS) -> list[str]:
+    """List the names of the files in ``eval/configs``."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
+def table_names(folder: Path = CONFIGS) -> list[str]:
+    """List the names of the files that have figures of a paper, which ``read_table`` reads."""
+    return [name for name in config_names(folder) if read_yaml(folder / f"{name}.yaml").get("figures")]
+
+
 def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
-    """Read and check a table's file.
+    """Read and check the file of a table that has figures of a paper.
 
     Parameters
     ----------
@@ -118,15 +123,31 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     Raises
     ------
     EvalError
-        Unknown table (the message lists the known ones), or a malformed paper, figure or run (the message names file
-        and entry).
+        Unknown table (the message lists the known ones), a file without figures, or a malformed paper, figure or run
+        (the message names file and entry).
     """
+    if name in config_names(folder):
+        table = read_paper_file(folder / f"{name}.yaml")
+        if table.figures:
+            return table
+        raise EvalError(
+            f"table {name!r} is not allowed: {table.path.name} has no figures of a paper to compare with. Run it with "
+            f"python -m eval run --config eval/configs/{table.path.name}; tables: {', '.join(table_names(folder))}"
+        )
     known = table_names(folder)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise EvalError(f"table {name!r} is unknown{hint}; known: {', '.join(known) or f'none in {folder}'}")
-    path = folder / f"{name}.yaml"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise EvalError(f"table {name!r} is unknown{hint}; known: {', '.join(known) or f'none in {folder}'}")
+
+
+def read_paper_file(path: Path) -> PaperTable:
+    """Read and check a file of ``eval/configs``, with or without figures.
+
+    Raises
+    ------
+    EvalError
+        A malformed paper, figure or run; the message names file and entry.
+    """
     content = read_yaml(path)
     runs = read_sweep(path, {})
     paper = _read_paper(content["paper"], path) if "paper" in content else None
@@ -136,7 +157,7 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     if listed and paper is None:
         raise EvalError(f"{path}: paper is missing; it must name the source of the figures")
     figures = [_read_figure(entry, f"{path}: figure {number}", runs) for number, entry in enumerate(listed, start=1)]
-    return PaperTable(name=name, paper=paper, figures=tuple(figures), path=path)
+    return PaperTable(name=path.stem, paper=paper, figures=tuple(figures), path=path)
 
 
 def figures_of_run(figures: Iterable[Figure], run: RunConfig) -> list[Figure]:

@@ -99,7 +99,9 @@ class Setup:
         if length < 1:
             raise EvalError(f"length={length} is not allowed: at least 1 token")
         if length > self.max_positions:
-            raise EvalError(f"length={length} is not allowed: at most the model's {self.max_positions} positions")
+            raise EvalError(
+                f"length={length} is not allowed: at most the model's {self.max_positions} positions; give --lengths"
+            )
 
 
 class Benchmark(ABC):
@@ -115,8 +117,8 @@ class Benchmark(ABC):
     protocol: ClassVar[str | None] = None
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""
     averages: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Tasks whose scores the benchmark averages, by the average's name. One of them is reported only if all its tasks
-    were run."""
+    """Averages of scores by name: over tasks, or over other averages. One is reported only if all its tasks were
+    run."""
     options: ClassVar[dict[str, Any]] = {}
     """The benchmark's own settings and their defaults."""
 

@@ -58,6 +58,22 @@ def score(
         raise EvalError(f"{benchmark}/{task}: {error}") from None
 
 
+def named_scores(
+    benchmark: str, task: str, prediction: str, references: Any, all_classes: Sequence[str] | None = None
+) -> dict[str, float] | None:
+    """Score a prediction with each metric of a task that officially has several; None for the others.
+
+    LongBench's code metric depends on whether python-Levenshtein is installed: ``levenshtein``, which ``score``
+    returns, or ``difflib``. Parameters and errors are as for ``score``.
+    """
+    check_task(benchmark, task)
+    scorers = longbench.NAMED_SCORERS.get(task) if benchmark == "longbench" else None
+    if scorers is None:
+        return None
+    texts = as_texts(references)
+    return {name: float(scorer(prediction, texts, all_classes or ())) for name, scorer in scorers.items()}
+
+
 def tasks(benchmark: str) -> tuple[str, ...]:
     """Return the tasks of a benchmark that ``score`` knows, in the benchmark's order.
 
@@ -84,4 +100,4 @@ def check_task(benchmark: str, task: Any) -> None:
         raise EvalError(f"{benchmark} has no task={task!r}; allowed are {', '.join(allowed)}")
 
 
-__all__ = ["check_task", "score", "tasks"]
+__all__ = ["check_task", "named_scores", "score", "tasks"]

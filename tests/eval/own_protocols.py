@@ -16,6 +16,8 @@ GOLDEN = Path(__file__).parent / "golden"
 FIGURES: dict[str, Any] = json.loads((GOLDEN / "protocols.json").read_text(encoding="utf-8"))
 """The official protocols without their wording: tasks, tokens to generate, settings, and the templates' fields."""
 
+PASSKEY: dict[str, str] = json.loads((GOLDEN / "prompts.json").read_text(encoding="utf-8"))["passkey"]["wording"]
+
 
 def template_of(name: str, fields: list[str]) -> str:
     """A template in words of our own that has these fields in this order."""
@@ -42,6 +44,7 @@ def own_values() -> dict[str, dict[str, Any]]:
                 "truncation": infinitebench["truncation"],
             }
         },
+        "questpasskey": {"passkey": PASSKEY | {"question_chars": 400}},
         "ruler": make_protocol() | {"chat_templates": {"base": "{task_template}", "other": "<u>{task_template}</u>"}},
     }
 

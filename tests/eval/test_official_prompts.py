@@ -137,6 +137,16 @@ def test_code_words_have_the_official_frequencies(ruler_samples: Any) -> None:
 # LongBench
 
 
+@pytest.mark.parametrize("task", ["lcc", "repobench-p"])
+def test_code_has_both_official_metrics(task: str) -> None:
+    for case in OFFICIAL["code_scores"]:
+        arguments = ("longbench", task, case["prediction"], [case["reference"]])
+        assert metrics.named_scores(*arguments) == case["scores"], case
+        assert metrics.score(*arguments) == case["scores"]["levenshtein"]
+    assert any(case["scores"]["levenshtein"] != case["scores"]["difflib"] for case in OFFICIAL["code_scores"])
+    assert metrics.named_scores("longbench", "qasper", "a", ["a"]) is None
+
+
 def longbench_sample(folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, chat: bool, **options: Any) -> Sample:
     values = {"dataset2prompt": LONGBENCH["wording"], "dataset2maxlen": dict.fromkeys(LONGBENCH["wording"], 4)}
     protocol = Protocol("longbench", values, "0" * 64, "here")

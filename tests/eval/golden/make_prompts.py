@@ -1,12 +1,14 @@
 """Make prompts.json: prompts built by the official code of RULER, LongBench, Quest and Squeezed Attention.
 
 ``python -m tests.eval.golden.make_prompts CLONES`` needs clones at the commits below, in folders named as the keys of
-``COMMITS``. The wording is our own: it is put in place of the official one before the official code runs.
+``COMMITS``, and the packages fuzzywuzzy and python-Levenshtein. The wording is our own: it is put in place of the
+official one before the official code runs.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import random
 import subprocess
@@ -236,9 +238,7 @@ def longbench(clones: Path) -> dict[str, Any]:
         model = RecordingModel()
         official["load_model_and_tokenizer"] = lambda *_, model=model: (model, tokenizer)
         rest = (CUT, 4, template, task, "cpu", "llama2")
-        official["get_pred"](
-            0, 1, [examples[task]], CUT, 4, template, task, "cpu", "llama2", {"llama2": ""}, "/dev/null"
-        )
+        official["get_pred"](0, 1, [examples[task]], *rest, {"llama2": ""}, "/dev/null")
         fed = RecordingModel([tokenizer.eos_token_id])
         quest["get_pred"](fed, tokenizer, [dict(examples[task])], *rest)
         material, *steps = fed.fed
@@ -297,9 +297,30 @@ def passkey(clones: Path) -> dict[str, Any]:
     return made
 
 
+def code_scores(clones: Path) -> list[dict[str, Any]]:
+    """Score code with LongBench's metric over both of the matchers that fuzzywuzzy chooses from."""
+    from fuzzywuzzy import StringMatcher, fuzz
+
+    score = execute(show(clones, "LongBench", "LongBench/metrics.py"), "metrics", fuzz=fuzz, List=list)[
+        "code_sim_score"
+    ]
+    rng = random.Random(2)
+    lines = ["return self.value", "x += 1", "for row in rows:", "value = self.values[row]", "", "    return x", "# x"]
+    made = []
+    for _ in range(30):
+        prediction, reference = "\n".join(rng.choices(lines, k=3)), rng.choice(lines) + rng.choice(["", " + 1", ";"])
+        scores = {}
+        for name, matcher in (("levenshtein", StringMatcher.StringMatcher), ("difflib", difflib.SequenceMatcher)):
+            fuzz.SequenceMatcher = matcher
+            scores[name] = score(prediction, reference)
+        made.append({"prediction": prediction, "reference": reference, "scores": scores})
+    return made
+
+
 def main(clones: Path) -> None:
     """Write ``prompts.json`` next to this file."""
     made = {"commits": COMMITS, "ruler": ruler(clones), "longbench": longbench(clones), "passkey": passkey(clones)}
+    made["code_scores"] = code_scores(clones)
     path = Path(__file__).with_name("prompts.json")
     path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
