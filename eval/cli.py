@@ -204,7 +204,7 @@ def table(
     from eval.session import Processes
     from eval.store import read_records
     from eval.summary import summarise
-    from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
+    from eval.tables import compare, figures_of_run, length_in_place, paper_table, read_table, runnable_methods
 
     overrides = {
         "model": model,
@@ -231,7 +231,8 @@ def table(
             folders = run_all(distinct, Path(folder), name)
             for printed, run in zip(as_printed, runs, strict=True):
                 records = read_records(folders[distinct.index(run)] / "rows.jsonl")
-                comparisons += compare(figures_of_run(wanted.figures, printed), summarise(records), run.model)
+                figures, lengths = figures_of_run(wanted.figures, printed), length_in_place(printed, run)
+                comparisons += compare(figures, summarise(records), run.model, lengths)
         print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 

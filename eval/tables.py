@@ -88,6 +88,8 @@ class Comparison:
     samples: int = 0
     errors: int = 0
     """Number of failed samples, which are not in ``ours``."""
+    length: int | None = None
+    """The length that was run here, in tokens."""
 
     @property
     def difference(self) -> float | None:
@@ -171,7 +173,19 @@ def runnable_methods(config_methods: Sequence[str]) -> tuple[list[str], list[str
     return runnable, [method for method in config_methods if method not in METHODS]
 
 
-def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, Any]], model: str) -> list[Comparison]:
+def length_in_place(printed: RunConfig, run: RunConfig) -> dict[int, int]:
+    """Return the length that was run in place of the paper's, if there is one of each and they differ."""
+    if len(printed.lengths) == len(run.lengths) == 1 and printed.lengths != run.lengths:
+        return {printed.lengths[0]: run.lengths[0]}
+    return {}
+
+
+def compare(
+    figures: Iterable[Figure],
+    summary_entries: Sequence[Mapping[str, Any]],
+    model: str,
+    lengths: Mapping[int, int] | None = None,
+) -> list[Comparison]:
     """Compare our results with a paper's figures: one comparison for each figure, in order, measured or not.
 
     Parameters
@@ -182,11 +196,13 @@ def compare(figures: Iterable[Figure], summary_entries: Sequence[Mapping[str, An
     model : str
         The model that was run. If the paper has figures of it, only those are compared. Otherwise it is compared with
         all figures, which ``paper_table`` points out.
+    lengths : mapping, optional
+        Lengths that were run in place of the paper's, which ``paper_table`` points out too.
     """
     figures = list(figures)
     in_paper = any(figure.model == model for figure in figures)
     return [
-        _compare_one(figure, summary_entries if figure.model == model or not in_paper else (), model)
+        _compare_one(figure, summary_entries if figure.model == model or not in_paper else (), model, lengths or {})
         for figure in figures
     ]
 
@@ -240,6 +256,9 @@ def _caption(comparisons: Sequence[Comparison]) -> str:
     for model in sorted({comparison.model for comparison in comparisons}):
         if different := [other for other in others if other != model]:
             lines.append(f"Another model than the paper's: ours is {model}, the paper's {', '.join(different)}.")
+    moved = {(each.figure.length, each.length) for each in comparisons if each.length != each.figure.length}
+    for printed, run in sorted(moved, key=str):
+        lines.append(f"Another length than the paper's: ours is {run:,} tokens, the paper's {printed:,}.")
     if any(comparison.errors for comparison in comparisons):
         lines.append("Some samples failed; they are excluded from our figures and from the number of samples.")
     if missing := runnable_methods(sorted({figure.method for figure in figures}))[1]:
@@ -247,8 +266,11 @@ def _caption(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _compare_one(figure: Figure, entries: Sequence[Mapping[str, Any]], model: str) -> Comparison:
-    wanted = (figure.benchmark, figure.length, figure.method, figure.token_budget)
+def _compare_one(
+    figure: Figure, entries: Sequence[Mapping[str, Any]], model: str, lengths: Mapping[int, int]
+) -> Comparison:
+    length = None if figure.length is None else lengths.get(figure.length, figure.length)
+    wanted = (figure.benchmark, length, figure.method, figure.token_budget)
     tasks = figure.tasks if figure.task is None else (figure.task,)
     matching = [
         entry
@@ -261,13 +283,14 @@ def _compare_one(figure: Figure, entries: Sequence[Mapping[str, Any]], model: st
     complete = set(tasks) <= {entry["task"] for entry in matching}
     # A mean over only some of the tasks is not comparable with the paper's.
     if not values or not complete or None in values:
-        return Comparison(figure, model, ours=None)
+        return Comparison(figure, model, ours=None, length=length)
     return Comparison(
         figure,
         model,
         ours=geometric_mean(values) if kind == "perplexity" else 100 * fmean(values),
         samples=sum(entry["samples"] for entry in matching),
         errors=sum(entry["errors"] for entry in matching),
+        length=length,
     )
 
 

@@ -20,6 +20,7 @@ from eval.tables import (
     compare,
     config_names,
     figures_of_run,
+    length_in_place,
     paper_table,
     read_paper_file,
     read_table,
@@ -233,6 +234,22 @@ def test_another_model_is_compared_with_all_figures_and_named() -> None:
 def test_a_model_of_the_paper_is_compared_with_its_own_figures_only() -> None:
     figures = [figure(), figure(model="example/model-2b", score=90.0)]
     assert [comparison.ours for comparison in compare(figures, [entry()], MODEL)] == [75, None]
+
+
+def test_another_length_is_compared_and_named() -> None:
+    (printed, _), (run, _) = (
+        read_sweep(CONFIGS / "quest-1.yaml", overrides) for overrides in ({}, {"lengths": [2000], "model": "smollm2"})
+    )
+    lengths = length_in_place(printed, run)
+    assert lengths == {10_000: 2000}
+    assert length_in_place(printed, printed) == {}
+    (comparison,) = compare([figure(length=10_000)], [entry()], MODEL, lengths)
+    assert comparison.difference == 15
+    assert "ours is 2,000 tokens, the paper's 10,000" in " ".join(printed_text([comparison]).split())
+
+
+def printed_text(comparisons: Any) -> str:
+    return printed(paper_table(comparisons))
 
 
 def test_failed_samples_are_counted_apart() -> None:
