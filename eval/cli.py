@@ -127,8 +127,11 @@ def run(
         run_all(configs, out, None if config is None else config.stem)
 
 
-def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
-    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one."""
+def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None, *, keeps: bool = True) -> list[Path]:
+    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
+
+    ``keeps`` says whether the folders last, and are named on the terminal.
+    """
     from eval.models import Models
     from eval.runner import run as run_benchmark
     from eval.session import Processes
@@ -137,13 +140,15 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     models = Models(processes)
     folders = result_folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
-        with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
+        label = f"{config.benchmark} -> {folder}" if keeps else config.benchmark
+        with progress(label, processes.is_main) as update:
             say_expected = partial(on_start, config.benchmark) if processes.is_main else (lambda seconds: None)
             summary = run_benchmark(config, folder, models, processes, on_record(update), say_expected)
         if processes.is_main:
-            print_table(summary_table(summary, folder), WIDTH)
+            print_table(summary_table(summary, str(folder) if keeps else folder.name), WIDTH)
             if summary["errors"]:
-                message = f"{summary['errors']} of {summary['rows']} records are errors; see {folder}/rows.jsonl"
+                where = f"; see {folder}/rows.jsonl" if keeps else ""
+                message = f"{summary['errors']} of {summary['rows']} records are errors{where}"
                 typer.echo(one_line(message), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
@@ -228,7 +233,7 @@ def table(
         distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
         comparisons = []
         with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder:
-            folders = run_all(distinct, Path(folder), name)
+            folders = run_all(distinct, Path(folder), name, keeps=out is not None)
             for printed, run in zip(as_printed, runs, strict=True):
                 records = read_records(folders[distinct.index(run)] / "rows.jsonl")
                 figures, lengths = figures_of_run(wanted.figures, printed), length_in_place(printed, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -81,9 +80,9 @@ def on_start(label: str, seconds: float) -> None:
         say(f"{label}: expected to take {about(seconds)} or more (longer contexts are slower than the probe)")
 
 
-def summary_table(summary: dict[str, Any], folder: Path) -> Table:
+def summary_table(summary: dict[str, Any], title: str) -> Table:
     """Return a run's summary as a table, one line per task, length, method, budget and variant."""
-    table = Table(title=literal(str(folder), "table.title"))
+    table = Table(title=literal(title, "table.title"))
     costs = ("KV read", "context, s", "question, s", "TTFT, s", "TPOT, ms")
     diverges = any(entry.get("divergence") is not None for entry in summary["table"])
     followed = ("mean KL", "max KL", "agreement") if diverges else ()

@@ -105,10 +105,10 @@ def test_folders_from_before_there_was_a_choice_measured_scores(tmp_path, loaded
 
 
 def test_the_terminal_shows_divergences_where_they_were_measured(tmp_path, loaded, model_dir):
-    names = [column.header for column in summary_table(go(tmp_path / "a", loaded, model_dir), tmp_path).columns]
+    names = [column.header for column in summary_table(go(tmp_path / "a", loaded, model_dir), "a").columns]
     assert not {"mean KL", "max KL", "agreement"} & set(names)
     summary = go(tmp_path / "b", loaded, model_dir, measure=["score", "divergence"])
-    table = summary_table(summary, tmp_path)
+    table = summary_table(summary, "a")
     names = [column.header for column in table.columns]
     assert names[names.index("score") + 1 :][:3] == ["mean KL", "max KL", "agreement"]
     cells = {column.header: list(column.cells) for column in table.columns}

@@ -135,7 +135,7 @@ def test_summary_of_only_errors_has_no_figures() -> None:
             "realised_budget",
             "ttft_seconds",
         ),
-        *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
+        *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate", "scores"),
         *("context_seconds", "first_token_seconds"),
     }
 
