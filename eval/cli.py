@@ -236,8 +236,8 @@ def table(
             folders = run_all(distinct, Path(folder), name, keeps=out is not None)
             for printed, run in zip(as_printed, runs, strict=True):
                 records = read_records(folders[distinct.index(run)] / "rows.jsonl")
-                figures, lengths = figures_of_run(wanted.figures, printed), length_in_place(printed, run)
-                comparisons += compare(figures, summarise(records), run.model, lengths)
+                figures, in_place = figures_of_run(wanted.figures, printed), length_in_place(printed, run)
+                comparisons += compare(figures, summarise(records), run.model, in_place)
         print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 

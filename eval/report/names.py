@@ -53,11 +53,11 @@ def _names(method: str, variants: Sequence[_Values]) -> list[str]:
 def _telling(variants: Sequence[_Values]) -> list[str]:
     """Return hyperparameters that tell all variants apart, without any that is not needed for it.
 
-    Those with the fewest values are left out first.
+    Those that some variants lack are left out first, then those with the fewest values.
     """
     values = {name: {variant.get(name) for variant in variants} for variant in variants for name in variant}
     telling = sorted(name for name, found in values.items() if len(found) > 1)
-    for name in sorted(telling, key=lambda name: len(values[name])):
+    for name in sorted(telling, key=lambda name: (None not in values[name], len(values[name]))):
         others = [other for other in telling if other != name]
         if len({tuple(variant.get(other) for other in others) for variant in variants}) == len(variants):
             telling = others

@@ -147,4 +147,4 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
 
 def wrapped(title: str, width: int = 44) -> str:
     """Wrap a panel's title to the panel's width."""
-    return textwrap.fill(title, width)
+    return textwrap.fill(title, width, break_long_words=False)

@@ -48,6 +48,7 @@ def test_hyperparameters_that_change_together_are_named_once() -> None:
 def test_a_hyperparameter_that_older_records_lack_is_named() -> None:
     older = {name: value for name, value in BASE.items() if name != "levels"}
     assert named(BASE, older) == ["quest (levels=1)", "quest (without levels)"]
+    assert named(BASE, older | {"page_size": 8}) == ["quest (page_size=16)", "quest (page_size=8)"]
     assert len(set(named(BASE, older, BASE | {"page_size": 8}, BASE | {"page_size": 32}))) == 4
 
 
