@@ -93,9 +93,11 @@ def _recordable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(name: str, value: Any) -> bool:
+    """Return whether a value can be stored; without a name, as a part of a field."""
     try:
         encode_record({name: value})
-        check_record({name: value}, required=())
+        if name:
+            check_record({name: value}, required=())
     except (TypeError, ValueError):
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.config import DTYPES
+from eval.config import DTYPES, make_config
 from eval.engine import make_variants
 from eval.errors import EvalError
 from eval.speed_shapes import SHAPES
