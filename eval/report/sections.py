@@ -10,10 +10,11 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from eval.benchmarks import BENCHMARKS
 from eval.config import DENSE
 from eval.report.names import with_variant_names
 from eval.report.records import Record
-from eval.summary import aggregate, column_order, geometric_mean, summarise
+from eval.summary import aggregate, column_order, geometric_mean, group_means, summarise
 
 Column = tuple[str, "int | None"]
 """A method and its token budget."""
@@ -101,6 +102,15 @@ class Section:
             column: mean([figure for place in places if (figure := self.figure(place, column)) is not None])
             for column in self.columns
         }
+
+    def benchmark_averages(self) -> list[tuple[str, int | None, dict[Column, float]]]:
+        """Return the averages that the benchmark names: name, length, and each column's in percent."""
+        benchmark = BENCHMARKS.get(self.records[0]["benchmark"])
+        found: dict[tuple[str, int | None], dict[Column, float]] = defaultdict(dict)
+        for entry in group_means(list(self.entries.values()), benchmark.averages if benchmark else {}):
+            column = entry["method"], entry["token_budget"]
+            found[entry["group"], entry["length"]][column] = 100 * entry["score"]
+        return [(name, length, figures) for (name, length), figures in found.items()]
 
     def costs(self) -> Iterator[tuple[int | None, Column, dict[str, Any]]]:
         """Yield each length and column with the aggregate of its records over all tasks."""

@@ -12,8 +12,11 @@ from eval.benchmarks.longbench import CATEGORIES, ENGLISH_TASKS
 from eval.benchmarks.ruler import Ruler
 from eval.config import make_config
 from eval.engine import make_variants
+from eval.report.sections import make_sections
+from eval.report.tables import score_table
 from eval.summary import group_means
 from hf_sparse_attn.cli.models import load_model
+from tests.eval.report_records import record
 
 
 def entries(scores: dict[str, float | None], **others: Any) -> list[dict[str, Any]]:
@@ -45,6 +48,19 @@ def test_an_average_needs_all_its_tasks_in_each_column() -> None:
     assert (found["method"], found["score"], found["samples"], found["errors"]) == ("quest", 0.75, 8, 2)
     assert Ruler.averages == {"mean of the 13 tasks": Ruler.tasks}
     assert len(Ruler.tasks) == 13
+
+
+def test_the_report_has_the_averages_of_the_benchmark() -> None:
+    records = [
+        record("ruler", task, number, method, budget, length=4096, score=score)
+        for task in Ruler.tasks
+        for method, budget, score in (("full", None, 1.0), ("quest", 64, 0.5))
+        for number in range(2)
+    ]
+    (section,) = make_sections(records)
+    assert ["mean of the 13 tasks", "4,096", "", "", "100.0", "50.0"] in score_table(section).footer
+    (section,) = make_sections([each for each in records if each["task"] != "vt"])
+    assert section.benchmark_averages() == []
 
 
 def sample(material: int, question: int, new_tokens: int) -> Sample:
