@@ -19,6 +19,7 @@ from eval.benchmarks.base import Sample, Setup
 from eval.benchmarks.questpasskey import passkey_prompt
 from eval.benchmarks.ruler.counting import zeta_shares
 from eval.benchmarks.ruler.needles import NOISE
+from eval.metrics.references import as_texts
 from eval.protocols import Protocol
 from tests.eval.ruler_data import write_files
 from tests.eval.tokenizers import tiny_tokenizer
@@ -184,6 +185,21 @@ def test_longbench_is_split_as_squeezed_attention_does(
     assert "".join(texts_of(sample)).removeprefix("<s>") == official["squeezed"]
     # The official code counts the fixed part's tokens alone: a token may span its end, and another one the cut.
     assert abs(len(sample.material_ids) - official["squeezed_fixed_tokens"]) <= 2
+
+
+# InfiniteBench
+
+
+@pytest.mark.parametrize("task", OFFICIAL["infinitebench"])
+def test_infinitebench_prompt_and_answer_are_the_official_ones(task: str, protocols: Path, tmp_path: Path) -> None:
+    official = OFFICIAL["infinitebench"][task]
+    (tmp_path / f"{task}.jsonl").write_text(json.dumps(official["example"]) + "\n", encoding="utf-8")
+    setup = Setup(tiny_tokenizer(), 40_000, (task,), data_dir=tmp_path, protocol_dir=protocols)
+    (item,) = BENCHMARKS["infinitebench"].items(setup)
+    sample = item.build()
+    assert "".join(texts_of(sample)).removeprefix("<s>") == official["prompt"]
+    assert as_texts(sample.references) == as_texts(official["answer"])
+    assert not sample.truncated
 
 
 # Quest's passkey test

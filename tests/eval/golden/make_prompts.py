@@ -1,4 +1,4 @@
-"""Make prompts.json: prompts built by the official code of RULER, LongBench, Quest and Squeezed Attention.
+"""Make prompts.json: prompts built by the official code of five repositories.
 
 ``python -m tests.eval.golden.make_prompts CLONES`` needs clones at the commits below, in folders named as the keys of
 ``COMMITS``, and the packages fuzzywuzzy and python-Levenshtein. The wording is our own: it is put in place of the
@@ -11,6 +11,7 @@ import ast
 import difflib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,12 +22,14 @@ from typing import Any
 
 import torch
 
+from tests.eval.own_protocols import PASSKEY_WORDING, own_values
 from tests.eval.ruler_data import write_files
 from tests.eval.tokenizers import tiny_tokenizer
 
 COMMITS = {
     "RULER": "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
     "LongBench": "2e00731f8d0bff23dc4325161044d0ed8af94c1e",
+    "InfiniteBench": "88b3daa6989da2fbe0077170d7a3c84c25d5ae58",
     "Quest": "01c1623bf9395009520874e989e29f683203b357",
     "SqueezedAttention": "4a50c64eca2f20232a4e998d754d030ce3a7f6e6",
 }
@@ -85,14 +88,9 @@ FIXED_PARTS = {
     "lcc": "Go on. \n{context}",
     "repobench-p": "Go on. \n{context}",
 }
+INFINITEBENCH_WORDING = own_values()["infinitebench"]["prompts"]["templates"]["yarn_mistral_templates"]
 CUT = 300
 """Tokens to which the official code cuts a prompt."""
-PASSKEY_WORDING = {
-    "task_description": "A number hides below. Keep it in mind; a question about it follows at the end of the text.",
-    "garbage": "Rain falls. Snow melts. Rivers run. So it goes, and so it went.",
-    "information_line": "The number hidden here is {pass_key}. Keep it. {pass_key} is the number.",
-    "final_question": "Which number is hidden here? The number is",
-}
 _RESPONSES = [" {key}.", "{key}", " it is {key}1", "0{key}", " 7 and {key}", " none", "", " the key: {key} or 3"]
 
 
@@ -254,6 +252,41 @@ def longbench(clones: Path) -> dict[str, Any]:
     return made
 
 
+def infinitebench_examples() -> dict[str, dict[str, Any]]:
+    """Return a row for each task."""
+    options = ["a lamp", "a stone", "a river", "a harbour"]
+    rows: dict[str, dict[str, Any]] = {
+        task: {"context": f"Some {{text}} of {task}.\n" * 3, "input": f"What is in {task}?", "answer": ["a stone"]}
+        for task in INFINITEBENCH_WORDING
+    }
+    rows["code_run"] |= {"input": "Please give me the result of func_12(-3).", "answer": 14}
+    rows["math_find"] |= {
+        "context": "[3, 9, 2]",
+        "input": "One number only. The second largest number of it is:",
+        "answer": 3,
+    }
+    rows["math_calc"] |= {"context": "1 + 2 - 5", "answer": [3, -2]}
+    rows["code_debug"] |= {"options": options, "answer": "a stone"}
+    rows["longbook_choice_eng"] |= {"options": options, "answer": ["a harbour", "D"]}
+    return rows
+
+
+def infinitebench(clones: Path) -> dict[str, Any]:
+    """Build InfiniteBench's prompts and answers."""
+    sets: dict[str, Any] = {f"{name}_templates": {} for name in ("gpt4", "kimi", "claude2")}
+    code = show(clones, "InfiniteBench", "src/eval_utils.py")
+    given = {**sets, "yarn_mistral_templates": INFINITEBENCH_WORDING}
+    official = execute(code, "eval_utils", re=re, json=json, Path=Path, **given)
+    return {
+        task: {
+            "example": example,
+            "prompt": official["create_prompt"](dict(example), task, "yarn-mistral", "."),
+            "answer": official["get_answer"](example, task),
+        }
+        for task, example in infinitebench_examples().items()
+    }
+
+
 class OwnWording(ast.NodeTransformer):
     """Put our own wording into Quest's passkey prompt."""
 
@@ -272,8 +305,6 @@ class OwnWording(ast.NodeTransformer):
 
 def passkey(clones: Path) -> dict[str, Any]:
     """Run Quest's passkey test: its prompts, what it feeds at once and token by token, and its score."""
-    import re
-
     tree = OwnWording().visit(ast.parse(show(clones, "Quest", "evaluation/passkey/passkey.py")))
     official = execute(ast.unparse(tree), "passkey", torch=torch, re=re, random=random, ArgumentParser=None)
     tokenizer = RecordingTokenizer()
@@ -320,6 +351,7 @@ def code_scores(clones: Path) -> list[dict[str, Any]]:
 def main(clones: Path) -> None:
     """Write ``prompts.json`` next to this file."""
     made = {"commits": COMMITS, "ruler": ruler(clones), "longbench": longbench(clones), "passkey": passkey(clones)}
+    made["infinitebench"] = infinitebench(clones)
     made["code_scores"] = code_scores(clones)
     path = Path(__file__).with_name("prompts.json")
     path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
