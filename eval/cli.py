@@ -206,10 +206,11 @@ def table(
 
     Without --out nothing is kept, and an interrupted run cannot be resumed.
     """
+    from eval.comparison import compare, figures_of_run, length_in_place, paper_table, runnable_methods
     from eval.session import Processes
     from eval.store import read_records
     from eval.summary import summarise
-    from eval.tables import compare, figures_of_run, length_in_place, paper_table, read_table, runnable_methods
+    from eval.tables import read_table
 
     overrides = {
         "model": model,

@@ -19,6 +19,7 @@ _LIMITS = {
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",
     "less_than_equal": "at most {le:g}",
+    "string_too_short": "text that is not empty",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
 }

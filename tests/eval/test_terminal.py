@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from eval.comparison import paper_table
 from eval.speed_table import speed_table
-from eval.tables import Paper, paper_table
+from eval.tables import Paper
 from eval.terminal import on_record, progress, summary_table
 
 
