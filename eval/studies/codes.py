@@ -106,7 +106,10 @@ class Coder:
         return symbols, symbols if self.rotation else symbols * scale
 
     def estimate(self, query: torch.Tensor, coded: Page) -> torch.Tensor:
-        """Return estimates of q.k of all tokens of pages, for queries [batch, kv_heads, group, head_dim]."""
+        """Return estimates of q.k of all tokens of pages, for queries [batch, kv_heads, group, head_dim].
+
+        The query is not rounded here, as it is in the op, which adds less than 1 % to the error.
+        """
         metadata, dtype, head_dim = coded.metadata, query.dtype, query.shape[3]
         centres = metadata["query_centre"].to(dtype)
         left = query - centres if centres.shape[2] else query

@@ -132,6 +132,31 @@ def test_psa_reads_the_blocks_of_the_resident_method(threshold, tokens, eviction
         assert stats[1].hit_rate < 0.1 if tokens == 40 else stats[1].hit_rate > 0.5
 
 
+@torch.inference_mode()
+def test_a_step_loads_at_once_what_the_step_before_read(exact, monkeypatch):
+    """So its rounds are few. Without a step before, or where a head reads more, they are microbatches."""
+    model = shared_model("llama", torch.float64)
+    rounds = []
+    block_rows = OffloadStorage.block_rows
+
+    def counted(storage, blocks, lengths):
+        rounds[-1].append(blocks)
+        return block_rows(storage, blocks, lengths)
+
+    monkeypatch.setattr(OffloadStorage, "block_rows", counted)
+    method = PSA(threshold=0.9, block_size=8, microbatch=2, sink_tokens=8, offload=True, gpu_cache_tokens=2000)
+    with sparse_attention(model, method):
+        out = model(random_ids(1, 111))
+        for ids in random_ids(1, 8).unbind(1):
+            rounds.append([])
+            out = model(ids[:, None], past_key_values=out.past_key_values)
+    first, *others = rounds
+    assert set(first) == {2}
+    assert len(first) > 3 * LAYERS
+    assert max(map(max, others)) > 2
+    assert LAYERS <= np.mean([len(step) for step in others]) < 0.6 * len(first)
+
+
 @pytest.mark.parametrize(
     ("token_budget", "needed"),
     [

@@ -40,7 +40,7 @@ def test_pairs_stop_where_the_rule_says(threshold, rest):
     seen = set()
     for first in range(0, 18, MICROBATCH):
         part = slice(first, first + MICROBATCH)
-        found = rule.add(order[:, part], sums[:, part].astype(np.float32))
+        _, goes_on = rule.add(order[:, part], sums[:, part].astype(np.float32))
         for pair, blocks in enumerate(num_blocks):
             read = min(first + MICROBATCH, blocks)
             assert rule.read_counts[pair] == read
@@ -51,9 +51,30 @@ def test_pairs_stop_where_the_rule_says(threshold, rest):
                 has_enough(np.exp(sums[pair, :read, head]).tolist(), complete, blocks - read, threshold, rest)
                 for head in range(GROUP)
             )
-            assert found[pair] == expected
+            assert goes_on[pair] != expected
             seen.add(expected)
     assert seen == ({False} if threshold == 1 else {True, False})
+
+
+@pytest.mark.parametrize("rest", ["least", "last"])
+def test_a_round_is_read_one_microbatch_after_the_other(rest):
+    """Pairs have rounds of different sizes; what lies behind the microbatch where a pair stops changes nothing."""
+    generator = np.random.default_rng(1)
+    sizes = [min(math.ceil(length / BLOCK_SIZE), 18 - MICROBATCH * (pair % 2)) for pair, length in enumerate(LENGTHS)]
+    order = np.full((len(LENGTHS), 18), -1)
+    for pair, size in enumerate(sizes):
+        order[pair, :size] = generator.permutation(math.ceil(LENGTHS[pair] / BLOCK_SIZE))[:size]
+    sums = np.where(order[..., None] < 0, -np.inf, generator.normal(size=(*order.shape, GROUP)) * 3)
+    at_once, one_by_one = (StopRule(np.array(LENGTHS), GROUP, BLOCK_SIZE, 0.5, rest, FORCED) for _ in "ab")
+    read, goes_on = at_once.add(order, sums, MICROBATCH)
+    reads_on = np.ones(len(order), bool)
+    for first in range(0, 18, MICROBATCH):
+        part = slice(first, first + MICROBATCH)
+        blocks = np.where(reads_on[:, None], order[:, part], -1)
+        reads_on &= one_by_one.add(blocks, np.where(blocks[..., None] < 0, -np.inf, sums[:, part]))[1]
+    assert read.tolist() == one_by_one.read_counts.tolist()
+    assert goes_on.tolist() == reads_on.tolist()
+    assert (read < sizes).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

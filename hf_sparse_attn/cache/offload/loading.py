@@ -54,6 +54,8 @@ class BlockLoader(GrowingStorage):
         self._shared = shared
         self._index = shared.add_layer()
         self._blocks: DeviceBlocks | None = None
+        self.last_read: Ints | None = None
+        """[batch * kv_heads]: blocks that the last step read, if a :class:`ReadAhead` found out how many."""
 
     @abstractmethod
     def _open(self, lengths: Lengths) -> None:
@@ -110,7 +112,7 @@ class BlockLoader(GrowingStorage):
     def read_ahead(
         self, block_order: torch.Tensor, microbatch: int, lengths: Lengths, counter: LayerCounter
     ) -> ReadAhead:
-        """Return the microbatches of a decode step; ``block_order`` is int32 [batch, kv_heads, n], best first."""
+        """Return the rounds of a decode step; ``block_order`` is int32 [batch, kv_heads, n], best first."""
         self._open(lengths)
         order = self.read(block_order).reshape(self._shape.pairs, -1)
         return ReadAhead(self, order, microbatch, lengths, counter)
@@ -201,6 +203,14 @@ class BlockLoader(GrowingStorage):
     def read(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """Return a device tensor's contents on the host, once the device has computed it."""
         return self._memory.transfers.read(tensor)
+
+    def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return a device tensor with the contents of a host array."""
+        return self._memory.transfers.send(array)
+
+    def most_blocks(self) -> int:
+        """Number of blocks that the pool can hold at once for each pair of a row and a KV head."""
+        return self._memory.pool.slots // self._shape.pairs
 
     def count_reads(self, located: Located, lengths: Lengths) -> int:
         """Count blocks that a step reads, and return how many tokens they hold."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hf_sparse_attn.cache.offload.loading import BlockLoader
     from hf_sparse_attn.stats import LayerCounter
 
+MOST_MICROBATCHES = 16
+"""Of a round."""
+
 Bools = npt.NDArray[np.bool_]
 
 
@@ -64,11 +67,11 @@ class Located(NamedTuple):
         return indices
 
 
-class Microbatch(NamedTuple):
+class Round(NamedTuple):
     """Blocks for an op that attends to each of them apart: a row for each block of each row of the batch."""
 
     blocks: Ints
-    """[batch * kv_heads, n], on the host: the blocks, counted from the row's first token; -1 for none."""
+    """[batch * kv_heads, n], on the host: the blocks, counted from the row's first token, then -1."""
     rows: Rows
     """Buffers [batch * n, kv_heads, tokens, head_dim], and row bounds int32 [batch * n]."""
     block_indices: torch.Tensor
@@ -78,9 +81,12 @@ class Microbatch(NamedTuple):
 
 
 class ReadAhead:
-    """Iterates over microbatches of blocks in their order, each loaded while the one before it is attended to.
+    """Iterates over a step's blocks in their order, in rounds of one or several microbatches.
 
-    So a microbatch may be loaded that is not read. The step is counted at the end.
+    Each round costs the host a wait for the device. So the first has, for each pair, as many microbatches as the pair
+    read in the step before, and one more, within a limit. Where that is not known, or was too little, a round is one
+    microbatch, and the next is loaded while it is attended to. Either way blocks may be loaded that are not read. The
+    step is counted at the end.
 
     Parameters
     ----------
@@ -102,38 +108,63 @@ class ReadAhead:
     ) -> None:
         self._storage, self._order, self._size = storage, order, microbatch
         self._lengths, self._counter = lengths, counter
-        self.goes_on: Bools = np.ones(len(order), np.bool_)
-        """[batch * kv_heads], for the caller to change: which pairs read on."""
+        self._read: Ints = np.zeros(len(order), np.int64)
+        self._goes_on: Bools = np.ones(len(order), np.bool_)
+        self._expected: Ints = np.zeros_like(self._read)
+        last = storage.last_read
+        if last is not None and len(last) == len(order):
+            self._expected = (-(-last // microbatch) + 1) * microbatch
         self.row_lengths = storage.held(lengths).repeat(storage.kv_heads)
         """[batch * kv_heads]: tokens of the pairs' rows."""
 
-    def __iter__(self) -> Iterator[Microbatch]:
-        """Yield microbatches until no pair goes on."""
+    def __iter__(self) -> Iterator[Round]:
+        """Yield rounds until no pair goes on. The caller notes what it has read of each, see :meth:`note`."""
         storage, tokens_read = self._storage, 0
-        blocks = self._blocks(0)
+        begin = np.zeros_like(self._read)
+        end = begin + self._sizes(begin)
+        blocks = self._blocks(begin, end)
         located = storage.locate(blocks, self._lengths)
-        rows = storage.block_rows(self._size, self._lengths)
-        for first in range(0, self._order.shape[1], self._size):
-            blocks = np.where(self.goes_on[:, None], blocks, ABSENT)
-            if (blocks < 0).all():
-                break
-            located = located.only(blocks >= 0)
-            following = self._blocks(first + self._size)
-            ahead = storage.locate(following, self._lengths, keep=located.slots[located.slots >= 0])
-            tokens_read += storage.count_reads(located, self._lengths)
+        while (blocks >= 0).any():
+            sizes = self._sizes(end)
+            following, ahead = self._blocks(end, end + sizes), None
+            if (end > self._expected).all():  # not while the round may be large, and holds one more than is expected
+                ahead = storage.locate(following, self._lengths, keep=located.slots[located.slots >= 0])
             storage.wait(int(located.loads.max()))
-            yield Microbatch(blocks, rows, *storage.single_blocks(located.indices))
-            blocks, located = following, ahead
+            rows = storage.block_rows(blocks.shape[1], self._lengths)
+            read_before = self._read.copy()
+            yield Round(blocks, rows, *storage.single_blocks(located.indices))
+            was_read = np.arange(blocks.shape[1]) < (self._read - read_before)[:, None]
+            tokens_read += storage.count_reads(located.only(was_read), self._lengths)
+            blocks = np.where(self._goes_on[:, None], following, ABSENT)
+            located = storage.locate(blocks, self._lengths) if ahead is None else ahead.only(blocks >= 0)
+            end = end + sizes
+        storage.last_read = self._read
         self._counter.count_read(tokens_read, int(self.row_lengths.sum()))
 
-    def _blocks(self, first: int) -> Ints:
-        """Return the microbatch that begins with block ``first`` of the order, for the pairs that go on."""
-        part = self._order[:, first : first + self._size]
-        blocks = np.full((len(part), self._size), ABSENT, np.int64)
-        blocks[:, : part.shape[1]] = part
-        blocks[~self.goes_on] = ABSENT
+    def note(self, read: Ints, goes_on: Bools) -> None:
+        """Note how many blocks of the round each pair has read, and which pairs read on, both [batch * kv_heads]."""
+        self._read += read
+        self._goes_on &= goes_on
+
+    def _sizes(self, done: Ints) -> Ints:
+        """Return the sizes of the pairs' next rounds, [pairs], after ``done`` blocks: as expected, or a microbatch."""
+        most = min(MOST_MICROBATCHES, max(1, self._storage.most_blocks() // self._size)) * self._size
+        sizes: Ints = np.clip(self._expected - done, self._size, most)
+        return sizes
+
+    def _blocks(self, begin: Ints, end: Ints) -> Ints:
+        """Return the blocks from place ``begin`` of the order until ``end``, both [pairs], of the pairs that go on."""
+        places = begin[:, None] + np.arange(min(int((end - begin).max()), self._order.shape[1]))
+        is_wanted = (places < np.minimum(end, self._order.shape[1])[:, None]) & self._goes_on[:, None]
+        blocks: Ints = np.full(places.shape, ABSENT, np.int64)
+        pairs, columns = is_wanted.nonzero()
+        blocks[pairs, columns] = self._order[pairs, places[pairs, columns]]
         return blocks
 
     def read(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """Return a device tensor's contents on the host, once the device has computed it."""
         return self._storage.read(tensor)
+
+    def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Return a device tensor with the contents of a host array."""
+        return self._storage.send(array)

@@ -24,8 +24,8 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
     "score": (QUEST, "append_and_select"),
     "select": (QUEST, "append_and_select"),
     "rank": (PROGRESSIVE, "append_and_rank"),
-    "sparse_decode": (QUEST, "sparse_decode"),
-    "token_decode": (CODES, "sparse_decode"),
+    "sparse_decode": (QUEST, "quest_step"),
+    "token_decode": (CODES, "keycodes_step"),
     "dense_decode": (QUEST, "dense_decode"),
     "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
     "progressive_decode": (PROGRESSIVE, "progressive_decode"),
@@ -34,7 +34,7 @@ TIMED_WITH: dict[str, tuple[Family, str]] = {
 }
 """The op whose time decides, in its 8-bit variant if it has one.
 
-For `runs_decode` it is the whole step: when its programs start depends on the kernel before.
+For attention to a selection it is the whole step: when its programs start depends on the kernel before.
 """
 FAMILIES = tuple(dict.fromkeys(family for family, _ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
@@ -96,7 +96,7 @@ def write(found: dict[str, Any], device: torch.device) -> None:
 def _tune_shape(
     family: Family, shape: Shape, launches: Sequence[str], device: torch.device, say: Callable[[str], None]
 ) -> dict[str, dict[str, int]]:
-    """Return the fastest choice of each launch; the two launches of an op are tuned in turn."""
+    """Return the fastest choice of each launch; they are tuned in turn, each with the choices made before."""
     settings = Settings()
     count = max(1, min(LAYERS, MOST_BYTES // family.layer_bytes(shape, settings)))
     layers = [family.make_layer(shape, settings, device, seed) for seed in range(count)]
@@ -104,9 +104,8 @@ def _tune_shape(
     for launch in launches:
         op = TIMED_WITH[launch][1]
         entry = next(entry for entry in family.entries if entry.op == op and "bf16" not in entry.variant)
-        made_before = {"score": best["score"]} if launch == "select" and "score" in best else {}
         candidates = tuning.CANDIDATES[launch]
-        times = [_time(entry, layers, {**made_before, launch: candidate}) for candidate in candidates]
+        times = [_time(entry, layers, {**best, launch: candidate}) for candidate in candidates]
         best[launch] = candidates[min(range(len(times)), key=times.__getitem__)]
         say(f"{shape.name} {launch}: {', '.join(f'{time:.1f}' for time in times)} us; {best[launch]}")
     return best

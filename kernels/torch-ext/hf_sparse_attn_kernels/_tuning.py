@@ -149,16 +149,20 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         {"block_t": block_t, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
         for block_t, per_multiprocessor, warps, stages in (
             (256, 8, 2, 3),
-            (256, 8, 2, 2),
             (256, 8, 2, 4),
-            (256, 4, 2, 4),
-            (256, 8, 1, 3),
+            (256, 12, 2, 3),
+            (256, 12, 1, 3),
             (256, 16, 1, 3),
             (128, 16, 1, 4),
-            (512, 4, 2, 3),
+            (128, 24, 1, 3),
+            (128, 24, 1, 4),
+            (64, 32, 1, 4),
+            (128, 12, 2, 4),
             (256, 4, 4, 3),
             (512, 4, 4, 3),
+            (512, 6, 4, 3),
             (512, 2, 4, 4),
+            (1024, 2, 8, 3),
         )
     ],
 }

@@ -105,21 +105,40 @@ def centres_of(coded: Coded) -> torch.Tensor:
 def estimates_of(coded: Coded, row: int, head: int, tokens: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The estimates of the first `tokens` tokens for each query head, from the codes in float64, and their rounding.
 
-    The rounding bounds what vectors of 16,256 units may change.
+    The rounding bounds what vectors of whole numbers may change: queries of 16,256 units, rotated ones of 31, and a
+    rotation of 127 if it is not a Hadamard matrix.
     """
     group = coded.rows.query.shape[1] // coded.coded.shape[1]
     queries = coded.rows.query[row, head * group : (head + 1) * group].double()
     bits, centre = coded.options["bits"], coded.options["query_centre"]
-    rotated = (queries if centre is None else queries - centre[row, head].double()) @ _rotation(queries.shape[1]).T
+    centred = queries if centre is None else queries - centre[row, head].double()
+    rotated = centred @ _rotation(queries.shape[1]).T
     symbols = 2 * values_of(coded)[row, head, :tokens].double() - (2**bits - 1)
     factors = coded.metadata["factors"][row, head, :tokens].double()
     centres = centres_of(coded)[row, head].repeat_interleave(coded.page_size, dim=0)[:tokens]
     estimates = queries @ centres.T + factors[:, 0] * (rotated @ symbols.T)
     if centre is not None:
         estimates += queries.shape[1] ** 0.5 * factors[:, 1]
-    units = [x.abs().amax(dim=1, keepdim=True) / 16256 for x in (queries, rotated)]
-    rounding = 0.5 * (units[0] * centres.abs().sum(dim=1) + units[1] * factors[:, 0] * symbols.abs().sum(dim=1))
-    return scale * estimates, abs(scale) * rounding
+    of_centres = _half_unit(queries, 16256) * centres.abs().sum(dim=1)
+    of_symbols = _rotation_rounding(centred, rotated) * factors[:, 0] * symbols.abs().sum(dim=1)
+    return scale * estimates, abs(scale) * (of_centres + of_symbols)
+
+
+def _half_unit(vectors: torch.Tensor, units: int) -> torch.Tensor:
+    return 0.5 * vectors.abs().amax(dim=-1, keepdim=True) / units
+
+
+def _rotation_rounding(vectors: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+    """Bound what rounding changes in a channel of the rotated vectors, [vectors, 1]."""
+    head_dim = vectors.shape[1]
+    matrix = _rotation(head_dim)
+    of_vector = _half_unit(vectors, 16256) * matrix.abs().sum(dim=1).amax()
+    of_matrix = 0.0
+    if head_dim & (head_dim - 1):
+        of_matrix = matrix.abs().amax() / 254 * (vectors.abs() + _half_unit(vectors, 16256)).sum(dim=1, keepdim=True)
+    before = of_vector + of_matrix
+    # The unit is that of the rounded rotation.
+    return before + _half_unit(rotated, 31) + before / 62
 
 
 def _rotation(head_dim: int) -> torch.Tensor:

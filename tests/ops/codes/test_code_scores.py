@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def _check(found, coded: Coded, lengths, *, softmax, scale, num_tokens, first_pa
             estimates, rounding = (each[:, first:] for each in estimates_of(coded, row, head, tokens, scale))
             if softmax and len(estimates) > 1:
                 wanted = estimates.log_softmax(dim=1).logsumexp(dim=0)
+                # Estimates are kept in float16.
+                rounding = rounding + 1.01 * HALF * estimates.abs()
                 allowed = rounding.amax(dim=0) + rounding.amax()
             else:
                 wanted, allowed = estimates.amax(dim=0), rounding.amax(dim=0)
@@ -178,6 +181,24 @@ def test_the_error_is_that_of_the_code(bits, deviation):
     error = (found - keys @ query) / (lengths * centred / math.sqrt(128))
     assert abs(error.mean()) < 4 * deviation / math.sqrt(4096)
     assert abs(error.std() - deviation) < 0.06 * deviation
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_rounding_the_query_hardly_adds_to_the_error_of_the_code(bits, head_dim):
+    coded = make_coded([2049], head_dim=head_dim, page_size=64, bits=bits, kv_heads=2, group=4)
+    coded.encode(impl="reference")
+    query, keys = coded.rows.query[0].double(), coded.rows.keys[0].double().repeat_interleave(4, dim=0)
+    exact = torch.einsum("hd,htd->ht", query, keys[:, :2048])
+    errors = []
+    for dtype in (torch.float32, torch.float64):
+        scores = []
+        for head in range(8):
+            rows = replace(coded.rows, query=query[head].expand(1, 2, -1).to(dtype))
+            found = _score(replace(coded, rows=rows), scale=1.0, impl="reference")
+            scores.append(found[0, head // 4, :2048].double())
+        errors.append((torch.stack(scores) - exact).square().mean().sqrt())
+    assert errors[0] < 1.01 * errors[1]
 
 
 def test_without_lengths_on_the_host(monkeypatch):

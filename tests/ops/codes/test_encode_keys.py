@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from hf_sparse_attn_kernels.codes import reference_encode
-from hf_sparse_attn_kernels.codes.rotation import rotation
+from hf_sparse_attn_kernels.codes.rotation import rotation, rotation_levels
 
 from tests.ops.codes.inputs import HALF, Coded, centres_of, make_coded, values_of
 from tests.ops.helpers import IMPLS, POISON, check_schema, device, grid
@@ -227,3 +227,15 @@ def test_the_schema_declares_what_is_written():
     coded = make_coded([40, 20])
     arguments = {"keys": coded.rows.keys, "coded": coded.coded, **coded.metadata, **coded.ends(), **coded.options}
     check_schema("encode_keys", arguments)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_the_rotation_in_whole_numbers(head_dim):
+    levels, unit = rotation_levels(head_dim, device)
+    error = (levels.double() * unit - rotation(head_dim, device).double()).abs().max()
+    if head_dim == 80:
+        assert levels.abs().max() == 127
+        assert 0 < error <= 0.5 * unit
+    else:
+        assert (levels.abs() == 1).all()
+        assert error == 0

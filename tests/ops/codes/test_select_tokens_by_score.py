@@ -60,22 +60,69 @@ def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size)
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
 
 
-@pytest.mark.parametrize(
-    ("width", "max_tokens", "tile"),
-    [(1500, 60, 64), (1300, 400, 128), grid(1024, 1024, 32), grid(400, 70, 512)],
-)
-def test_rows_of_several_tiles(monkeypatch, width, max_tokens, tile):
-    """Ties, NaN and few candidates over the borders of tiles, and more histograms than are added at once."""
+def _divide(monkeypatch, *, span, at_once, sampled, deviations=3.0):
+    """Give a program few tokens, so that short rows have several. A tile has 256."""
     module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
-    monkeypatch.setattr(module, "LEAST_TILE", tile)
-    monkeypatch.setattr(module, "MOST_TILE", tile)
+    sizes = {"TILE": 256, "MOST_SPAN": span, "LEAST_AT_ONCE": 256, "MOST_AT_ONCE": at_once, "DEVIATIONS": deviations}
+    for name, size in (sizes | {"LEAST_SAMPLED": sampled, "MOST_SAMPLED": sampled}).items():
+        monkeypatch.setattr(module, name, size)
+
+
+def _awkward_scores(width):
+    """Ties, NaN and few candidates over the borders of programs."""
     scores = _scores(2, width)
     scores[0, 0] = (2 * scores[0, 0]).round()
     scores[0, 1] = 1.0
     scores[1, 0, ::3] = NAN
     scores[1, 1, 200:] = -INF
-    for lengths in ([width, 300], [width - 1, tile], [tile + 1, 1], [0, width]):
+    scores[1, 1, 201::3] = NAN
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("width", "max_tokens", "span", "sampled", "deviations"),
+    [
+        (1504, 60, 256, 32, 3.0),
+        (1300, 400, 512, 64, 0.0),
+        grid(1024, 1024, 1024, 32, 1.0),
+        grid(2500, 70, 256, 256, 3.0),
+    ],
+)
+def test_rows_of_several_programs(monkeypatch, width, max_tokens, span, sampled, deviations):
+    _divide(monkeypatch, span=span, at_once=256, sampled=sampled, deviations=deviations)
+    scores = _awkward_scores(width)
+    for lengths in ([width, 300], [span + 1, width - 1], [0, span]):
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=3, page_size=32)
+
+
+@pytest.mark.parametrize(("width", "at_once"), [(1500, 256), (1040, 1024)])
+def test_a_sample_that_leaves_too_few_candidates(monkeypatch, width, at_once):
+    """All tokens are searched then, in several parts or one."""
+    _divide(monkeypatch, span=512, at_once=at_once, sampled=32, deviations=-100.0)
+    _check(_awkward_scores(width), [width, 900], max_tokens=100, sink_tokens=3, page_size=16)
+
+
+def test_every_candidate_reaches_the_bound(monkeypatch):
+    """The bound is 1 where three tokens of score 0 are wanted: more are kept, but not for their scores."""
+    _divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=-1.0)
+    scores = (torch.arange(800) % 8 == 7).float().expand(1, 2, -1)
+    for more in (0, 3):
+        _check(scores, [800], max_tokens=1 + 98 + 16 + more, sink_tokens=1, page_size=16)
+
+
+def test_more_candidates_than_a_program_holds(monkeypatch):
+    """The scores rise and fall slowly, so that most programs have no candidate and one has most."""
+    _divide(monkeypatch, span=256, at_once=256, sampled=32)
+    scores = torch.linspace(0, 12, 1600).sin().expand(1, 2, -1) * torch.tensor([1, -1])[:, None]
+    for max_tokens in (90, 700):
+        _check(scores, [1590], max_tokens=max_tokens, sink_tokens=0, page_size=64)
+
+
+def test_most_tokens_are_always_chosen(monkeypatch):
+    """No group of neighbours can be sampled."""
+    _divide(monkeypatch, span=256, at_once=256, sampled=32)
+    _check(_scores(1, 600), [600], max_tokens=650, sink_tokens=570, page_size=16)
+    _check(_scores(1, 600), [596], max_tokens=590, sink_tokens=5, page_size=576)
 
 
 def test_every_score_of_float16():

@@ -11,3 +11,10 @@ LEAST_HALF = 2.0**-14
 """Least normal float16."""
 UNITS = 16256
 """Units in the greatest channel of a query, 128 * 127: a whole number of units is 128 * high + low, both of 8 bits."""
+ROTATED_UNITS = 31
+"""Units in the greatest channel of a rotated query: four times as many fit into 8 bits."""
+SHIFTS = ((3, 3, 3, 0, 0, 0, -2, -2), (6, 3, 3, 3, 0, 0, 0, -2))
+"""To the left, of bits 0 to 7 of a byte, by the bit's place in its value: few, so that a shift serves several bits."""
+UNIT_PLACE = 5
+"""A product of a bit and a channel of the rotated query is in units of 2 ** -UNIT_PLACE: the highest place of a value's
+bit 0 after its shift. A channel is doubled once for each place below, and again for each higher bit of its value."""

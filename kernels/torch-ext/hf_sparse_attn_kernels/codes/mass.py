@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from .._check import check_triton_dtype
+from .._topk import _ranks
 from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
 from . import MOST_HALF
 from .mass_weights import SHARE_BITS, STEPS, STEPS_PER_NAT, step_weights, whole_share
-from .select import add_histograms, row_of_pair, store_histogram, write_taken
+from .search import row_of_pair
 
 BINS = tl.constexpr(STEPS)
+ROWS_AT_ONCE = tl.constexpr(4)  # histograms that are added at once
 PER_NAT = tl.constexpr(STEPS_PER_NAT)
 UNIT_BITS = tl.constexpr(SHARE_BITS)
 LIMIT = tl.constexpr(MOST_HALF)
@@ -62,6 +64,45 @@ def steps_below(greatest, scores):
 
 
 @triton.jit
+def store_histogram(histograms_ptr, digits, counted):
+    """Store how often this program counted each digit."""
+    counts = tl.histogram(digits, BINS, mask=counted)
+    tl.store(histograms_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts.to(tl.int16))
+
+
+@triton.jit
+def add_histograms(histograms_ptr, programs):
+    """Add the histograms of all programs of a pair, and those of the programs before this one."""
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    for first in range(0, programs, ROWS_AT_ONCE):
+        rows = (first + tl.arange(0, ROWS_AT_ONCE))[:, None]
+        at = histograms_ptr + rows * BINS + tl.arange(0, BINS)[None, :]
+        counts = tl.load(at, mask=rows < programs, other=0, cache_modifier=".cg").to(tl.int32)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(rows < tl.program_id(0), counts, 0), axis=0)
+    return total, before
+
+
+@triton.jit
+def write_taken(
+    indices_ptr,  # of the pair
+    tokens,
+    is_above,
+    is_tied,
+    above_before,  # how many tokens of the tiles before are above
+    ties_before,
+    ties,
+    TILE: tl.constexpr,
+):
+    """Write the tokens of a tile that are above the least chosen one, and those of its first `ties` equals."""
+    ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
+    ties_until = ties_before + (ranks >> 16)
+    places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
+    tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
+
+
+@triton.jit
 def count_by_mass(total, weights_ptr, share):
     """Return how many of the heaviest tokens hold `share` of the weight, given how many have each weight."""
     bins = tl.arange(0, BINS)
@@ -93,7 +134,8 @@ def find_greatest_kernel(
 ):
     """Find the greatest score of a tile's candidates; grid (programs, pairs)."""
     wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
+    pair, length = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens)
+    programs = tl.maximum(tl.cdiv(length, TILE), 1)
     program = tl.program_id(0)
     if program < programs:
         _, _, scores = load_candidates(scores_ptr + pair * num_tokens, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
@@ -118,13 +160,14 @@ def count_steps_kernel(
 ):
     """Count how many of a tile's candidates are so many steps below the greatest; grid (programs, pairs)."""
     wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
+    pair, length = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens)
+    programs = tl.maximum(tl.cdiv(length, TILE), 1)
     program = tl.program_id(0)
     if program < programs:
         _, _, scores = load_candidates(scores_ptr + pair * num_tokens, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
         line = pair * tl.num_programs(0)
         steps = steps_below(load_greatest(greatest_ptr + line, programs, BLOCK_P), scores)
-        store_histogram(histograms_ptr + line * BINS, tl.minimum(steps, BINS - 1), steps < BINS, BINS)
+        store_histogram(histograms_ptr + line * BINS, tl.minimum(steps, BINS - 1), steps < BINS)
 
 
 @triton.jit
@@ -150,11 +193,12 @@ def write_heaviest_kernel(
 ):
     """Find how many tokens are chosen, and write a tile's chosen tokens at their places; grid (programs, pairs)."""
     wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
+    pair, length = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens)
+    programs = tl.maximum(tl.cdiv(length, TILE), 1)
     program = tl.program_id(0)
     indices_ptr += pair * max_tokens
     line = pair * tl.num_programs(0)
-    total, before = add_histograms(histograms_ptr + line * BINS, programs, BINS)
+    total, before = add_histograms(histograms_ptr + line * BINS, programs)
     sinks = tl.minimum(sink_tokens, length)
     newest = tl.maximum(tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE, sinks)
     forced = sinks + length - newest

@@ -156,8 +156,10 @@ def code_scores(
     its pages from `first_page` on and before page (n - 1) // page_size, the page of its newest token: all of them are
     coded in a decode step.
 
-    For float32, bfloat16 and float16, the two vectors that come from the query have 8 + 8 bits a channel: whole numbers
-    from -16256 to 16256 of a unit, the greatest magnitude of the vector over 16256. The two products are then exact.
+    For float32, bfloat16 and float16, the vectors that come from the query are whole numbers of a unit, so that their
+    products are exact: q_h and q_h - m from -16256 to 16256 of 1/16256 of their greatest magnitude, and then
+    R (q_h - m) from -31 to 31 of 1/31 of its own. The last adds less than 1 % to the error of the codes. Unless
+    head_dim is a power of two, the query is rotated by R rounded to 1/127 of its greatest entry.
 
     Parameters
     ----------
@@ -179,8 +181,9 @@ def code_scores(
         Default: head_dim ** -0.5.
     group_reduce : {"max", "softmax"}
         "max": the greatest z_h(t). "softmax": log sum_h exp(z_h(t) - log sum_t' exp z_h(t')), where t' are the row's
-        candidates: each head's estimates are normalised over the row, then added. It reads the codes twice. With
-        one query head per KV head both orders are the same, and nothing is normalised.
+        candidates: each head's estimates are normalised over the row, then added. The estimates are rounded to float16
+        in base 2, and memory holds them meanwhile: 2 bytes a token for each head of the groups, which count as 4, or
+        the next power of two. With one query head per KV head both orders are the same, and nothing is normalised.
     num_tokens : int, optional
         Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: the tokens of `codes`.
     counter : torch.Tensor, optional

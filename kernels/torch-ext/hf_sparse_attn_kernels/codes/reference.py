@@ -1,15 +1,16 @@
 """Torch references of the ops on key codes."""
 
+import math
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from .._reference import append, compute_dtype, host_lengths, row_lengths, score_order
-from . import MOST_HALF, UNITS
+from . import MOST_HALF, ROTATED_UNITS, UNITS
 from .reference_encode import encode_keys
 from .reference_mass import select_tokens_by_mass
-from .rotation import rotation
+from .rotation import rotation, rotation_levels
 
 __all__ = [
     "append_and_select_tokens",
@@ -62,15 +63,14 @@ def code_scores(
     if tokens == 0:
         return query.new_full((batch, kv_heads, num_tokens), float("-inf"), dtype=dtype)
 
-    grouped = query.double().view(batch, kv_heads, -1, head_dim)
-    centred = grouped if query_centre is None else grouped - query_centre.double()[:, :, None]
-    rotated = centred @ rotation(head_dim, query.device).double().T
+    grouped = query.to(compute_dtype(query.dtype)).view(batch, kv_heads, -1, head_dim)
+    centred = grouped if query_centre is None else grouped - query_centre.to(grouped.dtype)[:, :, None]
     # Products of whole numbers: those with symbols are below 2**24, so any order of additions is exact in float32.
-    whole, unit = _in_units(grouped, is_exact)
+    whole, unit = _in_units(grouped, UNITS)
     of_centres = (
         whole @ centres[:, :, :pages].double().transpose(2, 3) * unit * centre_scale[:, :, None, :pages].double()
     ).expand(-1, -1, -1, pages)
-    whole, unit = _in_units(rotated, is_exact)
+    whole, unit = _rotated(centred)
     symbols = _symbols(codes[:, :, :tokens], compute_dtype(query.dtype))
     of_symbols = (whole.to(symbols.dtype) @ symbols.transpose(2, 3)).double() * unit
     factor, *offset = factors[:, :, None, :tokens].double().unbind(dim=4)
@@ -84,21 +84,38 @@ def code_scores(
     if group_reduce == "max" or estimates.shape[2] == 1:
         reduced = estimates.amax(dim=2)
     else:
-        estimates.masked_fill_(is_absent[:, None, None], float("-inf"))
-        reduced = estimates.log_softmax(dim=3).logsumexp(dim=2)
+        if not is_exact:
+            # Kept in base 2, at most the greatest number of float16, and -inf below the least.
+            estimates = (estimates / math.log(2)).clamp_(max=MOST_HALF).half().double() * math.log(2)
+        estimates = estimates.masked_fill_(is_absent[:, None, None], float("-inf"))
+        lse = estimates.logsumexp(dim=3, keepdim=True).clamp_(min=-1e30)
+        reduced = (estimates - lse).logsumexp(dim=2)
     if not is_exact:
         reduced = reduced.clamp_(-MOST_HALF, MOST_HALF).to(dtype)
     reduced.masked_fill_(is_absent[:, None], float("-inf"))
     return pad(reduced, (0, num_tokens - tokens), value=float("-inf"))
 
 
-def _in_units(vectors: torch.Tensor, is_exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round vectors to whole numbers of units, and return both; the vectors themselves and 1 if they are exact."""
-    if is_exact:
+def _in_units(vectors: torch.Tensor, units: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float32 vectors to whole numbers of units, so many in the greatest, and return both in float64.
+
+    Vectors of float64 are returned as they are, with a unit of 1.
+    """
+    if vectors.dtype == torch.float64:
         return vectors, vectors.new_ones(())
-    # Limited as in float32, in which the kernels divide.
-    unit = vectors.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / UNITS
-    return (vectors / unit + 0.5).floor_(), unit
+    # Each operation rounds once, in float32, as in the kernels.
+    unit = vectors.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) * (1 / units)
+    return (vectors / unit + 0.5).floor_().double(), unit.double()
+
+
+def _rotated(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate vectors and round them to whole numbers of units; return both as `_in_units` does."""
+    if vectors.dtype == torch.float64:
+        return _in_units(vectors @ rotation(vectors.shape[-1], vectors.device).double().T, ROTATED_UNITS)
+    levels, level_unit = rotation_levels(vectors.shape[-1], vectors.device)
+    whole, unit = _in_units(vectors, UNITS)
+    rotated, rotated_unit = _in_units((whole @ levels.double().T).float(), ROTATED_UNITS)
+    return rotated, rotated_unit * unit * level_unit
 
 
 def _symbols(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

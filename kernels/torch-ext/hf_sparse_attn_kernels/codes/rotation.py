@@ -30,6 +30,17 @@ def rotation(head_dim: int, device: torch.device) -> torch.Tensor:
     return matrix.float().contiguous().to(device)
 
 
+@lru_cache
+def rotation_levels(head_dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+    """Return the rotation as whole numbers, int8 [head_dim, head_dim], contiguous, and their unit. It is shared.
+
+    Exact if head_dim is a power of two: all are 1 or -1. Otherwise rounded to 127 units of the greatest magnitude.
+    """
+    matrix = rotation(head_dim, torch.device("cpu")).double()
+    unit = matrix.abs().amax() / (1 if head_dim & (head_dim - 1) == 0 else 127)
+    return (matrix / unit).round().to(torch.int8).contiguous().to(device), unit.item()
+
+
 def _normal(random: Random) -> float:
     """Draw from a standard normal distribution, by the transform of Box and Muller."""
     # Python promises the same sequence in all versions for `random()` alone.

@@ -1,4 +1,4 @@
-"""Triton launcher of `code_scores`: one launch prepares the query, one or two scan the codes."""
+"""Triton launcher of `code_scores`: one launch prepares the query, one scans the codes, one more reduces by softmax."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from .._check import check_triton
 from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_power_of_2
 from .._tuning import choice
-from .query import prepare_query_kernel
-from .rotation import rotation
+from .query import HEADS_AT_ONCE, prepare_query_kernel
+from .rotation import rotation_levels
 from .scan import scan_codes_kernel
+from .softmax import reduce_estimates_kernel
 
 PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
 MOST_FETCHED = 4096  # tokens of a program
+REDUCED_AT_ONCE = 8192  # estimates of a program
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
 
@@ -26,9 +28,9 @@ class Prepared(NamedTuple):
     """What the scan reads of the query, and the shapes that the launches share. Some launch before it writes it."""
 
     parts: torch.Tensor
-    """int8 [pairs, 2 * group, 8 * bytes]: the rotated query's parts, by the bit and the byte that they meet."""
-    lines: torch.Tensor
-    """float32 [pairs, 2, group]: slope and level of the line from products to scores."""
+    """int8 [pairs, group, bits, 8 * bytes]: the rotated query, by the bit and the byte that its channels meet."""
+    slopes: torch.Tensor
+    """float32 [pairs, group]: from products to scores."""
     page_scores: torch.Tensor
     """float32 [pairs, pages, group]: the products of queries and centres."""
     scale: float
@@ -39,9 +41,8 @@ class Prepared(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Programs of a pair that prepare its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
-        heads: int = self.sizes["HEADS"]
-        return heads
+        """Programs of a pair that rotate its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
+        return cdiv(self.parts.shape[1], HEADS_AT_ONCE)
 
 
 def plan(
@@ -66,12 +67,12 @@ def plan(
     # The bytes of a token, and how many tokens make a line that is deep enough for a product. Their columns lie side by
     # side, so that a large group has fewer.
     block_b = max(4, next_power_of_2(head_dim // 8))
-    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // (2 * group)))
+    tokens_per_line = max(1, min(LEAST_DEPTH // block_b, MOST_COLUMNS // group))
     block_b = max(block_b, LEAST_DEPTH // tokens_per_line)
     group = max(group, LEAST_COLUMNS // tokens_per_line)
     return Prepared(
-        torch.empty((pairs, 2 * group, 8 * block_b), dtype=torch.int8, device=query.device),
-        torch.empty((pairs, 2, group), dtype=torch.float32, device=query.device),
+        torch.empty((pairs, group, bits, 8 * block_b), dtype=torch.int8, device=query.device),
+        torch.empty((pairs, group), dtype=torch.float32, device=query.device),
         torch.empty((pairs, capacity // page_size, group), dtype=torch.float32, device=query.device),
         scale,
         softmax,
@@ -118,20 +119,22 @@ def code_scores(
     prepared = plan(query, codes, query_centre, page_size=page_size, bits=bits, scale=scale, group_reduce=group_reduce)
     kv_heads, (pairs, pages, _) = codes.shape[1], prepared.page_scores.shape
     head_dim = query.shape[2]
+    levels, rotation_unit = rotation_levels(head_dim, query.device)
     prepare_query_kernel[(prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
-        prepared.lines if query_centre is None else query_centre,
-        rotation(head_dim, query.device),
+        prepared.slopes if query_centre is None else query_centre,
+        levels,
         centres,
         centre_scale,
         *row_bounds,
         *prepared[:3],
-        prepared.lines if counter is None else counter,
+        prepared.slopes if counter is None else counter,
         kv_heads,
         num_tokens,
         pages,
         first_page,
         prepared.scale,
+        rotation_unit,
         *query.stride(),
         HEAD_DIM=head_dim,
         SHARED_CENTRE=shared_centre,
@@ -153,52 +156,70 @@ def scan(
     num_tokens: int,
     first_page: int = 0,
 ) -> torch.Tensor:
-    """Launch `scan_codes_kernel`, twice for a reduction by softmax; return the scores."""
+    """Launch `scan_codes_kernel`, and for a reduction by softmax `reduce_estimates_kernel`; return the scores."""
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, head_dim = batch * kv_heads, codes.device, 8 * codes.shape[4]
     sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line
     group = sizes["GROUP"]
     config = choice("code_scan", device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
     # A tile of a large group is smaller, so that its sums stay in registers. A warp has at least 16 lines.
-    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // (2 * group)))
+    block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], 4096 // group))
     per_program = cdiv(num_tokens * pairs, multiprocessors(device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
     programs = cdiv(num_tokens, tokens_per_program)
     scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=device)
-    program_lse = prepared.lines
+    estimates = program_lse = prepared.slopes
     if prepared.softmax:
+        estimates = torch.empty((pairs, num_tokens, group), dtype=torch.float16, device=device)
         program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
     fetched = min(tokens_per_program, MOST_FETCHED)
-    launch: dict[str, Any] = {
-        "BYTES": head_dim // 8,
-        "BLOCK_T": block_t,
-        "BLOCK_P": next_power_of_2(programs),
-        "TOKENS": tokens_per_line,
-        "WHOLE": capacity % block_t == 0,
+    launch: dict[str, Any] = {"INTERPRETED": INTERPRET, **launch_options(device)}
+    scan_codes_kernel[(programs, pairs)](
+        codes,
+        factors,
+        *prepared[:3],
+        estimates,
+        program_lse,
+        *row_bounds,
+        scores,
+        kv_heads,
+        num_tokens,
+        capacity,
+        first_page,
+        tokens_per_program,
+        prepared.scale * head_dim**0.5,
+        BYTES=head_dim // 8,
+        SOFTMAX=prepared.softmax,
+        BLOCK_T=block_t,
+        TOKENS=tokens_per_line,
+        LEAST_LINES=16 * config["warps"],
+        WHOLE=capacity % block_t == 0,
         # Lines of 128 bytes of codes, and of factors, that a program asks for before it waits.
-        "CODE_LINES": next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
-        "FACTOR_LINES": next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
-        "STAGES": config["stages"],
-        "INTERPRETED": INTERPRET,
-        "num_warps": config["warps"],
+        CODE_LINES=next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
+        FACTOR_LINES=next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
+        STAGES=config["stages"],
+        num_warps=config["warps"],
         **sizes,
-        **launch_options(device),
-    }
-    for result in ("lse", "softmax") if prepared.softmax else ("max",):
-        scan_codes_kernel[(programs, pairs)](
-            codes,
-            factors,
-            *prepared[:3],
+        **launch,
+    )
+    if prepared.softmax:
+        tile = max(1, REDUCED_AT_ONCE // group)
+        reduce_estimates_kernel[(cdiv(num_tokens, tile), pairs)](
+            estimates,
             program_lse,
             *row_bounds,
             scores,
             kv_heads,
             num_tokens,
-            capacity,
             first_page,
+            programs,
             tokens_per_program,
-            prepared.scale * head_dim**0.5,
-            RESULT=result,
+            HEADS=sizes["HEADS"],
+            GROUP=group,
+            PAGE_SIZE=sizes["PAGE_SIZE"],
+            BLOCK_T=tile,
+            BLOCK_P=next_power_of_2(programs),
+            num_warps=4,
             **launch,
         )
     return scores

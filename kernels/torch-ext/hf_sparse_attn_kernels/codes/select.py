@@ -1,161 +1,129 @@
-"""Triton kernels of `select_tokens_by_score`: the k-th highest score is found digit by digit, then all compact.
+"""Triton kernels of `select_tokens_by_score`: a sample leaves few candidates, among which the choice is searched.
 
-A score of 16 bits has two digits of 8. Three launches count the first digits, count the second digits, and write the
-choice: each needs what all programs of a row and KV head counted before. Every program adds up the others' histograms
-itself, so there are no atomics, no program waits for another, and nothing has to be cleared.
+Two launches. In the first, all programs of a row and KV head take the same sample, and from it a bound that more scores
+reach than tokens are to be chosen. Each keeps those of its own tokens that reach it. In the second, one program gathers
+what the others kept, finds the least chosen score, and writes the choice. A row that one program can hold takes the
+second launch alone. The bound is an estimate, the choice is exact: with fewer candidates than tokens to choose, which
+is rare, or with more than a program holds at once, which ties and large budgets cause, the second launch takes longer.
 """
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from math import sqrt
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from .._check import check_triton_dtype
-from .._topk import _ranks, find_digit
 from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
+from .candidates import keep_candidates_kernel
+from .search import (
+    ABSENT,
+    DOUBLING,
+    FORCED,
+    INFINITE,
+    NEIGHBOURS,
+    TOGETHER,
+    count_both,
+    key_of_bits,
+    narrow,
+    ranks_in_groups,
+    row_of_pair,
+    split_range,
+    store_groups,
+)
 
-BINS = tl.constexpr(256)  # of a digit
-ADDED_AT_ONCE = tl.constexpr(16 * 256)  # bins of several histograms
-FORCED = tl.constexpr(0xFFFF)  # above the key of every score, which is at most 0xFC00
-LEAST_TILE, MOST_TILE = 1024, 16384
-"""Tokens of a program; at most 2 ** 15 - 1, which a histogram's bin can hold."""
+DEVIATIONS = 3.0
+"""Standard deviations by which the sample's rank exceeds the expected one, if neighbours have equal scores."""
+LEAST_SAMPLED, MOST_SAMPLED = 256, 2048
+"""Groups of neighbours in a sample: at most 2 ** 15 - 1 tokens, which half of an int can count."""
+TILE = 8192
+"""Tokens that a program compares at once, a power of two."""
+MOST_SPAN = 1 << 15
+"""Tokens of a program: their places within it have 15 bits."""
+MOST_PROGRAMS = 16
+"""Programs of a row and KV head, unless their spans would be too long."""
+LEAST_AT_ONCE, MOST_AT_ONCE = 1024, 8192
+"""Candidates that a program holds at once; at most 2 ** 15 - 1."""
 
 
 @triton.jit
-def row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE: tl.constexpr):
-    """Return the pair, the row's length, and its number of tiles, at least 1."""
-    pair = tl.program_id(1).to(tl.int64)
-    row = pair // kv_heads
-    length = tl.minimum(tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0), num_tokens)
-    return pair, length, tl.maximum(tl.cdiv(length, TILE), 1)
+def load_tokens(scores_ptr, groups, num_tokens, PADDED: tl.constexpr):
+    """Return the bits of the scores in groups of tokens, and the tokens, -1 for none; all int32 [groups, TOGETHER]."""
+    tokens = groups[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    exists = tokens < num_tokens
+    mask = tokens < (num_tokens + 15) // 16 * 16 if PADDED else exists
+    scores = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg")
+    return scores.to(tl.int16, bitcast=True).to(tl.int32), tl.where(exists, tokens, -1)
 
 
 @triton.jit
-def load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """Load this program's scores as keys: ints of 16 bits and the same order, with forced tokens above all scores.
+def load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN: tl.constexpr):
+    """Return the same of groups of candidates, which `keep_candidates_kernel` wrote.
 
-    Returns the tokens, their keys, and whether they exist, all [TILE]. PADDED allows reading up to a multiple of 16
-    scores: a mask that changes only there keeps the loads vectorized.
+    `firsts` has the first group of each program after the first one, `gaps` how many groups are free before it.
     """
-    tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    exists = tokens < length
-    mask = tokens < (length + 15) // 16 * 16 if PADDED else exists
-    bits = tl.load(scores_ptr + tokens, mask=mask, other=0.0, cache_modifier=".cg").to(tl.int16, bitcast=True)
-    bits = bits.to(tl.int32)
-    magnitude = bits & 0x7FFF
-    signed = tl.where(bits < 0, -magnitude, magnitude)  # -0.0 ties with 0.0
-    signed = tl.where(magnitude > 0x7C00, -0x7C00, signed)  # NaN ranks with -inf
-    newest_page = tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE
-    is_forced = (tokens < sink_tokens) | (tokens >= newest_page)
-    return tokens, tl.where(is_forced, FORCED, 0x8000 + signed), exists
+    at = groups
+    for program in tl.static_range(len(firsts)):
+        at += tl.where(groups >= firsts[program], gaps[program], 0)
+    at *= TOGETHER
+    places = at[:, None] + tl.arange(0, TOGETHER)[None, :]
+    mask = (groups < num_groups)[:, None]
+    candidates = tl.load(candidates_ptr + places, mask=mask, other=-1, cache_modifier=".cg")
+    tokens = (at & -SPAN)[:, None] + (candidates >> 16)
+    return (candidates << 16) >> 16, tl.where(candidates >= 0, tokens, -1)
 
 
 @triton.jit
-def store_histogram(histograms_ptr, digits, counted, NUM_BINS: tl.constexpr):
-    """Store how often this program counted each digit."""
-    counts = tl.histogram(digits, NUM_BINS, mask=counted)
-    tl.store(histograms_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts.to(tl.int16))
-
-
-@triton.jit
-def add_histograms(histograms_ptr, programs, NUM_BINS: tl.constexpr):
-    """Add the histograms of all programs of a pair, and those of the programs before this one."""
-    AT_ONCE: tl.constexpr = ADDED_AT_ONCE // NUM_BINS
-    total = tl.zeros((NUM_BINS,), tl.int32)
-    before = tl.zeros((NUM_BINS,), tl.int32)
-    for first in range(0, programs, AT_ONCE):
-        rows = (first + tl.arange(0, AT_ONCE))[:, None]
-        at = histograms_ptr + rows * NUM_BINS + tl.arange(0, NUM_BINS)[None, :]
-        counts = tl.load(at, mask=rows < programs, other=0, cache_modifier=".cg").to(tl.int32)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where(rows < tl.program_id(0), counts, 0), axis=0)
-    return total, before
-
-
-@triton.jit
-def write_taken(
-    indices_ptr,  # of the pair
-    tokens,
-    is_above,
-    is_tied,
-    above_before,  # how many tokens of the tiles before are above
-    ties_before,
-    ties,
-    TILE: tl.constexpr,
+def load_groups(
+    scores_ptr,  # of the pair, like the next
+    candidates_ptr,
+    first,
+    all_tokens,  # how many tokens to load, or 0 to load the candidates
+    num_groups,
+    firsts,
+    gaps,
+    newest_page,
+    sink_tokens,
+    SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    """Write the tokens of a tile that are above the least chosen one, and those of its first `ties` equals."""
-    ranks = _ranks(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), TILE)  # both in one scan
+    """Return GROUPS groups' keys, FORCED for tokens always chosen and ABSENT for none; and the tokens."""
+    groups = first + tl.arange(0, GROUPS)
+    if SPAN == 0:
+        bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+    else:
+        if all_tokens > 0:
+            bits, tokens = load_tokens(scores_ptr, groups, all_tokens, PADDED)
+        else:
+            bits, tokens = load_candidates(candidates_ptr, groups, num_groups, firsts, gaps, SPAN)
+    keys = tl.where((tokens < sink_tokens) | (tokens >= newest_page), FORCED, key_of_bits(bits))
+    return tl.where(tokens >= 0, keys, ABSENT), tokens
+
+
+@triton.jit
+def write_groups(indices_ptr, keys, tokens, least, above_before, ties_before, ties):
+    """Write the tokens above the least chosen key, and of those equal to it the first `ties` of the row.
+
+    Returns how many are above, and equal, up to the last of these groups; given how many before.
+    """
+    flags = (keys > least).to(tl.int32) + ((keys == least).to(tl.int32) << 16)  # both in one scan
+    ranks, of_groups = ranks_in_groups(flags)
     ties_until = ties_before + (ranks >> 16)
     places = above_before + (ranks & 0xFFFF) + tl.minimum(ties_until, ties)
-    tl.store(indices_ptr + places, tokens, mask=is_above | (is_tied & (ties_until < ties)))
-
-
-@triton.jit
-def count_first_digits_kernel(
-    scores_ptr,  # float16 [pairs, num_tokens]
-    histograms_ptr,  # int16 [pairs, programs, BINS], written
-    start_ptr,
-    end_ptr,
-    kv_heads,
-    num_tokens,
-    sink_tokens,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Count the first digits of a tile's keys; grid (programs, pairs)."""
-    wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
-    if tl.program_id(0) < programs:
-        scores_ptr += pair * num_tokens
-        _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
-        store_histogram(histograms_ptr + pair * tl.num_programs(0) * BINS, keys >> 8, exists, BINS)
-
-
-@triton.jit
-def count_second_digits_kernel(
-    scores_ptr,
-    first_ptr,  # int16 [pairs, programs, BINS]
-    second_ptr,  # int16 [pairs, programs, BINS], written
-    found_ptr,  # int32 [pairs, programs, 4], written
-    start_ptr,
-    end_ptr,
-    kv_heads,
-    num_tokens,
-    max_tokens,
-    sink_tokens,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Find the first digit of the least chosen key; count the second digits behind it; grid (programs, pairs).
-
-    Each program keeps for itself this digit, the least chosen key's rank among the keys that have it, and how many
-    keys above them the tiles before have.
-    """
-    wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
-    program = tl.program_id(0)
-    if program < programs:
-        scores_ptr += pair * num_tokens
-        _, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
-        line = pair * tl.num_programs(0)
-        total, before = add_histograms(first_ptr + line * BINS, programs, BINS)
-        digit, rank = find_digit(total, tl.minimum(length, max_tokens), BINS)
-        found_ptr += (line + program) * 4
-        tl.store(found_ptr, digit)
-        tl.store(found_ptr + 1, rank)
-        tl.store(found_ptr + 2, tl.sum(tl.where(tl.arange(0, BINS) > digit, before, 0)))
-        store_histogram(second_ptr + line * BINS, keys & 0xFF, exists & (keys >> 8 == digit), BINS)
+    is_taken = (keys > least) | ((keys == least) & (ties_until < ties))
+    store_groups(indices_ptr, places, tl.where(is_taken, tokens, -1))
+    flags = tl.sum(of_groups)
+    return above_before + (flags & 0xFFFF), ties_before + (flags >> 16)
 
 
 @triton.jit
 def write_chosen_kernel(
-    scores_ptr,
-    second_ptr,
+    scores_ptr,  # float16 [pairs, num_tokens]
+    candidates_ptr,  # as `keep_candidates_kernel` writes them, like the next
     found_ptr,
     start_ptr,
     end_ptr,
@@ -165,42 +133,99 @@ def write_chosen_kernel(
     num_tokens,
     max_tokens,
     sink_tokens,
+    programs,  # that kept candidates, at most PROGRAMS
     PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the least chosen key, and write a tile's chosen tokens at their places; grid (programs, pairs)."""
-    wait_for_previous_kernel(PDL)
-    pair, length, programs = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens, TILE)
-    program = tl.program_id(0)
-    if program < programs:
-        scores_ptr += pair * num_tokens
-        indices_ptr += pair * max_tokens
-        tokens, keys, exists = load_tile(scores_ptr, length, sink_tokens, PAGE_SIZE, TILE, PADDED)
-        line = pair * tl.num_programs(0)
-        found_ptr += (line + program) * 4
-        first_digit = tl.load(found_ptr, cache_modifier=".cg")
-        rank = tl.load(found_ptr + 1, cache_modifier=".cg")
-        above_before = tl.load(found_ptr + 2, cache_modifier=".cg")
-        total, before = add_histograms(second_ptr + line * BINS, programs, BINS)
-        # `ties` of the keys equal to the least chosen one are chosen, those with the lowest indices.
-        second_digit, ties = find_digit(total, rank, BINS)
-        bins = tl.arange(0, BINS)
-        above_before += tl.sum(tl.where(bins > second_digit, before, 0))
-        ties_before = tl.sum(tl.where(bins == second_digit, before, 0))
-        least = (first_digit << 8) | second_digit
-        is_above = exists & (keys > least)
-        is_tied = exists & (keys == least)
-        write_taken(indices_ptr, tokens, is_above, is_tied, above_before, ties_before, ties, TILE)
-        if program == 0:
-            count = tl.minimum(length, max_tokens)
-            tl.store(counts_ptr + pair, count)
-            lanes = tl.arange(0, TILE)
-            for first in range(count // TILE * TILE, max_tokens, TILE):
-                slots = first + lanes
-                absent = tl.full((TILE,), -1, tl.int32)
-                tl.store(indices_ptr + slots, absent, mask=(slots >= count) & (slots < max_tokens))
+    """Find the least chosen key; write the tokens above it and the first ones equal to it; grid (1, pairs).
+
+    All tokens of a row are candidates if SPAN is 0. GROUPS groups of candidates stay in registers.
+    """
+    if SPAN == 0:
+        wait_for_previous_kernel(PDL)
+    # The kernel before, `keep_candidates_kernel`, has waited for those before it: the bounds of rows are final.
+    pair, length = row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens)
+    if SPAN > 0:
+        wait_for_previous_kernel(PDL)
+    newest_page = tl.maximum(length - 1, 0) // PAGE_SIZE * PAGE_SIZE
+    count = tl.minimum(length, max_tokens)
+    scores_ptr += pair * num_tokens
+    indices_ptr += pair * max_tokens
+    low = -INFINITE
+    total = length
+    all_tokens = length
+    num_groups = tl.cdiv(length, TOGETHER)
+    firsts = ()
+    gaps = ()
+    if SPAN > 0:
+        candidates_ptr += pair * programs * SPAN
+        found_ptr += pair * (programs + 1)
+        found = tl.load(found_ptr, cache_modifier=".cg")
+        groups_before = tl.cdiv(found, TOGETHER)
+        kept = found
+        for program in tl.static_range(1, PROGRAMS):
+            firsts += (groups_before,)  # type: ignore[assignment]
+            gaps += (SPAN // TOGETHER - tl.cdiv(found, TOGETHER),)  # type: ignore[assignment]
+            found = tl.load(found_ptr + program, mask=program < programs, other=0, cache_modifier=".cg")
+            groups_before += tl.cdiv(found, TOGETHER)
+            kept += found
+        kept_in_any_case = tl.cdiv(sink_tokens, NEIGHBOURS) * NEIGHBOURS - sink_tokens  # they may not reach the bound
+        if kept >= count + kept_in_any_case:  # else the sample misled
+            low = tl.load(found_ptr + programs, cache_modifier=".cg")
+            total = kept
+            all_tokens = 0
+            num_groups = groups_before
+
+    row = (scores_ptr, candidates_ptr)
+    of_row = (all_tokens, num_groups, firsts, gaps, newest_page, sink_tokens)
+    keys, tokens = load_groups(*row, 0, *of_row, SPAN, GROUPS, PADDED)
+    high = FORCED + 1
+    reach_low = total
+    reach_high = 0
+    one, two = split_range(low, high)
+    if all_tokens == 0:  # the bound is not far below the least chosen score
+        one = low + DOUBLING // 4
+        two = low + DOUBLING
+    while (high - low > 1) & (reach_low > count):
+        reach_one, reach_two = count_both(keys >= one, keys >= two)
+        for first in range(GROUPS, num_groups, GROUPS):
+            more, _ = load_groups(*row, first, *of_row, SPAN, GROUPS, PADDED)
+            more_one, more_two = count_both(more >= one, more >= two)
+            reach_one += more_one
+            reach_two += more_two
+        low, high, reach_low, reach_high = narrow(
+            low, high, reach_low, reach_high, one, two, reach_one, reach_two, count
+        )
+        one, two = split_range(low, high)
+    # Tokens equal to the least chosen one are all chosen, or those with the lowest indices.
+    ties = tl.where(reach_low > count, count - reach_high, length)
+    above, tied = write_groups(indices_ptr, keys, tokens, low, 0, 0, ties)
+    for first in range(GROUPS, num_groups, GROUPS):
+        keys, tokens = load_groups(*row, first, *of_row, SPAN, GROUPS, PADDED)
+        above, tied = write_groups(indices_ptr, keys, tokens, low, above, tied, ties)
+    tl.store(counts_ptr + pair, count)
+    lanes = tl.arange(0, GROUPS)
+    for first in range(count // GROUPS * GROUPS, max_tokens, GROUPS):
+        slots = first + lanes
+        absent = tl.full((GROUPS,), -1, tl.int32)
+        tl.store(indices_ptr + slots, absent, mask=(slots >= count) & (slots < max_tokens))
+
+
+def sampled_groups(num_tokens: int) -> int:
+    """Return how many groups of neighbours a sample has."""
+    return max(LEAST_SAMPLED, min(next_power_of_2(num_tokens // 256), MOST_SAMPLED))
+
+
+def expected_candidates(num_tokens: int, max_tokens: int) -> float:
+    """Return about how many tokens reach the bound of `bound_by_sample`."""
+    neighbours = int(NEIGHBOURS)
+    share = min(1.0, sampled_groups(num_tokens) * neighbours / num_tokens)
+    expected = share * max_tokens
+    return (expected + DEVIATIONS * sqrt(neighbours * expected) + neighbours) / share
 
 
 def select_tokens_by_score(
@@ -216,32 +241,49 @@ def select_tokens_by_score(
     check_triton_dtype("scores", scores, (torch.float16,))
     batch, kv_heads, num_tokens = scores.shape
     pairs, device = batch * kv_heads, scores.device
-    # About one program for each multiprocessor: each reads the histograms of all programs of its pair.
-    tile = next_power_of_2(cdiv(num_tokens * pairs, multiprocessors(device)))
-    tile = max(LEAST_TILE, min(tile, MOST_TILE))
-    programs = max(1, cdiv(num_tokens, tile))
     indices = torch.empty((batch, kv_heads, max_tokens), dtype=torch.int32, device=device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=device)
-    first = torch.empty((pairs, programs, BINS.value), dtype=torch.int16, device=device)
-    second = torch.empty_like(first)
-    found = torch.empty((pairs, programs, 4), dtype=torch.int32, device=device)
-
     scores = scores.contiguous()
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
-    sizes = (kv_heads, num_tokens)
-    launch = {
-        "PAGE_SIZE": page_size,
-        "TILE": tile,
-        "PADDED": num_tokens % 16 == 0,
-        "num_warps": max(1, min(16, tile // 256)),
-        **launch_options(device),
-    }
-    grid = (programs, pairs)
-    count_first_digits_kernel[grid](scores, first, *row_bounds, *sizes, sink_tokens, **launch)
-    count_second_digits_kernel[grid](
-        scores, first, second, found, *row_bounds, *sizes, max_tokens, sink_tokens, **launch
-    )
-    write_chosen_kernel[grid](
-        scores, second, found, *row_bounds, indices, counts, *sizes, max_tokens, sink_tokens, **launch
+    sizes = (kv_heads, num_tokens, max_tokens, sink_tokens)
+    launch: dict[str, Any] = {"PAGE_SIZE": page_size, "PADDED": num_tokens % 16 == 0, **launch_options(device)}
+    candidates = found = counts
+    programs, span, at_once = 1, 0, num_tokens
+    if num_tokens > MOST_AT_ONCE:
+        # Two programs for each multiprocessor, of at least a tile.
+        programs = max(1, min(MOST_PROGRAMS, 2 * multiprocessors(device) // pairs))
+        span = min(max(TILE, next_power_of_2(cdiv(num_tokens, programs))), MOST_SPAN)
+        programs = cdiv(num_tokens, span)
+        candidates = torch.empty((pairs, programs, span), dtype=torch.int32, device=device)
+        found = torch.empty((pairs, programs + 1), dtype=torch.int32, device=device)
+        keep_candidates_kernel[(programs, pairs)](
+            scores,
+            candidates,
+            found,
+            *row_bounds,
+            *sizes,
+            DEVIATIONS=DEVIATIONS,
+            SPAN=span,
+            TILE=TILE,
+            SAMPLED=sampled_groups(num_tokens),
+            num_warps=max(1, TILE // 512),
+            **launch,
+        )
+        at_once = round(4 / 3 * expected_candidates(num_tokens, max_tokens))
+    at_once = max(LEAST_AT_ONCE, min(next_power_of_2(at_once), MOST_AT_ONCE))
+    write_chosen_kernel[(1, pairs)](
+        scores,
+        candidates,
+        found,
+        *row_bounds,
+        indices,
+        counts,
+        *sizes,
+        programs,
+        PROGRAMS=next_power_of_2(programs),
+        SPAN=span,
+        GROUPS=at_once // int(TOGETHER),
+        num_warps=max(1, at_once // 256),
+        **launch,
     )
     return indices, counts

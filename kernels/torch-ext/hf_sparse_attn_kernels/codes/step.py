@@ -10,7 +10,7 @@ from .._check import check_triton
 from .._triton import launch_options, next_power_of_2, wait_for_previous_kernel
 from .encode import encode_options, encode_page
 from .query import prepare_query
-from .rotation import rotation
+from .rotation import rotation, rotation_levels
 from .scores import LEAST_DEPTH, PAGES_AT_ONCE, plan, scan, tiles_of_pages
 from .select import select_tokens_by_score
 
@@ -33,15 +33,17 @@ def append_and_prepare_kernel(
     start_ptr,
     end_ptr,
     query_centre_ptr,  # [pairs, HEAD_DIM]
-    rotation_ptr,  # [HEAD_DIM, HEAD_DIM]
+    rotation_ptr,  # [HEAD_DIM, HEAD_DIM], like the next
+    levels_ptr,  # int8: in units
     parts_ptr,  # as for `prepare_query`, like the next three
-    lines_ptr,
+    slopes_ptr,
     page_scores_ptr,
     counter_ptr,
     kv_heads,
     num_tokens,
     pages,
     scale,
+    rotation_unit,
     offset_scale,
     query_stride_b,
     query_stride_h,
@@ -71,9 +73,10 @@ def append_and_prepare_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Append a token and code the page that it fills, or prepare the query; grid (1 + HEADS + tiles of pages, pairs).
+    """Append a token and code the page that it fills, or prepare the query.
 
-    Program 0 appends. No other reads what it writes: the page of the newest token is no candidate, full or not.
+    The grid is (1 + programs that rotate + tiles of pages, pairs). Program 0 appends. No other reads what it writes:
+    the page of the newest token is no candidate, full or not.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
@@ -127,16 +130,17 @@ def append_and_prepare_kernel(
             tl.maximum(tl.minimum(length, num_tokens) - 1, 0) // PAGE_SIZE,
             query_ptr + row * query_stride_b + head * HEADS * query_stride_h,
             query_centre_ptr,
-            rotation_ptr,
+            levels_ptr,
             centres_ptr,
             centre_scale_ptr,
             parts_ptr,
-            lines_ptr,
+            slopes_ptr,
             page_scores_ptr,
             counter_ptr,
             pages,
             0,
             scale,
+            rotation_unit,
             query_stride_h,
             query_stride_d,
             HEADS,
@@ -185,6 +189,7 @@ def append_and_select_tokens(
     prepared = plan(query, codes, query_centre, page_size=page_size, bits=bits, scale=scale, group_reduce=group_reduce)
     pairs, pages, _ = prepared.page_scores.shape
     coding = encode_options(head_dim, page_size, max_pages=1)
+    levels, rotation_unit = rotation_levels(head_dim, query.device)
     append_and_prepare_kernel[(1 + prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
         query,
         new_key,
@@ -197,14 +202,16 @@ def append_and_select_tokens(
         centre_scale,
         coded,
         *row_bounds,
-        prepared.lines if query_centre is None else query_centre,
+        prepared.slopes if query_centre is None else query_centre,
         rotation(head_dim, query.device),
+        levels,
         *prepared[:3],
-        prepared.lines if counter is None else counter,
+        prepared.slopes if counter is None else counter,
         codes.shape[1],
         num_tokens,
         pages,
         prepared.scale,
+        rotation_unit,
         head_dim**-0.5,
         *query.stride(),
         *new_key.stride()[:2],
