@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import eval.expected as expected
 from eval.benchmarks import BENCHMARKS, Item, Sample
 from eval.benchmarks.longbench import CATEGORIES, ENGLISH_TASKS
 from eval.benchmarks.ruler import Ruler
+from eval.cli import app
 from eval.config import make_config
 from eval.engine import make_variants
 from eval.report.sections import make_sections
@@ -85,3 +88,16 @@ def test_a_probe_estimates_only_long_runs(model_dir: str) -> None:
     assert twice is not None
     assert first > 0
     assert twice > 0
+
+
+def test_a_long_run_says_its_expected_time_first(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected, "WORTH_PROBING_TOKENS", 0)
+    monkeypatch.setattr("eval.terminal.WORTH_EXPECTING_SECONDS", 0)
+    words = ["run", "passkey", "--model", model_dir, "--lengths", "300", "--limit", "1", "--out", str(tmp_path / "out")]
+    first = CliRunner().invoke(app, words)
+    assert first.exit_code == 0, first.output
+    assert "passkey: expected to take about 1 s or more" in first.stderr
+    monkeypatch.setattr(expected, "WORTH_PROBING_TOKENS", 1)
+    assert "expected" not in CliRunner().invoke(app, words).stderr  # nothing is left to do
