@@ -20,8 +20,8 @@ _LIMITS = {
     "greater_than": "above {gt:g}",
     "less_than_equal": "at most {le:g}",
     "string_too_short": "text that is not empty",
-    "too_short": "at least {min_length} entries",
-    "too_long": "at most {max_length} entries",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
 }
 
 
