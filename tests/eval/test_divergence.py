@@ -131,7 +131,7 @@ def test_the_command_takes_measures_and_refuses_others(tmp_path, model_dir):
     ("measure", "said"),
     [
         (["score", "score"], "duplicate"),
-        ([], r"measure=\(\) is not allowed: at least 1"),
+        ([], r"measure=\(\) is not allowed: a list of at least 1"),
         (["score", 1], "measure=1 is not allowed: one of score"),
     ],
 )

@@ -419,7 +419,7 @@ GOOD = record("b", "t", 0, "full", None)
         (json.dumps(GOOD | {"tpot_ms": math.nan}), "NaN is not a number"),
         (json.dumps(GOOD | {"token_budget": "1024"}), "token_budget='1024'"),
         (json.dumps(GOOD | {"perplexity": 0}), "perplexity=0 is not allowed: above 0"),
-        (json.dumps(GOOD | {"nll_by_position": [[1]]}), "nll_by_position=\\[1\\] is not allowed: at least 2"),
+        (json.dumps(GOOD | {"nll_by_position": [[1]]}), "nll_by_position=\\[1\\] is not allowed: a list of at least 2"),
     ],
 )
 def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
