@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +19,7 @@ from eval.options import (
     BenchmarkArgument,
     BudgetOption,
     ChatOption,
+    ChatTemplateOption,
     ConfigOption,
     DataDirOption,
     DeviceOption,
@@ -36,7 +40,7 @@ from eval.options import (
     harness_errors,
     result_folders,
 )
-from eval.terminal import WIDTH, on_record, progress, summary_table
+from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
 from eval.throughput_command import throughput
 from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, visible
 
@@ -54,14 +58,17 @@ app.command()(throughput)
 def list_benchmarks() -> None:
     """List the benchmarks with their tasks and settings, and the papers' tables."""
     from eval.benchmarks import BENCHMARKS
-    from eval.tables import table_names
+    from eval.tables import config_names, table_names
 
     listing = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
     for benchmark in BENCHMARKS.values():
         settings = "\n".join(f"{name}={value}" for name, value in benchmark.options.items())
         listing.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
     print_table(listing, WIDTH)
-    typer.echo(f"tables (python -m eval table NAME): {', '.join(table_names())}")
+    tables = table_names()
+    typer.echo(f"tables (python -m eval table NAME): {', '.join(tables)}")
+    others = ", ".join(name for name in config_names() if name not in tables)
+    typer.echo(f"other runs (python -m eval run --config eval/configs/NAME.yaml): {others}")
 
 
 @app.command()
@@ -82,6 +89,7 @@ def run(
     seed: SeedOption = None,
     question: QuestionOption = None,
     chat: ChatOption = None,
+    chat_template: ChatTemplateOption = None,
     data_dir: DataDirOption = None,
     protocol_dir: ProtocolDirOption = None,
     settings: SettingOption = None,
@@ -106,6 +114,7 @@ def run(
         "seed": seed,
         "question": question,
         "chat": chat,
+        "chat_template": chat_template,
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "options": parse_settings("--set", settings or []),
@@ -118,8 +127,11 @@ def run(
         run_all(configs, out, None if config is None else config.stem)
 
 
-def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> list[Path]:
-    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one."""
+def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None, *, keeps: bool = True) -> list[Path]:
+    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
+
+    ``keeps`` says whether the folders last, and are named on the terminal.
+    """
     from eval.models import Models
     from eval.runner import run as run_benchmark
     from eval.session import Processes
@@ -128,12 +140,15 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
     models = Models(processes)
     folders = result_folders(configs, out, sweep_name)
     for config, folder in zip(configs, folders, strict=True):
-        with progress(f"{config.benchmark} -> {folder}", processes.is_main) as update:
-            summary = run_benchmark(config, folder, models, processes, on_record(update))
+        label = f"{config.benchmark} -> {folder}" if keeps else config.benchmark
+        with progress(label, processes.is_main) as update:
+            say_expected = partial(on_start, config.benchmark) if processes.is_main else (lambda seconds: None)
+            summary = run_benchmark(config, folder, models, processes, on_record(update), say_expected)
         if processes.is_main:
-            print_table(summary_table(summary, folder), WIDTH)
+            print_table(summary_table(summary, str(folder) if keeps else folder.name), WIDTH)
             if summary["errors"]:
-                message = f"{summary['errors']} of {summary['rows']} records are errors; see {folder}/rows.jsonl"
+                where = f"; see {folder}/rows.jsonl" if keeps else ""
+                message = f"{summary['errors']} of {summary['rows']} records are errors{where}"
                 typer.echo(one_line(message), err=True)
             if summary["errors"] == summary["rows"]:
                 raise typer.Exit(1)
@@ -180,22 +195,29 @@ def table(
     limit: LimitOption = None,
     lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated.", show_default="the paper's")] = None,
     token_budget: BudgetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="eval-results/NAME")] = None,
+    chat_template: ChatTemplateOption = None,
+    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="none")] = None,
     data_dir: DataDirOption = None,
     protocol_dir: ProtocolDirOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Run a paper's table with the methods available here, and print its figures next to ours."""
+    """Run a paper's table with the methods available here, and print its figures next to ours.
+
+    Without --out nothing is kept, and an interrupted run cannot be resumed.
+    """
+    from eval.comparison import compare, figures_of_run, length_in_place, paper_table, runnable_methods
+    from eval.session import Processes
     from eval.store import read_records
     from eval.summary import summarise
-    from eval.tables import compare, figures_of_run, paper_table, read_table, runnable_methods
+    from eval.tables import read_table
 
     overrides = {
         "model": model,
         "limit": limit,
         "lengths": integers("--lengths", lengths),
         "token_budget": integers("--token-budget", token_budget),
+        "chat_template": chat_template,
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "dtype": dtype,
@@ -203,16 +225,20 @@ def table(
     }
     with harness_errors():
         wanted = read_table(name)
+        if out is None and Processes.current().world_size > 1:
+            raise EvalError("--out is missing: several processes need a folder in common")
         as_printed = read_sweep(wanted.path, {})
         runs = [
             replace(run, method=tuple(runnable_methods(run.method)[0])) for run in read_sweep(wanted.path, overrides)
         ]
         distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
-        folders = run_all(distinct, out, name)
         comparisons = []
-        for printed, run in zip(as_printed, runs, strict=True):
-            records = read_records(folders[distinct.index(run)] / "rows.jsonl")
-            comparisons += compare(figures_of_run(wanted.figures, printed), summarise(records), run.model)
+        with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder:
+            folders = run_all(distinct, Path(folder), name, keeps=out is not None)
+            for printed, run in zip(as_printed, runs, strict=True):
+                records = read_records(folders[distinct.index(run)] / "rows.jsonl")
+                figures, in_place = figures_of_run(wanted.figures, printed), length_in_place(printed, run)
+                comparisons += compare(figures, summarise(records), run.model, in_place)
         print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from eval.errors import EvalError
+from eval.validation import first_problem
 
-QUESTION_MODES = ("decode", "prefill")
-CHAT_MODES = ("auto", "on", "off")
-MEASURES = ("score", "divergence")
-DTYPES = ("float32", "bfloat16", "float16")
+QuestionMode = Literal["decode", "prefill"]
+ChatMode = Literal["auto", "on", "off"]
+Measure = Literal["score", "divergence"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+QUESTION_MODES, CHAT_MODES, MEASURES, DTYPES = map(get_args, (QuestionMode, ChatMode, Measure, Dtype))
 DENSE = "full"
 
+_Positive = Annotated[int, Field(ge=1)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class RunConfig:
     """One run. The fields are stored in the results folder's ``config.json``; records depend on nothing else.
 
@@ -50,6 +56,8 @@ class RunConfig:
         protocol of TokenSelect and Squeezed Attention).
     chat : str
         ``"auto"`` uses the chat template if the tokenizer has one and the protocol allows it; or ``"on"``, ``"off"``.
+    chat_template : str or None
+        The chat template: a file in Jinja, or ``ruler:NAME``, one of RULER's. None for the tokenizer's own.
     data_dir, protocol_dir : str or None
         Folders of data and of protocol files; None to fetch them.
     options : dict
@@ -67,43 +75,27 @@ class RunConfig:
     model: str
     tasks: tuple[str, ...] = ()
     method: tuple[str, ...] = (DENSE,)
-    token_budget: tuple[int, ...] = ()
+    token_budget: tuple[_Positive, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
     variants: tuple[dict[str, Any], ...] = ()
-    lengths: tuple[int, ...] = ()
-    limit: int | None = None
+    lengths: tuple[_Positive, ...] = ()
+    limit: _Positive | None = None
     seed: int = 0
-    question: str = "decode"
-    chat: str = "auto"
+    question: QuestionMode = "decode"
+    chat: ChatMode = "auto"
+    chat_template: str | None = None
     data_dir: str | None = None
     protocol_dir: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    measure: tuple[str, ...] = MEASURES[:1]
-    dtype: str | None = None
+    measure: Annotated[tuple[Measure, ...], Field(min_length=1)] = ("score",)
+    dtype: Dtype | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
-        """Check all values that can be checked without model and data.
-
-        Raises
-        ------
-        EvalError
-            A value is not allowed.
-        """
-        for name, allowed in (("question", QUESTION_MODES), ("chat", CHAT_MODES)):
-            if getattr(self, name) not in allowed:
-                raise EvalError(f"{name}={getattr(self, name)!r} is not allowed: one of {', '.join(allowed)}")
-        for value in self.measure or ("",):
-            if value not in MEASURES:
-                raise EvalError(f"measure={value!r} is not allowed: one or both of {', '.join(MEASURES)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise EvalError(f"dtype={self.dtype!r} is not allowed: one of {', '.join(DTYPES)}")
-        for name in ("lengths", "token_budget"):
-            for value in getattr(self, name):
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
-        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 1):
-            raise EvalError(f"limit={self.limit!r} is not allowed: a whole number, at least 1, or None for all samples")
+        """Refuse values that are given twice; pydantic has checked each of them."""
+        for value in self.variants:
+            if not isinstance(value.get("method"), str):
+                raise EvalError(f"variants: {value!r} is not allowed: it needs a method's name under 'method'")
         for name in ("tasks", "method", "token_budget", "lengths", "measure"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
@@ -122,39 +114,23 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     EvalError
         A name is unknown, a value has the wrong type or is not allowed, or benchmark or model is missing.
     """
-    known = {field.name: field for field in fields(RunConfig)}
+    known = {field.name: str(field.type) for field in fields(RunConfig)}
     settings: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise EvalError(f"setting {name!r} is unknown{hint}; known: {', '.join(known)}")
-        if value is None:
-            continue
-        kind = str(known[name].type)
-        if kind.startswith("tuple"):
-            value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-            if "dict" in kind:
-                _check_variants(value)
-            elif "str" in kind and not all(isinstance(entry, str) for entry in value):
-                raise EvalError(f"{name}={list(value)} is not allowed: a list of names")
-        elif kind.startswith("dict") and not isinstance(value, dict):
-            raise EvalError(f"{name}={value!r} is not allowed: a mapping of names to values")
-        elif kind.startswith("str") and not isinstance(value, str):
-            raise EvalError(f"{name}={value!r} is not allowed: text")
-        elif kind.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
-            raise EvalError(f"{name}={value!r} is not allowed: a whole number")
-        settings[name] = value
+        if value is not None:
+            is_list = "tuple[" in known[name]
+            settings[name] = (tuple(value) if isinstance(value, (list, tuple)) else (value,)) if is_list else value
     for name in ("benchmark", "model"):
         if name not in settings:
             raise EvalError(f"{name} is missing: give it on the command line or in the configuration file")
-    return RunConfig(**settings)
-
-
-def _check_variants(values: tuple[Any, ...]) -> None:
-    for value in values:
-        if not isinstance(value, dict) or not isinstance(value.get("method"), str):
-            raise EvalError(f"variants: {value!r} is not allowed: a mapping with a method's name under 'method'")
+    try:
+        return RunConfig(**settings)
+    except ValidationError as error:
+        raise EvalError(first_problem(error)) from error
 
 
 def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:

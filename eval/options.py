@@ -29,6 +29,12 @@ QuestionOption = Annotated[
     ),
 ]
 ChatOption = Annotated[str | None, typer.Option("--chat", help="Chat template: auto, on or off.", show_default="auto")]
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template", help="Jinja file, or ruler:NAME for one of RULER's.", show_default="the tokenizer's own"
+    ),
+]
 DataDirOption = Annotated[str | None, typer.Option("--data-dir", help="Folder with the benchmarks' own files.")]
 ProtocolDirOption = Annotated[str | None, typer.Option("--protocol-dir", help="Folder with the protocol files.")]
 ModelOption = Annotated[

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Parts = tuple[list[int], list[int]]
+"""Tokens of a prompt's material and of its question."""
+
+
+class CutPrompt(NamedTuple):
+    """A prompt that was cut in the middle if it was too long."""
+
+    material_ids: list[int]
+    question_ids: list[int]
+    truncated: bool
 
 
 def truncate_middle(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> str:
@@ -29,8 +41,7 @@ def encode_prompt(
     *,
     chat: bool = False,
     answer_prefix: str = "",
-    max_tokens: int | None = None,
-) -> tuple[list[int], list[int]]:
+) -> Parts:
     """Encode a prompt in two parts whose concatenation is exactly the encoding of the whole prompt.
 
     Parameters
@@ -45,9 +56,6 @@ def encode_prompt(
         Whether to wrap the text in the tokenizer's chat template, as one user message.
     answer_prefix : str
         The beginning of the answer; follows the chat template (RULER).
-    max_tokens : int, optional
-        Maximum tokens of the whole prompt, chat template and answer prefix included. ``text`` is cut in the middle to
-        fit.
 
     Returns
     -------
@@ -57,40 +65,98 @@ def encode_prompt(
     Raises
     ------
     ValueError
-        ``max_tokens`` leaves no room for the text, or the text has a lone surrogate.
+        The text has a lone surrogate.
     """
     text.encode()  # raises on a lone surrogate, which the tokenizer's own error would not name
-    room = max_tokens
-    while True:
-        body = text if room is None else truncate_middle(tokenizer, text, room)
-        material, question = _split(tokenizer, body, question_chars, chat, answer_prefix)
-        excess = 0 if max_tokens is None else len(material) + len(question) - max_tokens
-        if room is None or excess <= 0:
-            return material, question
-        # The chat template takes some tokens, and the joined halves may encode to slightly more than they had.
-        room = min(room, len(tokenizer(body)["input_ids"])) - excess
-        if room < 2:
-            raise ValueError(f"max_tokens={max_tokens} leaves no room for the text in the chat template")
-
-
-def _split(
-    tokenizer: PreTrainedTokenizerBase, text: str, question_chars: int, chat: bool, answer_prefix: str
-) -> tuple[list[int], list[int]]:
     if chat:
-        # The template adds the special tokens; some templates strip the message.
-        message = text.strip()
-        wrapped = tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
-        )
+        message = text.strip()  # some templates strip the message
+        wrapped = in_chat_template(tokenizer, message)
         stripped_tail = len(text) - len(text.rstrip())
         question_start = wrapped.rindex(message) + len(message) - max(0, question_chars - stripped_tail)
     else:
         wrapped = text
         question_start = len(text) - question_chars
     encoded = tokenizer(wrapped + answer_prefix, add_special_tokens=not chat, return_offsets_mapping=True)
-    token_ids = list(encoded["input_ids"])
-    if token_ids and not chat and token_ids[-1] == tokenizer.eos_token_id:
-        token_ids.pop()  # some tokenizers append an end token to every text
+    token_ids = _without_end(tokenizer, encoded["input_ids"], chat)
     starts = (i for i, (_, end) in enumerate(encoded["offset_mapping"]) if end > question_start)
     cut = max(0, min(next(starts, len(token_ids)), len(token_ids) - 1))
     return token_ids[:cut], token_ids[cut:]
+
+
+def encode_apart(tokenizer: PreTrainedTokenizerBase, text: str, question_chars: int, *, chat: bool = False) -> Parts:
+    """Encode the last characters of a prompt apart from the rest, as Quest's released code does.
+
+    Parameters
+    ----------
+    tokenizer, text
+        As for :func:`encode_prompt`; the text is already in the chat template if there is one.
+    question_chars : int
+        Number of last characters that are the question.
+    chat : bool
+        Whether the text has the special tokens of a chat template, so that the tokenizer adds none.
+
+    Returns
+    -------
+    tuple of list of int
+        Material, with the tokenizer's special tokens, and question, without them.
+    """
+    text.encode()
+    start = max(0, len(text) - question_chars)
+    material_ids = tokenizer(text[:start], add_special_tokens=not chat)["input_ids"]
+    question_ids = tokenizer(text[start:], add_special_tokens=False)["input_ids"]
+    return _without_end(tokenizer, material_ids, chat), list(question_ids)
+
+
+def encode_within(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    split: Callable[[str], Parts],
+    max_tokens: int | None,
+    cut: int | None = None,
+) -> CutPrompt:
+    """Encode a prompt, cut in the middle so that it fits.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's tokenizer.
+    text : str
+        The prompt.
+    split : callable
+        Returns the material and the question of a text, such as :func:`encode_prompt`.
+    max_tokens : int or None
+        Most tokens of the whole prompt, as ``split`` returns it; None for no limit.
+    cut : int, optional
+        Tokens to which the text alone is cut first, before ``split`` adds a chat template: the official codes' rule.
+
+    Raises
+    ------
+    ValueError
+        ``max_tokens`` leaves no room for the text, or the text has a lone surrogate.
+    """
+    text.encode()
+    body = text if cut is None else truncate_middle(tokenizer, text, cut)
+    room = max_tokens
+    while True:
+        fitting = body if room is None else truncate_middle(tokenizer, body, room)
+        material_ids, question_ids = split(fitting)
+        excess = 0 if max_tokens is None else len(material_ids) + len(question_ids) - max_tokens
+        if room is None or excess <= 0:
+            return CutPrompt(material_ids, question_ids, truncated=fitting != text)
+        # The chat template takes some tokens, and the joined halves may encode to slightly more than they had.
+        room = min(room, len(tokenizer(fitting)["input_ids"])) - excess
+        if room < 2:
+            raise ValueError(f"max_tokens={max_tokens} leaves no room for the text in the chat template")
+
+
+def in_chat_template(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
+    """Return a user's message in the tokenizer's chat template, up to where the answer begins."""
+    wrapped: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+    )
+    return wrapped
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], chat: bool) -> list[int]:
+    """Leave out the end token that some tokenizers append to every text."""
+    return list(ids[:-1] if ids and not chat and ids[-1] == tokenizer.eos_token_id else ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,13 @@ from typing import Any
 import yaml
 
 from eval.errors import EvalError
+from eval.protocol_files import (
+    read_infinitebench_packed,
+    read_infinitebench_upstream,
+    read_json_by_stem,
+    read_quest_upstream,
+    read_ruler_upstream,
+)
 from eval.sources import is_offline
 from hf_sparse_attn.cli.models import cache_dir
 
@@ -55,7 +61,7 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     Parameters
     ----------
     name : str
-        ``"longbench"``, ``"infinitebench"`` or ``"ruler"``.
+        ``"longbench"``, ``"infinitebench"``, ``"ruler"`` or ``"questpasskey"``.
     protocol_dir : Path, optional
         A folder with the values as JSON (``<name>/*.json``), or with the official files under their paths in the
         official repository, directly or in a subfolder ``<name>``. Default: the official files, fetched once into
@@ -65,7 +71,8 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     -------
     Protocol
         ``values`` has the keys ``dataset2prompt`` and ``dataset2maxlen`` (longbench), ``prompts`` with ``templates``,
-        ``max_new_tokens`` and ``truncation`` (infinitebench), or ``tasks`` and ``chat_templates`` (ruler).
+        ``max_new_tokens`` and ``truncation`` (infinitebench), ``tasks`` and ``chat_templates`` (ruler), or ``passkey``
+        (questpasskey).
 
     Raises
     ------
@@ -141,76 +148,6 @@ def _download(name: str, url: str, file: Path) -> None:
         raise EvalError(f"protocol {name!r}: {url} cannot be fetched: {reason}; {help_text}") from error
 
 
-def _read_json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _read_json_by_stem(files: Sequence[Path]) -> dict[str, Any]:
-    return {file.stem: _read_json(file) for file in files}
-
-
-def _read_infinitebench_packed(files: Sequence[Path]) -> dict[str, Any]:
-    prompts = _read_json(files[0])
-    # The value is a sentence, whose first word is the official code's name for the kind of truncation.
-    prompts["truncation"] = prompts["truncation"].partition(":")[0]
-    return {"prompts": prompts}
-
-
-def _read_infinitebench_upstream(files: Sequence[Path]) -> dict[str, Any]:
-    prompt_code, utilities = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
-    sets = ("gpt4_templates", "yarn_mistral_templates", "claude2_templates", "kimi_templates")
-    return {
-        "prompts": {
-            "templates": {name: _assigned(prompt_code, name) for name in sets},
-            "max_new_tokens": _assigned(utilities, "DATA_NAME_TO_MAX_NEW_TOKENS"),
-            "truncation": _default_of(utilities, "truncate_input", "manner"),
-        }
-    }
-
-
-def _read_ruler_upstream(files: Sequence[Path]) -> dict[str, Any]:
-    constants, task_file, chat_code = files
-    tasks = yaml.safe_load(task_file.read_text(encoding="utf-8"))
-    every_template = _assigned(ast.parse(constants.read_text(encoding="utf-8")), "TASKS")
-    return {
-        "tasks": {"templates": {task["task"]: every_template[task["task"]] for task in tasks.values()}, "tasks": tasks},
-        "chat_templates": _assigned(ast.parse(chat_code.read_text(encoding="utf-8")), "Templates"),
-    }
-
-
-def _assigned(code: ast.Module, name: str) -> Any:
-    """Return the literal that a module assigns to a name, without executing the module."""
-    for statement in code.body:
-        if isinstance(statement, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == name for t in statement.targets
-        ):
-            return _literal(statement.value)
-    raise LookupError(f"no assignment to {name}")
-
-
-def _default_of(code: ast.Module, function: str, argument: str) -> Any:
-    for statement in code.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == function:
-            arguments = statement.args.args[len(statement.args.args) - len(statement.args.defaults) :]
-            defaults = zip(arguments, statement.args.defaults, strict=True)
-            for name, default in defaults:
-                if name.arg == argument:
-                    return _literal(default)
-    raise LookupError(f"no function {function}({argument}=...)")
-
-
-def _literal(node: ast.expr) -> Any:
-    """Evaluate a literal as ``ast.literal_eval`` does, and also dicts of strings joined with ``+``."""
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError("a dict with ** is not a literal")
-        pairs = zip(node.keys, node.values, strict=True)
-        return {ast.literal_eval(key): _literal(value) for key, value in pairs if key is not None}
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _literal(node.left) + _literal(node.right)
-    return ast.literal_eval(node)
-
-
 # sha256 is values_sha256 of the protocol's values. The JSON layout has one key per file, the file's stem, and only the
 # name of InfiniteBench's "truncation". Both layouts have equal values and so the same hash.
 _SOURCES: dict[str, _Source] = {
@@ -220,8 +157,8 @@ _SOURCES: dict[str, _Source] = {
         sha256="64dc4c7f191ab317076cca87d7db354c17e50c6457e9176e0fbfd5cc16305d27",
         upstream=("LongBench/config/dataset2prompt.json", "LongBench/config/dataset2maxlen.json"),
         packed=("dataset2prompt.json", "dataset2maxlen.json"),
-        read_upstream=_read_json_by_stem,
-        read_packed=_read_json_by_stem,
+        read_upstream=read_json_by_stem,
+        read_packed=read_json_by_stem,
     ),
     "infinitebench": _Source(
         repository="OpenBMB/InfiniteBench",
@@ -229,8 +166,8 @@ _SOURCES: dict[str, _Source] = {
         sha256="f644fe55cef9a3d4f6bf863f49d159671bd1bf0f653da2d1a8741d2d2bf5f7f6",
         upstream=("src/prompt.py", "src/eval_utils.py"),
         packed=("prompts.json",),
-        read_upstream=_read_infinitebench_upstream,
-        read_packed=_read_infinitebench_packed,
+        read_upstream=read_infinitebench_upstream,
+        read_packed=read_infinitebench_packed,
     ),
     "ruler": _Source(
         repository="NVIDIA/RULER",
@@ -238,8 +175,17 @@ _SOURCES: dict[str, _Source] = {
         sha256="547da7248cc3f90248ea71e0097b53185c0da6f942763091edc257e7414e5b41",
         upstream=("scripts/data/synthetic/constants.py", "scripts/synthetic.yaml", "scripts/data/template.py"),
         packed=("tasks.json", "chat_templates.json"),
-        read_upstream=_read_ruler_upstream,
-        read_packed=_read_json_by_stem,
+        read_upstream=read_ruler_upstream,
+        read_packed=read_json_by_stem,
+    ),
+    "questpasskey": _Source(
+        repository="mit-han-lab/Quest",
+        commit="01c1623bf9395009520874e989e29f683203b357",
+        sha256="64f2a83f978e3086c2569c32dfdb6413af9acf051f873d7ef9cdce67eacb10d1",
+        upstream=("evaluation/passkey/passkey.py",),
+        packed=("passkey.json",),
+        read_upstream=read_quest_upstream,
+        read_packed=read_json_by_stem,
     ),
 }
 

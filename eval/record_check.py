@@ -5,54 +5,84 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eval.errors import EvalError
+from eval.validation import first_problem
 
-_TEXT = (str,)
-_WHOLE = (int,)
-_NUMBER = (int, float)
-_NONE = (type(None),)
+# The largest numbers are limited so that sums and plots do not overflow.
+_Number = Annotated[float, Field(ge=0, le=1e300, allow_inf_nan=False)]
+_Whole = Annotated[int, Field(ge=0, le=10**18)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Real = Annotated[float, Field(ge=-1e300, le=1e300, allow_inf_nan=False)]
+_Pairs = list[Annotated[list[_Real], Field(min_length=2, max_length=2)]]
+"""Token positions, and a mean for each."""
 
-FIELDS: dict[str, tuple[type, ...]] = {
-    "benchmark": _TEXT,
-    "task": _TEXT,
-    "sample_id": _TEXT,
-    "length": _WHOLE + _NONE,
-    "depth": _NUMBER + _NONE,
-    "method": _TEXT,
-    "token_budget": _WHOLE + _NONE,
-    "parameters": (dict,),
-    "question": _TEXT,
-    "score": _NUMBER + _NONE,
-    "error": _TEXT + _NONE,
-    "model": _TEXT,
-    "dtype": _TEXT,
-    "device": _TEXT,
-    "seed": _WHOLE,
-}
-"""The fields of every record of a run, with their JSON types."""
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    "variant": _TEXT,
-    "prediction": _TEXT + _NONE,
-    "versions": (dict, type(None)),
-    "protocol": _TEXT + _NONE,
-    "protocol_sha256": _TEXT + _NONE,
-    **dict.fromkeys(("nll_by_position", "divergence_by_position"), (list, type(None))),
-    "peak_memory_measures": _TEXT + _NONE,
-    **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens"), _WHOLE + _NONE),
-    **dict.fromkeys(("kv_bytes", "metadata_bytes", "dense_bytes", "peak_memory_bytes"), _NUMBER + _NONE),
-    **dict.fromkeys(("kv_fraction", "realised_budget", "selection_hit_rate", "perplexity"), _NUMBER + _NONE),
-    **dict.fromkeys(("divergence", "divergence_max", "top_agreement"), _NUMBER + _NONE),
-    **dict.fromkeys(("prefill_seconds", "context_seconds", "first_token_seconds"), _NUMBER + _NONE),
-    **dict.fromkeys(("ttft_seconds", "tpot_ms"), _NUMBER + _NONE),
-}
+
+class Record(BaseModel):
+    """The fields of a record, with their JSON types. eval/README.md says what they mean.
+
+    Records from before a field was written lack it, so a record is checked with the fields that it has.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    benchmark: str = ""
+    task: str = ""
+    sample_id: str = ""
+    length: _Whole | None = None
+    depth: _Share | None = None
+    method: str = ""
+    token_budget: _Whole | None = None
+    variant: str = ""
+    parameters: dict[str, Any] = {}
+    question: str = ""
+    score: _Share | None = None
+    scores: dict[str, _Share] | None = None
+    references: Any = None
+    truncated: bool | None = None
+    prediction: str | None = None
+    perplexity: Annotated[float, Field(gt=0, le=1e300, allow_inf_nan=False)] | None = None
+    divergence: _Number | None = None
+    divergence_max: _Number | None = None
+    top_agreement: _Number | None = None
+    divergence_by_position: _Pairs | None = None
+    nll_by_position: _Pairs | None = None
+    prompt_tokens: _Whole | None = None
+    question_tokens: _Whole | None = None
+    new_tokens: _Whole | None = None
+    kv_bytes: _Number | None = None
+    metadata_bytes: _Number | None = None
+    dense_bytes: _Number | None = None
+    kv_fraction: _Number | None = None
+    realised_budget: _Number | None = None
+    selection_hit_rate: _Number | None = None
+    prefill_seconds: _Number | None = None
+    context_seconds: _Number | None = None
+    first_token_seconds: _Number | None = None
+    ttft_seconds: _Number | None = None
+    tpot_ms: _Number | None = None
+    peak_memory_bytes: _Number | None = None
+    peak_memory_measures: str | None = None
+    error: str | None = None
+    model: str = ""
+    dtype: str = ""
+    device: str = ""
+    versions: dict[str, Any] | None = None
+    seed: int = 0
+    protocol: str | None = None
+    protocol_sha256: str | None = None
+
+
+FIELDS = (
+    *("benchmark", "task", "sample_id", "length", "depth", "method", "token_budget", "parameters", "question"),
+    *("score", "error", "model", "dtype", "device", "seed"),
+)
+"""The fields that every record of a run has, whenever it was written."""
 NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", "error")
 """The fields that identify a record and say whether it has failed."""
-
-
-_MOST = {int: 10**18, float: 1e300}
-"""Largest numbers allowed, so that sums and plots do not overflow."""
 
 
 def read_records(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
@@ -100,37 +130,16 @@ def is_whole(line: bytes) -> bool:
         return False
 
 
-def check_record(record: Any, required: Collection[str] = tuple(FIELDS)) -> None:
-    """Raise ``ValueError`` if a record lacks a field or has an invalid one."""
+def check_record(record: Any, required: Collection[str] = FIELDS) -> None:
+    """Raise ``ValueError`` if a record lacks a field, or has an unknown or an invalid one."""
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, got {type(record).__name__}")
     if missing := set(required) - record.keys():
         raise ValueError(f"the record has no {', '.join(sorted(missing))}")
-    for name, kinds in (FIELDS | _OPTIONAL).items():
-        if name in record:
-            _check_field(name, record[name], kinds)
-    for name in ("score", "depth"):
-        if record.get(name) is not None and not 0 <= record[name] <= 1:
-            raise ValueError(f"{name}={record[name]!r} is not allowed: 0 to 1")
-    if record.get("perplexity") is not None and record["perplexity"] <= 0:
-        raise ValueError(f"perplexity={record['perplexity']!r} is not allowed: above 0")
-    for name, what in (("nll_by_position", "nll"), ("divergence_by_position", "divergence")):
-        for pair in record.get(name) or []:
-            if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))):
-                raise ValueError(f"{name} has {pair!r}; allowed: pairs of token position and mean {what}")
-
-
-def _check_field(name: str, value: Any, kinds: tuple[type, ...]) -> None:
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"{name}={value!r:.80} is not allowed: {allowed}")
-    if name != "seed" and isinstance(value, (int, float)) and not (_is_number(value) and value >= 0):
-        raise ValueError(f"{name}={value!r:.80} is not allowed: a number from 0 to {_MOST[type(value)]:.0e}")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value can be summed and plotted: a number that is neither NaN nor too large."""
-    return type(value) in _MOST and abs(value) <= _MOST[type(value)]
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
 
 
 def _refuse_constant(constant: str) -> NoReturn:

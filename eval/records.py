@@ -45,14 +45,13 @@ def make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[
     measured = dict(measured)
     sample: Sample | None = measured.pop("sample", None)
     error = measured["error"]
-    score = None
+    score = scores = None
     is_scored = sample is not None and sample.references is not None and measured.get("prediction") is not None
     if error is None and is_scored:
         assert sample is not None
+        answered = (config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes)
         try:
-            score = metrics.score(
-                config.benchmark, item.task, measured["prediction"], sample.references, sample.all_classes
-            )
+            score, scores = metrics.score(*answered), metrics.named_scores(*answered)
         except Exception as raised:  # a scoring failure is an error of this sample only
             error = f"{type(raised).__name__}: {raised}"
     parameters = asdict(variant.method)
@@ -69,7 +68,9 @@ def make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[
             "parameters": {name: value if _fits("", value) else repr(value) for name, value in parameters.items()},
             "question": config.question,
             "score": score,
+            "scores": scores,
             "references": None if sample is None else sample.references,
+            "truncated": None if sample is None else sample.truncated,
             **dict.fromkeys(MEASURED),
             **measured,
             "error": error,
@@ -92,9 +93,11 @@ def _recordable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(name: str, value: Any) -> bool:
+    """Return whether a value can be stored; without a name, as a part of a field."""
     try:
         encode_record({name: value})
-        check_record({name: value}, required=())
+        if name:
+            check_record({name: value}, required=())
     except (TypeError, ValueError):
         return False
     return True

@@ -9,12 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from eval.benchmarks import BENCHMARKS
 from eval.config import RunConfig, with_dense
 from eval.engine import make_variants
 from eval.errors import EvalError
 from eval.session import ModelSource, Processes, key_of, open_session, write_result
 from eval.store import read_json
-from eval.summary import summarise
+from eval.summary import group_means, summarise
 
 
 def run(
@@ -23,6 +24,7 @@ def run(
     source: ModelSource,
     processes: Processes,
     on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
+    on_start: Callable[[float], None] = lambda seconds: None,
 ) -> dict[str, Any]:
     """Run a benchmark, append each record to ``out`` as it finishes, and write and return the summary.
 
@@ -41,6 +43,9 @@ def run(
     on_record : callable
         Called with this process's number of finished records, its total number of records, and the newest record.
 
+    on_start : callable
+        Called before the first sample of a long run, with an estimate of its seconds.
+
     Raises
     ------
     EvalError
@@ -50,8 +55,12 @@ def run(
     variants = make_variants(config)
     former = _former_times(out / "summary.json")
     with open_session(config, variants, out, source, processes) as session:
+        wanted = [(item, variants) for item in session.items]
+        expected = session.expected_seconds(wanted)
+        if expected is not None:
+            on_start(expected)
         started = time.perf_counter()
-        session.measure([(item, variants) for item in session.items], on_record)
+        session.measure(wanted, on_record)
         seconds = time.perf_counter() - started
         processes.wait()
         summary: dict[str, Any] = {}
@@ -66,7 +75,8 @@ def run(
                 "rows": len(records),
                 "errors": sum(record["error"] is not None for record in records),
                 "finished": len(records) == len(items) * len(variants),
-                "table": summarise(records),
+                "table": (table := summarise(records)),
+                "averages": group_means(table, BENCHMARKS[config.benchmark].averages),
             }
             write_result(out / "summary.json", summary)
         processes.wait()

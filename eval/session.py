@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
+from eval.chat_templates import read_chat_template, with_chat_template
 from eval.config import RunConfig
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
+from eval.expected import expected_seconds, total_work
 from eval.protocols import load_protocol
 from eval.records import make_record
 from eval.store import RecordKey, Store, record_key, write_json
@@ -102,6 +105,14 @@ class Session:
         for record in _missing_records(self.engine, self.config, self.store, share, on_record):
             self.store.append(record | self.provenance)
 
+    def expected_seconds(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> float | None:
+        """Estimate the seconds that the wanted records will take which do not exist yet; None for a short run."""
+        done = {record_key(record) for record in self.store.records() if record["error"] is None}
+        missing = [(item, [each for each in variants if key_of(item, each) not in done]) for item, variants in wanted]
+        work = total_work(missing, self.config.question == "decode")
+        seconds = expected_seconds(self.engine.model, work)
+        return None if seconds is None else seconds / self.processes.world_size
+
 
 @contextmanager
 def open_session(
@@ -135,10 +146,17 @@ def open_session(
     sha256 = load_protocol(protocol, protocol_dir).sha256 if protocol else None
 
     store = Store(out, processes.rank, processes.world_size)
-    settings = identity({**config.as_json(), "protocol_sha256": sha256})
+    settings = {**config.as_json(), "protocol_sha256": sha256}
+    template = None
+    if config.chat_template is not None:
+        template = read_chat_template(config.chat_template, protocol_dir)
+        settings["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+    settings = identity(settings)
     store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
     store.records()  # reports a damaged file before the work, not after
     tokenizer, model_config = source.describe(config)
+    if template is not None:
+        tokenizer = with_chat_template(tokenizer, template, str(config.chat_template))
     setup = _setup(config, benchmark, model_config, tokenizer, variants)
     benchmark.check_methods([variant.method for variant in variants], setup)
     items = benchmark.items(setup)
@@ -271,7 +289,7 @@ def _setup(
 ) -> Setup:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat == "on" and not has_template:
-        raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template")
+        raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template; give --chat-template")
     positions = max_positions(model_config)
     if any(variant.method.extends_positions for variant in variants):
         positions = max(positions, 2 * max(config.lengths, default=0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.config import DTYPES, RunConfig
+from eval.config import DTYPES, make_config
 from eval.engine import make_variants
 from eval.errors import EvalError
 from eval.speed_shapes import SHAPES
@@ -97,11 +97,13 @@ class SpeedConfig:
         EvalError
             A method, a budget or a hyperparameter is not allowed.
         """
-        run = RunConfig(
-            benchmark="speed",
-            model=self.model or self.shape or "",
-            method=self.method,
-            token_budget=self.token_budget,
-            parameters=self.parameters,
+        run = make_config(
+            {
+                "benchmark": "speed",
+                "model": self.model or self.shape or "",
+                "method": self.method,
+                "token_budget": self.token_budget,
+                "parameters": self.parameters,
+            }
         )
         return [variant.method for variant in make_variants(run) if not variant.is_dense]

@@ -19,7 +19,7 @@ RecordKey = tuple[str, int | None, str, str, int | None, str]
 
 _UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
 
-_SINCE = {"measure": ["score"], "variants": []}
+_SINCE = {"measure": ["score"], "variants": [], "chat_template": None}
 """Settings that configurations from before there were such choices lack, and the value that they had."""
 
 __all__ = [

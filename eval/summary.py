@@ -32,9 +32,9 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``samples`` (all records) and ``errors`` (failed ones). Over the other records, None if none has the field:
-        means of ``score`` (0 to 1), ``divergence`` (nats; ``divergence_by_position`` at each position),
-        ``top_agreement`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate`` (0 to 1) and
-        ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
+        means of ``score`` and of each of ``scores`` (0 to 1), ``divergence`` (nats; ``divergence_by_position`` at each
+        position), ``top_agreement`` (0 to 1), ``kv_fraction``, ``realised_budget`` (tokens), ``selection_hit_rate``
+        (0 to 1) and ``prompt_tokens``; geometric mean of ``perplexity``, every record with the same weight; medians of
         ``context_seconds``, ``first_token_seconds``, ``ttft_seconds`` and ``tpot_ms``; maximum of ``divergence_max``
         (nats) and ``peak_memory_bytes``.
     """
@@ -53,6 +53,7 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "samples": len(records),
         "errors": len(records) - len(measured),
         "score": mean("score"),
+        "scores": _means_by_name(values("scores")),
         "perplexity": geometric_mean(found) if (found := values("perplexity")) else None,
         "divergence": mean("divergence"),
         "divergence_max": max(values("divergence_max"), default=None),
@@ -70,6 +71,11 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _means_by_name(found: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """Return the mean of each named score."""
+    return {name: fmean(each[name] for each in found) for name in found[0]} if found else None
+
+
 def _mean_by_position(found: Sequence[Sequence[Sequence[float]]]) -> list[list[float]] | None:
     """Return each position with the mean over the records that reach it."""
     by_position: dict[float, list[float]] = defaultdict(list)
@@ -77,6 +83,47 @@ def _mean_by_position(found: Sequence[Sequence[Sequence[float]]]) -> list[list[f
         for position, value in pairs:
             by_position[position].append(value)
     return [[position, fmean(by_position[position])] for position in sorted(by_position)] or None
+
+
+def group_means(entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Average the scores of a benchmark's groups of tasks.
+
+    Parameters
+    ----------
+    entries : sequence of dict
+        Entries of ``summarise`` for one benchmark.
+    groups : mapping
+        What each average is over, by its name: tasks, or the names of other averages.
+
+    Returns
+    -------
+    list of dict
+        For each group, length, method, token budget and variant, in the order of the groups: these, and ``score``, the
+        mean in which every member has the same weight, with ``samples`` and ``errors``. A group without a score of each
+        of its tasks is left out.
+    """
+    shared = [name for name in _KEY if name != "task"]
+    by_column: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for entry in entries:
+        by_column[tuple(entry[name] for name in shared)][entry["task"]] = entry
+    means = []
+    for group in groups:
+        shares = _shares(group, groups)
+        for column, by_task in by_column.items():
+            found = {task: by_task[task] for task in shares if by_task.get(task, {}).get("score") is not None}
+            if len(found) == len(shares):
+                counts = {name: sum(entry[name] for entry in found.values()) for name in ("samples", "errors")}
+                score = math.fsum(shares[task] * entry["score"] for task, entry in found.items())
+                means.append({"group": group, **dict(zip(shared, column, strict=True)), "score": score, **counts})
+    return means
+
+
+def _shares(name: str, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Return each task's share in an average, in which the average's members have the same weight."""
+    if name not in groups:
+        return {name: 1.0}
+    members = [_shares(member, groups) for member in groups[name]]
+    return {task: share / len(members) for member in members for task, share in member.items()}
 
 
 def geometric_mean(perplexities: Sequence[float]) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,6 +15,7 @@ from rich.table import Table
 from hf_sparse_attn.cli.progress import COLUMNS, WORTH_SAYING_SECONDS, about, moves_cursor, say
 from hf_sparse_attn.cli.terminal import literal, one_line, visible
 
+WORTH_EXPECTING_SECONDS = 600.0
 WIDTH = 140
 """Width of a table in characters when the output is a file."""
 
@@ -74,9 +74,15 @@ def on_record(update: Callable[[int, int, str | None], None]) -> Callable[[int, 
     return show
 
 
-def summary_table(summary: dict[str, Any], folder: Path) -> Table:
+def on_start(label: str, seconds: float) -> None:
+    """Say a long run's expected time on stderr."""
+    if seconds >= WORTH_EXPECTING_SECONDS:
+        say(f"{label}: expected to take {about(seconds)} or more (longer contexts are slower than the probe)")
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
     """Return a run's summary as a table, one line per task, length, method, budget and variant."""
-    table = Table(title=literal(str(folder), "table.title"))
+    table = Table(title=literal(title, "table.title"))
     costs = ("KV read", "context, s", "question, s", "TTFT, s", "TPOT, ms")
     diverges = any(entry.get("divergence") is not None for entry in summary["table"])
     followed = ("mean KL", "max KL", "agreement") if diverges else ()
@@ -99,10 +105,30 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
             number(entry["ttft_seconds"], "{:.2f}"),
             number(entry["tpot_ms"], "{:.1f}"),
         )
+    for place, entry in enumerate(summary["averages"]):
+        if place == 0:
+            table.add_section()
+        table.add_row(
+            literal(entry["group"]),
+            number(entry["length"], "{:,}"),
+            literal(f"{entry['method']} {entry['variant']}".strip()),
+            number(entry["token_budget"], "{:,}"),
+            f"{entry['samples']}" + (f" ({entry['errors']} errors)" if entry["errors"] else ""),
+            number(entry["score"], "{:.1%}"),
+        )
     overhead = summary["harness_seconds"] / summary["model_seconds"] if summary["model_seconds"] else None
     caption = f"{summary['device']}, {summary['dtype']}; the harness added {number(overhead, '{:.1%}')}"
-    table.caption = literal(caption, "table.caption")
+    table.caption = literal("\n".join([caption, *_other_metrics(summary["table"])]), "table.caption")
     return table
+
+
+def _other_metrics(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each entry whose task officially has several metrics."""
+    for entry in entries:
+        if entry.get("scores"):
+            named = ", ".join(f"{name} {score:.1%}" for name, score in entry["scores"].items())
+            method = " ".join(str(entry[name]) for name in ("method", "token_budget", "variant") if entry[name])
+            yield f"{entry['task']}, {method}: {named} (the table has the first)"
 
 
 def number(value: float | None, form: str) -> str:

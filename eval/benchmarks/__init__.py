@@ -10,12 +10,14 @@ from eval.benchmarks.needle import Needle
 from eval.benchmarks.passkey import PasskeyRetrieval
 from eval.benchmarks.pg19 import PG19
 from eval.benchmarks.prefixqa import PrefixQA
+from eval.benchmarks.questpasskey import QuestPasskey
 from eval.benchmarks.ruler import Ruler
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         PasskeyRetrieval(),
+        QuestPasskey(),
         Needle(),
         Ruler(),
         LongBench(),

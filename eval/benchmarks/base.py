@@ -39,6 +39,8 @@ class Sample:
     """Tokens after the question whose likelihood is measured instead of an answer (perplexity)."""
     forced_chunk: int = 1
     """Forced tokens per forward pass; with 1, methods with sparse decoding apply to each of them."""
+    truncated: bool = False
+    """Whether the prompt was cut in the middle to fit."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class Setup:
         if length < 1:
             raise EvalError(f"length={length} is not allowed: at least 1 token")
         if length > self.max_positions:
-            raise EvalError(f"length={length} is not allowed: at most the model's {self.max_positions} positions")
+            raise EvalError(
+                f"length={length} is not allowed: at most the model's {self.max_positions} positions; give --lengths"
+            )
 
 
 class Benchmark(ABC):
@@ -112,6 +116,9 @@ class Benchmark(ABC):
     default_lengths: ClassVar[tuple[int, ...]] = ()
     protocol: ClassVar[str | None] = None
     """The protocol file set that prompts and lengths come from (see ``eval/protocols.py``)."""
+    averages: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Averages of scores by name: over tasks, or over other averages. One is reported only if all its tasks were
+    run."""
     options: ClassVar[dict[str, Any]] = {}
     """The benchmark's own settings and their defaults."""
 

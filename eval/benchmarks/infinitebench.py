@@ -13,7 +13,7 @@ from eval.benchmarks import infinitebench_synthetic as synthetic
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
 from eval.examples import ExamplesNotFoundError, load_examples, unique_ids
-from eval.prompts import encode_prompt
+from eval.prompts import CutPrompt, encode_prompt, encode_within
 from eval.protocols import load_protocol, render_prompt
 
 CHOICE_TASKS = frozenset({"code_debug", "longbook_choice_eng"})
@@ -47,21 +47,23 @@ class _Task:
             )
         return length - self.max_new_tokens
 
-    def encode(self, example: dict[str, Any], max_tokens: int | None) -> tuple[list[int], list[int]]:
-        """Encode an example's prompt: material and question."""
+    def encode(self, example: dict[str, Any], max_tokens: int | None) -> CutPrompt:
+        """Encode an example's prompt, cut in the middle to fit."""
         text, question_chars = render_prompt(self.template, example["context"], **prompt_fields(self.name, example))
-        return encode_prompt(self.setup.tokenizer, text, question_chars, chat=self.chat, max_tokens=max_tokens)
+        split = partial(encode_prompt, self.setup.tokenizer, question_chars=question_chars, chat=self.chat)
+        return encode_within(self.setup.tokenizer, text, split, max_tokens)
 
     def build(self, example: dict[str, Any], max_tokens: int | None) -> Sample:
         """Build the sample of an example, with the prompt cut in the middle."""
-        material, question = self.encode(example, max_tokens)
-        return Sample(material, question, answers_of(self.name, example), self.max_new_tokens)
+        prompt = self.encode(example, max_tokens)
+        references = answers_of(self.name, example)
+        return Sample(*prompt[:2], references, self.max_new_tokens, truncated=prompt.truncated)
 
     def build_generated(self, length: int, index: int) -> Sample:
         """Build a sample with as much filler as fits."""
         make_example = synthetic.example_maker(self.name, self.setup.seed, length, index)
         units = synthetic.most_units(
-            lambda count: sum(len(part) for part in self.encode(make_example(count), None)), self.room(length)
+            lambda count: sum(map(len, self.encode(make_example(count), None)[:2])), self.room(length)
         )
         return self.build(make_example(units), None)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from eval.benchmarks import quest
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.errors import EvalError
 from eval.examples import load_examples, unique_ids
-from eval.prompts import encode_prompt
+from eval.prompts import Parts, encode_prompt, encode_within
 from eval.protocols import load_protocol, render_prompt
 
 ENGLISH_TASKS = (
@@ -36,6 +37,16 @@ CHINESE_TASKS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrie
 # The official code does not wrap these: few-shot examples and code are continued, not answered.
 WITHOUT_CHAT_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 ENDING_AT_NEWLINE = frozenset({"samsum"})
+CATEGORIES = {
+    "single-document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "summarization": ("gov_report", "qmsum", "multi_news"),
+    "few-shot learning": ("trec", "triviaqa", "samsum"),
+    "synthetic tasks": ("passage_count", "passage_retrieval_en"),
+    "code completion": ("lcc", "repobench-p"),
+}
+"""The benchmark's categories of its English tasks, as its repository's task list has them."""
+QUESTION_STARTS = ("context", "input", "quest")
 
 
 class LongBench(Benchmark):
@@ -46,12 +57,22 @@ class LongBench(Benchmark):
     tasks: ClassVar[tuple[str, ...]] = ENGLISH_TASKS + CHINESE_TASKS
     default_tasks: ClassVar[tuple[str, ...]] = ENGLISH_TASKS
     protocol: ClassVar[str | None] = "longbench"
+    averages: ClassVar[dict[str, tuple[str, ...]]] = CATEGORIES | {
+        "mean of the 6 categories": tuple(CATEGORIES),
+        "mean of the 16 tasks": ENGLISH_TASKS,
+    }
+    options: ClassVar[dict[str, Any]] = {"cut": None, "question_from": "context"}
 
     def items(self, setup: Setup) -> list[Item]:
         """Return the items of the requested tasks; ``setup.lengths`` are those of prompt and answer after the cut."""
         values = load_protocol("longbench", setup.protocol_dir).values
         for length in setup.lengths:
             setup.check_length(length)
+        cut, start = (setup.option(name, self.options[name]) for name in ("cut", "question_from"))
+        if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 2):
+            raise EvalError(f"cut={cut!r} is not allowed: a whole number of tokens, at least 2, or None")
+        if start not in QUESTION_STARTS:
+            raise EvalError(f"question_from={start!r} is not allowed: one of {', '.join(QUESTION_STARTS)}")
         items = []
         for task in setup.tasks:
             template, max_new_tokens = values["dataset2prompt"][task], values["dataset2maxlen"][task]
@@ -86,23 +107,36 @@ class LongBench(Benchmark):
 def _build(
     setup: Setup, task: str, template: str, max_new_tokens: int, max_tokens: int, example: dict[str, Any]
 ) -> Sample:
-    text, question_chars = render_prompt(template, example["context"], input=example["input"])
-    material, question = encode_prompt(
-        setup.tokenizer,
-        text,
-        question_chars,
-        chat=setup.chat and task not in WITHOUT_CHAT_TEMPLATE,
-        max_tokens=max_tokens,
-    )
+    chat = setup.chat and task not in WITHOUT_CHAT_TEMPLATE
+    text, context_chars = render_prompt(template, example["context"], input=example["input"])
+    split: Callable[[str], Parts]
+    if setup.option("question_from", "context") == "quest":
+        split = partial(quest.split_longbench, setup.tokenizer, task, chat=chat)
+    else:
+        from_input = setup.option("question_from", "context") == "input"
+        question_chars = _input_chars(template, example["input"]) if from_input else context_chars
+        split = partial(encode_prompt, setup.tokenizer, question_chars=question_chars, chat=chat)
+    prompt = encode_within(setup.tokenizer, text, split, max_tokens, setup.option("cut", None))
     return Sample(
-        material_ids=material,
-        question_ids=question,
+        material_ids=prompt.material_ids,
+        question_ids=prompt.question_ids,
         references=example["answers"],
         max_new_tokens=max_new_tokens,
         all_classes=example["all_classes"] or None,
         stop_at_newline=task in ENDING_AT_NEWLINE,
         min_new_tokens=int(task in ENDING_AT_NEWLINE),  # as in the official code: answers would often be empty
+        truncated=prompt.truncated,
     )
+
+
+def _input_chars(template: str, given: str) -> int:
+    """Return the length of a prompt's end from the task's input on, or from the words after the context without one.
+
+    Squeezed Attention's released code prepares everything before as the fixed context.
+    """
+    tail = template.rpartition("{context}")[2]
+    tail = tail[tail.index("{input}") :] if "{input}" in tail else tail.lstrip()
+    return len(tail.format(input=given))
 
 
 def as_list(value: Any, place: str) -> list[str]:

@@ -19,7 +19,7 @@ HUB_ID = "emozilla/pg19-test"
 
 
 class PG19(Benchmark):
-    """Perplexity of the last ``scored`` tokens of a book's first ``length`` tokens.
+    """Perplexity of the last ``scored`` tokens of a book's first ``length`` tokens; ``"all"`` for all but the first.
 
     The tokens before them are prefilled; the scored ones are fed ``chunk`` at a time. With 1, methods with sparse
     decoding select for each token. Several lengths give perplexity by position.
@@ -41,16 +41,21 @@ class PG19(Benchmark):
     def items(self, setup: Setup) -> list[Item]:
         """Return an item for each length and book."""
         scored, chunk = (setup.option(name, self.options[name]) for name in ("scored", "chunk"))
-        for name, value in (("scored", scored), ("chunk", chunk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1")
+        for name, value, also in (("scored", scored, ", or all"), ("chunk", chunk, "")):
+            if (isinstance(value, bool) or not isinstance(value, int) or value < 1) and not (also and value == "all"):
+                raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1{also}")
         for length in setup.lengths:
             setup.check_length(length)
-            if scored >= length:
+            if scored != "all" and scored >= length:
                 raise EvalError(f"scored={scored} must be less than length={length}")
         found = named_books(setup.data_dir)[: setup.limit]
         return [
-            Item("books", title, partial(_build, setup, read, title, length, scored, chunk), length)
+            Item(
+                "books",
+                title,
+                partial(_build, setup, read, title, length, length - 1 if scored == "all" else scored, chunk),
+                length,
+            )
             for length in setup.lengths
             for title, read in found
         ]

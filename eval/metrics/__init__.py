@@ -14,6 +14,7 @@ _SCORERS = {
     "infinitebench": infinitebench.SCORERS,
     "ruler": ruler.SCORERS,
     "passkey": retrieval.PASSKEY_SCORERS,
+    "questpasskey": retrieval.QUEST_PASSKEY_SCORERS,
     "needle": retrieval.NEEDLE_SCORERS,
     "prefixqa": prefixqa.SCORERS,
 }
@@ -25,12 +26,12 @@ def score(
     """Score a prediction with the benchmark's official scorer.
 
     LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b. See
-    ``eval/metrics/retrieval.py`` for passkey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
+    ``eval/metrics/retrieval.py`` for passkey, questpasskey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
 
     Parameters
     ----------
     benchmark : str
-        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``needle`` or ``prefixqa``.
+        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``questpasskey``, ``needle`` or ``prefixqa``.
     task : str
         One of ``tasks(benchmark)``.
     prediction : str
@@ -55,6 +56,22 @@ def score(
         return float(_SCORERS[benchmark][task](prediction, as_texts(references), all_classes or ()))
     except EvalError as error:
         raise EvalError(f"{benchmark}/{task}: {error}") from None
+
+
+def named_scores(
+    benchmark: str, task: str, prediction: str, references: Any, all_classes: Sequence[str] | None = None
+) -> dict[str, float] | None:
+    """Score a prediction with each metric of a task that officially has several; None for the others.
+
+    LongBench's code metric depends on whether python-Levenshtein is installed: ``levenshtein``, which ``score``
+    returns, or ``difflib``. Parameters and errors are as for ``score``.
+    """
+    check_task(benchmark, task)
+    scorers = longbench.NAMED_SCORERS.get(task) if benchmark == "longbench" else None
+    if scorers is None:
+        return None
+    texts = as_texts(references)
+    return {name: float(scorer(prediction, texts, all_classes or ())) for name, scorer in scorers.items()}
 
 
 def tasks(benchmark: str) -> tuple[str, ...]:
@@ -83,4 +100,4 @@ def check_task(benchmark: str, task: Any) -> None:
         raise EvalError(f"{benchmark} has no task={task!r}; allowed are {', '.join(allowed)}")
 
 
-__all__ = ["check_task", "score", "tasks"]
+__all__ = ["check_task", "named_scores", "score", "tasks"]

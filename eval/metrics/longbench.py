@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 
 from rapidfuzz import fuzz
 
@@ -75,10 +76,26 @@ def retrieval_zh(prediction: str, reference: str, _: Sequence[str]) -> float:
 
 
 def code_similarity(prediction: str, reference: str, _: Sequence[str]) -> float:
-    """Return the edit similarity, in whole hundredths, of the first predicted line without comment or fence marks."""
+    """Return the edit similarity, in whole hundredths, of the first predicted line without comment or fence marks.
+
+    The official code has this metric where the package python-Levenshtein is installed.
+    """
+    return round(fuzz.ratio(_first_code_line(prediction), reference)) / 100
+
+
+def code_similarity_difflib(prediction: str, reference: str, _: Sequence[str]) -> float:
+    """Return the metric that the official code has in place of ``code_similarity`` without python-Levenshtein."""
+    code = _first_code_line(prediction)
+    if code == reference:
+        return 1.0
+    if not code or not reference:
+        return 0.0
+    return round(100 * SequenceMatcher(None, code, reference).ratio()) / 100
+
+
+def _first_code_line(prediction: str) -> str:
     lines = prediction.lstrip("\n").split("\n")
-    code = next((line for line in lines if not any(mark in line for mark in _NO_CODE_MARKS)), "")
-    return round(fuzz.ratio(code, reference)) / 100
+    return next((line for line in lines if not any(mark in line for mark in _NO_CODE_MARKS)), "")
 
 
 def _number_after(word: str, reference: str) -> str:
@@ -121,3 +138,9 @@ _PAIR_SCORERS: dict[str, _Pair] = {
     "repobench-p": code_similarity,
 }
 SCORERS: dict[str, Scorer] = {task: _scorer(task, score_pair) for task, score_pair in _PAIR_SCORERS.items()}
+_CODE_SCORERS = {"levenshtein": code_similarity, "difflib": code_similarity_difflib}
+NAMED_SCORERS: dict[str, dict[str, Scorer]] = {
+    task: {name: _scorer(task, score_pair) for name, score_pair in _CODE_SCORERS.items()}
+    for task in ("lcc", "repobench-p")
+}
+"""The metrics of tasks that have several, the one of ``SCORERS`` first."""

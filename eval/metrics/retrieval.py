@@ -1,7 +1,8 @@
-"""Scores of the two benchmarks that hide a sentence in a text: passkey and needle."""
+"""Scores of the benchmarks that hide a sentence in a text: passkey, Quest's passkey test, and needle."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from eval.metrics import text
@@ -24,5 +25,12 @@ def words_found(prediction: str, references: list[str], _: Sequence[str]) -> flo
     return max(len(some & predicted) / len(some) if some else 0.0 for some in wanted)
 
 
+def first_number(prediction: str, references: list[str], _: Sequence[str]) -> float:
+    """Return whether the prediction's first digits are the reference as a number, as in Quest's passkey test."""
+    found = re.search(r"\d+", prediction)
+    return float(found is not None and any(int(found[0]) == int(reference) for reference in references))
+
+
 PASSKEY_SCORERS: dict[str, Scorer] = {"filler": contains, "book": contains}
 NEEDLE_SCORERS: dict[str, Scorer] = {"essay": words_found, "book": words_found}
+QUEST_PASSKEY_SCORERS: dict[str, Scorer] = {"filler": first_number}

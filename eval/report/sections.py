@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,9 +10,11 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from eval.benchmarks import BENCHMARKS
 from eval.config import DENSE
+from eval.report.names import with_variant_names
 from eval.report.records import Record
-from eval.summary import aggregate, column_order, geometric_mean, summarise
+from eval.summary import aggregate, column_order, geometric_mean, group_means, summarise
 
 Column = tuple[str, "int | None"]
 """A method and its token budget."""
@@ -102,6 +103,15 @@ class Section:
             for column in self.columns
         }
 
+    def benchmark_averages(self) -> list[tuple[str, int | None, dict[Column, float]]]:
+        """Return the averages that the benchmark names: name, length, and each column's in percent."""
+        benchmark = BENCHMARKS.get(self.records[0]["benchmark"])
+        found: dict[tuple[str, int | None], dict[Column, float]] = defaultdict(dict)
+        for entry in group_means(list(self.entries.values()), benchmark.averages if benchmark else {}):
+            column = entry["method"], entry["token_budget"]
+            found[entry["group"], entry["length"]][column] = 100 * entry["score"]
+        return [(name, length, figures) for (name, length), figures in found.items()]
+
     def costs(self) -> Iterator[tuple[int | None, Column, dict[str, Any]]]:
         """Yield each length and column with the aggregate of its records over all tasks."""
         groups: dict[tuple[int | None, Column], list[Record]] = defaultdict(list)
@@ -128,7 +138,7 @@ def _sample(record: Record) -> tuple[Any, ...]:
 def make_sections(records: Sequence[Record]) -> list[Section]:
     """Return a section for each benchmark and setting; its title names the settings that differ."""
     groups: dict[str, dict[tuple[Any, ...], list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in _with_parameters_in_method(records):
+    for record in records:
         groups[record["benchmark"]][tuple(record.get(name) for name in _SETTING)].append(record)
     sections: list[Section] = []
     for benchmark, by_setting in sorted(groups.items()):
@@ -136,7 +146,7 @@ def make_sections(records: Sequence[Record]) -> list[Section]:
         for setting, members in sorted(by_setting.items(), key=lambda group: str(group[0])):
             title = ", ".join([benchmark, *(_describe(_SETTING[i], setting[i]) for i in differing)])
             slug = re.sub(r"[^a-z0-9]+", "-", benchmark.lower()).strip("-")
-            sections.append(Section(title, f"{len(sections) + 1}-{slug}", members))
+            sections.append(Section(title, f"{len(sections) + 1}-{slug}", with_variant_names(members)))
     return sections
 
 
@@ -146,21 +156,3 @@ def _describe(name: str, value: Any) -> str:
     if name == "protocol_sha256":
         return f"protocol {value[:12]}" if value else "no protocol"
     return str(value)
-
-
-def _with_parameters_in_method(records: Sequence[Record]) -> list[Record]:
-    """Add differing parameters to the method's name in records of a method that was run with several sets of them."""
-    values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    names = {name for record in records for name in record["parameters"]} - {
-        "token_budget"
-    }  # the budget has its own field
-    for record in records:
-        for name in names:
-            values[record["method"]][name].add(json.dumps(record["parameters"].get(name)))
-    renamed: list[Record] = []
-    for record in records:
-        differing = sorted(name for name, found in values[record["method"]].items() if len(found) > 1)
-        own = [f"{name}={record['parameters'].get(name)}" for name in differing]
-        keeps_name = record["method"] == DENSE or not own
-        renamed.append(record if keeps_name else {**record, "method": f"{record['method']} ({', '.join(own)})"})
-    return renamed

@@ -22,6 +22,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 _DASHES = ("-", "--", "-.", ":")
 _PERCENT_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _FACE = "#ffffff"
+_LEGEND_MARK_INCHES, _LETTER_INCHES, _LINE_INCHES = 0.6, 0.09, 0.24
 PAGE_INCHES = 11.0
 """Maximum width of a figure: the page's width at its pixels per inch."""
 
@@ -135,12 +136,15 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
             handles.setdefault(name, handle)
     if not handles:  # matplotlib omits names that begin with an underscore
         return
-    width = figure.get_size_inches()[0]
-    longest = max(len(name) for name in handles)
-    columns = max(1, min(len(handles), int(width / (0.6 + 0.09 * longest))))
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False)
+    width, height = figure.get_size_inches()
+    names = [textwrap.fill(name, int((width - _LEGEND_MARK_INCHES) / _LETTER_INCHES)) for name in handles]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    columns = max(1, min(len(names), int(width / (_LEGEND_MARK_INCHES + _LETTER_INCHES * longest))))
+    lines = -(-len(names) // columns) * max(name.count("\n") + 1 for name in names)
+    figure.set_size_inches(width, height + _LINE_INCHES * (lines - 1))  # the panels keep their height
+    figure.legend(list(handles.values()), names, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def wrapped(title: str, width: int = 44) -> str:
     """Wrap a panel's title to the panel's width."""
-    return textwrap.fill(title, width)
+    return textwrap.fill(title, width, break_long_words=False)

@@ -47,7 +47,20 @@ def score_table(section: Section) -> Table:
                 *(_cell(section, place, column) for column in section.columns),
             ]
         )
-    return Table(header, rows, _averages(section, by_length))
+    return Table(header, rows, [*_benchmark_averages(section, by_length), *_averages(section, by_length)])
+
+
+def _benchmark_averages(section: Section, by_length: bool) -> list[list[str]]:
+    return [
+        [
+            name,
+            *([_count(length)] if by_length else []),
+            "",
+            "",
+            *(_figure(section, figures[c]) if c in figures else _NOTHING for c in section.columns),
+        ]
+        for name, length, figures in section.benchmark_averages()
+    ]
 
 
 def _cell(section: Section, place: Place, column: Column) -> str:

@@ -16,6 +16,13 @@ GOLDEN = Path(__file__).parent / "golden"
 FIGURES: dict[str, Any] = json.loads((GOLDEN / "protocols.json").read_text(encoding="utf-8"))
 """The official protocols without their wording: tasks, tokens to generate, settings, and the templates' fields."""
 
+PASSKEY_WORDING = {
+    "task_description": "A number hides below. Keep it in mind; a question about it follows at the end of the text.",
+    "garbage": "Rain falls. Snow melts. Rivers run. So it goes, and so it went.",
+    "information_line": "The number hidden here is {pass_key}. Keep it. {pass_key} is the number.",
+    "final_question": "Which number is hidden here? The number is",
+}
+
 
 def template_of(name: str, fields: list[str]) -> str:
     """A template in words of our own that has these fields in this order."""
@@ -42,6 +49,7 @@ def own_values() -> dict[str, dict[str, Any]]:
                 "truncation": infinitebench["truncation"],
             }
         },
+        "questpasskey": {"passkey": PASSKEY_WORDING | {"question_chars": 400}},
         "ruler": make_protocol() | {"chat_templates": {"base": "{task_template}", "other": "<u>{task_template}</u>"}},
     }
 

@@ -31,7 +31,7 @@ def test_dense_runs_first_and_once():
         ({"seed": 1.5}, r"seed=1\.5 is not allowed"),
         ({"question": "both"}, r"question='both' is not allowed: one of decode, prefill"),
         ({"chat": True}, r"chat=True is not allowed"),
-        ({"method": [3]}, r"method=\[3\] is not allowed"),
+        ({"method": [3]}, r"method=3 is not allowed: text"),
         ({"options": [1]}, r"options=\[1\] is not allowed: a mapping"),
         ({"model": None}, r"model is missing"),
     ],

@@ -26,7 +26,7 @@ from eval.session import find_benchmark
 from eval.speed import SpeedConfig
 from eval.speed_shapes import SHAPES
 from eval.store import read_records
-from eval.tables import read_table, table_names
+from eval.tables import CONFIGS, config_names, read_paper_file, read_table
 from eval.throughput import ThroughputConfig
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.terminal import parse_settings
@@ -225,13 +225,14 @@ def test_the_page_of_budgets_names_every_searched_hyperparameter_and_target() ->
 
 
 def test_readme_names_every_paper_table_shape_and_protocol_file() -> None:
-    papers = {name for name in table_names() if read_table(name).paper is not None}
+    tables = {name: read_paper_file(CONFIGS / f"{name}.yaml") for name in config_names()}
+    papers = {name for name, table in tables.items() if table.paper is not None}
     assert table_column(README, "Tables of the papers") == papers
     text = README.read_text(encoding="utf-8")
     for name in papers:
         figures = re.search(rf"^\| `{name}` \| .* \| (yes|none)", text, re.MULTILINE)
         assert figures is not None
-        assert (figures[1] == "yes") == bool(read_table(name).figures)
+        assert (figures[1] == "yes") == bool(tables[name].figures)
     assert {shape for shape in SHAPES if f"`{shape}`" not in text} == set()
     for name, source in _SOURCES.items():
         record = re.search(

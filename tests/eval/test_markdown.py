@@ -20,6 +20,7 @@ def test_kept_summaries_are_those_of_their_records(path):
     # Summaries from before there were such figures lack them.
     since = {"selection_hit_rate": None, "variant": "", "context_seconds": None, "first_token_seconds": None}
     since |= {"divergence": None, "divergence_max": None, "top_agreement": None, "divergence_by_position": None}
+    since |= {"scores": None}
     assert [since | entry for entry in summary["table"]] == summarise(records)
     assert summary["finished"]
     assert summary["rows"] == len(records)

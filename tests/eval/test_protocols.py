@@ -19,7 +19,7 @@ from eval.errors import EvalError
 from eval.protocols import _SOURCES, load_protocol, render_prompt, values_sha256
 from tests.eval.own_protocols import FIGURES
 
-NAMES = ("longbench", "infinitebench", "ruler")
+NAMES = ("longbench", "infinitebench", "ruler", "questpasskey")
 
 
 def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path]:
@@ -37,6 +37,15 @@ def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path
             f"def truncate_input(input, max_length, manner={manner!r}):\n    return input[:max_length]\n"
         )
         texts = [code, utilities]
+    elif name == "questpasskey":
+        wording = values["passkey"]
+        plain = {key: text for key, text in wording.items() if key not in ("information_line", "question_chars")}
+        lines = [f"    {key} = {text!r}\n" for key, text in plain.items()]
+        line = f"    information_line = (\n        f{wording['information_line']!r}\n    )\n"
+        texts = [
+            f"def generate_prompt(n, depth):\n{''.join(lines)}    pass_key = 1\n{line}    return pass_key\n\n"
+            f"def test_model(pipe, text):\n    length = len(text)\n    q_length = {wording['question_chars']}\n"
+        ]
     else:
         unused = {"qaiah": {"tokens_to_generate": 1, "template": "{context}", "answer_prefix": ""}}
         texts = [
@@ -70,7 +79,7 @@ def test_both_formats_have_the_same_values_and_the_pinned_hash(name: str, protoc
 
 
 def test_values_have_the_agreed_shape(protocols: Path) -> None:
-    longbench, infinitebench, ruler = (load_protocol(name, protocols).values for name in NAMES)
+    longbench, infinitebench, ruler, _ = (load_protocol(name, protocols).values for name in NAMES)
     assert set(longbench["dataset2prompt"]) == set(longbench["dataset2maxlen"])
     assert infinitebench["prompts"]["truncation"] == "middle"
     assert set(infinitebench["prompts"]["templates"]["kimi_templates"]) == set(
@@ -96,6 +105,8 @@ def test_a_changed_value_is_refused_with_both_hashes(name: str, protocols: Path,
         values["dataset2maxlen"]["trec"] += 1
     elif name == "infinitebench":
         values["prompts"]["truncation"] = "left"
+    elif name == "questpasskey":
+        values["passkey"]["question_chars"] += 1
     else:
         values["tasks"]["tasks"]["vt"]["args"]["num_hops"] += 1
     files = write_upstream(tmp_path, name, values)

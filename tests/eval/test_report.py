@@ -135,7 +135,7 @@ def test_summary_of_only_errors_has_no_figures() -> None:
             "realised_budget",
             "ttft_seconds",
         ),
-        *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate"),
+        *("tpot_ms", "prompt_tokens", "peak_memory_bytes", "selection_hit_rate", "scores"),
         *("context_seconds", "first_token_seconds"),
     }
 
@@ -413,13 +413,13 @@ GOOD = record("b", "t", 0, "full", None)
         ('{"benchmark": "b", ', "Expecting"),
         ("[1, 2]", "a record must be a JSON object, got list"),
         (json.dumps({key: value for key, value in GOOD.items() if key not in ("task", "score")}), "no score, task"),
-        (json.dumps(GOOD | {"score": "high"}), "score='high' is not allowed: int or float or null"),
+        (json.dumps(GOOD | {"score": "high"}), "score='high' is not allowed: a number"),
         (json.dumps(GOOD | {"score": True}), "score=True"),
-        (json.dumps(GOOD | {"score": 1.5}), "score=1.5 is not allowed: 0 to 1"),
+        (json.dumps(GOOD | {"score": 1.5}), "score=1.5 is not allowed: at most 1"),
         (json.dumps(GOOD | {"tpot_ms": math.nan}), "NaN is not a number"),
         (json.dumps(GOOD | {"token_budget": "1024"}), "token_budget='1024'"),
         (json.dumps(GOOD | {"perplexity": 0}), "perplexity=0 is not allowed: above 0"),
-        (json.dumps(GOOD | {"nll_by_position": [[1]]}), "nll_by_position has \\[1\\]"),
+        (json.dumps(GOOD | {"nll_by_position": [[1]]}), "nll_by_position=\\[1\\] is not allowed: a list of at least 2"),
     ],
 )
 def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path, line: str, said: str) -> None:
@@ -470,11 +470,11 @@ def test_odd_records_are_reported(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ('"tpot_ms": 1e999', "tpot_ms=inf is not allowed: a number from 0 to 1e"),
+        ('"tpot_ms": 1e999', "tpot_ms=inf is not allowed"),
         (f'"length": {10**30}', "length=1000.* is not allowed"),
         (f'"prompt_tokens": {10**400}', "prompt_tokens=1000.* is not allowed"),
         ('"ttft_seconds": -1', "ttft_seconds=-1 is not allowed"),
-        ('"nll_by_position": [[1, 1e301]]', "nll_by_position has"),
+        ('"nll_by_position": [[1, 1e301]]', "nll_by_position=1e.301 is not allowed"),
         ('"x": ' + "[" * 50_000, "recursion"),
     ],
 )

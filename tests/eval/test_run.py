@@ -310,7 +310,7 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("passkeys",), "benchmark 'passkeys' is unknown; known: passkey, needle"),
+        (("passkeys",), "benchmark 'passkeys' is unknown; known: passkey, questpasskey, needle"),
         (("passkey", "--tasks", "fillers"), "passkey has no task 'fillers'; it has filler, book"),
         (("passkey", "--method", "qest"), "unknown method 'qest' (did you mean 'quest'?)"),
         (("passkey", "--method", "quest", "--token-budget", "8"), "token_budget must be at least one page"),
@@ -416,17 +416,20 @@ def test_list_names_every_benchmark_and_table():
         "infinitebench",
         "pg19",
         "niah_multikey_3",
-        "quest-passkey",
+        "quest-1",
     ):
         assert name in text
 
 
-def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir, protocols, monkeypatch, keeps):
+    monkeypatch.chdir(tmp_path)
     result = invoke(
-        "table", "quest-passkey", "--model", model_dir, "--lengths", "400", "--token-budget", "64", "--limit", "1",
-        "--out", str(tmp_path / "out"),
+        "table", "quest-1", "--model", model_dir, "--lengths", "60", "--token-budget", "64", "--limit", "1",
+        "--protocol-dir", str(protocols), *(("--out", str(tmp_path / "out")) if keeps else ()),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert bool(list(tmp_path.iterdir())) == keeps  # nothing is written unless a folder is named
     assert "2406.10774" in result.stdout
     assert "not measured" in result.stdout
     assert "not here yet" in result.stdout

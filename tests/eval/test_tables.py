@@ -10,23 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.benchmarks import BENCHMARKS
+from eval.comparison import compare, figures_of_run, length_in_place, paper_table, runnable_methods
 from eval.config import QUESTION_MODES, read_sweep
 from eval.errors import EvalError
 from eval.summary import summarise
-from eval.tables import (
-    CONFIGS,
-    Figure,
-    Paper,
-    compare,
-    figures_of_run,
-    paper_table,
-    read_table,
-    runnable_methods,
-    table_names,
-)
+from eval.tables import CONFIGS, Figure, Paper, config_names, read_paper_file, read_table, table_names
 from hf_sparse_attn import METHODS
 
-NAMES = table_names()
+NAMES = config_names()
 MODEL = "example/model-1b"
 
 HEAD = """
@@ -71,14 +62,12 @@ def printed(table: Table) -> str:
 
 def table_of(folder: Path, text: str) -> Any:
     (folder / "mine.yaml").write_text(HEAD + text, encoding="utf-8")
-    return read_table("mine", folder)
+    return read_paper_file(folder / "mine.yaml")
 
 
 def test_the_papers_and_the_examples_exist() -> None:
-    assert {"quest-passkey", "quest-longbench", "quest-pg19", "tokenselect-infinitebench", "tokenselect-ruler"} <= {
-        *NAMES
-    }
-    assert {"squeezed-longbench", "psa-longbench", "smoke", "cpu-sweep"} <= {*NAMES}
+    assert table_names() == ["quest-1", "tokenselect-1", "tokenselect-2"]
+    assert {"quest-fig6", "quest-fig7", "squeezed-longbench", "psa-longbench", "smoke", "cpu-sweep"} <= {*NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,6 +75,7 @@ def test_shipped_files_name_only_what_can_run(name: str) -> None:
     runs = read_sweep(CONFIGS / f"{name}.yaml", {})
     assert set(BENCHMARKS) == {
         "passkey",
+        "questpasskey",
         "needle",
         "ruler",
         "longbench",
@@ -105,7 +95,7 @@ def test_shipped_files_name_only_what_can_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_papers_say_where_their_figures_are_from(name: str) -> None:
-    table = read_table(name)
+    table = read_paper_file(CONFIGS / f"{name}.yaml")
     assert table.name == name
     assert table.path == CONFIGS / f"{name}.yaml"
     if table.paper is None:
@@ -119,7 +109,7 @@ def test_shipped_papers_say_where_their_figures_are_from(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_figures_belong_to_a_run_and_are_unique(name: str) -> None:
-    figures = read_table(name).figures
+    figures = read_paper_file(CONFIGS / f"{name}.yaml").figures
     places = [(f.model, f.benchmark, f.task, f.length, f.method, f.token_budget) for f in figures]
     assert len(set(places)) == len(places)
     models = {run.model for run in read_sweep(CONFIGS / f"{name}.yaml", {})}
@@ -130,17 +120,17 @@ def test_shipped_figures_belong_to_a_run_and_are_unique(name: str) -> None:
         assert found.score is None or 0 <= found.score <= 100
 
 
-def test_quest_passkey_has_both_parts_of_the_table() -> None:
-    figures = read_table("quest-passkey").figures
+def test_quest_1_has_both_parts_of_the_table() -> None:
+    figures = read_table("quest-1").figures
     quest = {(f.length, f.token_budget): f.score for f in figures if f.method == "quest"}
     assert [quest[10000, budget] for budget in (32, 64, 128, 256, 512)] == [65, 99, 99, 99, 100]
     assert [quest[100000, budget] for budget in (256, 512, 1024, 2048, 4096)] == [88, 92, 96, 100, 100]
-    assert {f.method for f in figures} == {"quest", "h2o", "tova", "streamingllm"}
+    assert {f.method for f in figures} == {"quest", "h2o", "tova", "streaming_llm"}
     assert len(figures) == 40
 
 
 def test_tokenselect_averages_are_the_means_of_the_tasks_as_far_as_the_paper_keeps_to_it() -> None:
-    table = read_table("tokenselect-infinitebench")
+    table = read_table("tokenselect-1")
     deviating = []
     for mean in (f for f in table.figures if f.task is None):
         row = (mean.model, mean.method, mean.token_budget)
@@ -234,6 +224,22 @@ def test_a_model_of_the_paper_is_compared_with_its_own_figures_only() -> None:
     assert [comparison.ours for comparison in compare(figures, [entry()], MODEL)] == [75, None]
 
 
+def test_another_length_is_compared_and_named() -> None:
+    (printed, _), (run, _) = (
+        read_sweep(CONFIGS / "quest-1.yaml", overrides) for overrides in ({}, {"lengths": [2000], "model": "smollm2"})
+    )
+    lengths = length_in_place(printed, run)
+    assert lengths == {10_000: 2000}
+    assert length_in_place(printed, printed) == {}
+    (comparison,) = compare([figure(length=10_000)], [entry()], MODEL, lengths)
+    assert comparison.difference == 15
+    assert "ours is 2,000 tokens, the paper's 10,000" in " ".join(printed_text([comparison]).split())
+
+
+def printed_text(comparisons: Any) -> str:
+    return printed(paper_table(comparisons))
+
+
 def test_failed_samples_are_counted_apart() -> None:
     text = printed(paper_table(compare([figure()], [entry(samples=10, errors=4)], MODEL)))
     assert "Some samples failed" in text
@@ -241,11 +247,11 @@ def test_failed_samples_are_counted_apart() -> None:
 
 
 def test_table_without_figures_says_so() -> None:
-    assert "no figures" in printed(paper_table([], read_table("quest-pg19").paper))
+    assert "no figures" in printed(paper_table([], read_paper_file(CONFIGS / "quest-fig6.yaml").paper))
 
 
 def test_figures_are_found_by_run() -> None:
-    table = read_table("quest-passkey")
+    table = read_table("quest-1")
     first, second = read_sweep(table.path, {})
     assert {f.length for f in figures_of_run(table.figures, first)} == {10000}
     assert {f.length for f in figures_of_run(table.figures, second)} == {100000}
@@ -253,13 +259,13 @@ def test_figures_are_found_by_run() -> None:
 
 
 def test_no_figure_is_without_a_run() -> None:
-    table = read_table("tokenselect-ruler")
+    table = read_table("tokenselect-2")
     runs = read_sweep(table.path, {})
     assert sum(len(figures_of_run(table.figures, run)) for run in runs) == len(table.figures)
     assert all({f.length for f in figures_of_run(table.figures, run)} == set(run.lengths) for run in runs)
 
 
-@pytest.mark.parametrize("name", ["tokenselect-infinitebench", "tokenselect-ruler"])
+@pytest.mark.parametrize("name", ["tokenselect-1", "tokenselect-2"])
 def test_tokenselect_runs_with_the_budget_that_its_figures_have(name: str) -> None:
     table = read_table(name)
     for run in read_sweep(table.path, {}):
@@ -276,8 +282,13 @@ def test_runnable_methods_keep_the_order() -> None:
 
 
 def test_unknown_table_lists_the_known() -> None:
-    with pytest.raises(EvalError, match=r"'quest-passkeys' is unknown \(did you mean 'quest-passkey'\?\).*smoke"):
-        read_table("quest-passkeys")
+    with pytest.raises(EvalError, match=r"'quest-2' is unknown \(did you mean 'quest-1'\?\); known: quest-1, token"):
+        read_table("quest-2")
+
+
+def test_a_file_without_figures_is_no_table_and_says_how_to_run_it() -> None:
+    with pytest.raises(EvalError, match=r"'smoke' is not allowed: .* no figures .* --config eval/configs/smoke.yaml"):
+        read_table("smoke")
 
 
 def test_mean_is_over_the_tasks_of_the_figures_run(tmp_path: Path) -> None:
@@ -293,12 +304,15 @@ def test_mean_is_over_the_tasks_of_the_figures_run(tmp_path: Path) -> None:
     [
         ("benchmark: ruler, method: quest, model: example/model-1b", "exactly one of score and perplexity"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "exactly one of score"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, score: 101", "score=101 .*0 to 100"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, score: .nan", "score=nan .*0 to 100"),
+        ("benchmark: ruler, method: quest, model: example/model-1b, score: 101", "score=101 .*at most 100"),
+        ("benchmark: ruler, method: quest, model: example/model-1b, score: .nan", "score=nan is not allowed"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: '90'", "score='90' .*a number"),
         ("benchmark: ruler, method: quest, model: example/model-1b, perplexity: 0.5", "perplexity=0.5 .*at least 1"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, length: 4k, score: 1", "length='4k' .*a number"),
-        ("benchmark: ruler, method: quest, model: example/model-1b, length: 0, score: 1", "length=0 .*whole number"),
+        (
+            "benchmark: ruler, method: quest, model: example/model-1b, length: 4k, score: 1",
+            "length='4k' .*a whole number",
+        ),
+        ("benchmark: ruler, method: quest, model: example/model-1b, length: 0, score: 1", "length=0 .*at least 1"),
         ("benchmark: ruler, method: quest, model: example/model-1b, budget: 2, score: 1", "budget is unknown"),
         ("benchmark: ruler, model: example/model-1b, score: 1", "method is missing"),
         ("benchmark: ruler, method: quest, model: other, score: 1", "no run of the file"),
@@ -320,20 +334,20 @@ def test_figure_that_is_not_a_mapping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("paper", "problem"),
     [
-        ("{title: A, arxiv: 2406.10774, table: T, note: N}", "arxiv=2406.10774 is not allowed: text, in quotes"),
-        ('{title: A, arxiv: "2406.107", table: T, note: N}', "arxiv='2406.107' is not allowed: four digits"),
-        ('{title: A, arxiv: "2406.10774", table: T, note: " "}', "note=' ' is not allowed"),
-        ('{title: A, arxiv: "2406.10774", table: T}', "a mapping of title, arxiv, table, note"),
+        ("{title: A, arxiv: 2406.10774, table: T, note: N}", "arxiv=2406.10774 is not allowed: text"),
+        ('{title: A, arxiv: "2406.107", table: T, note: N}', "arxiv='2406.107' is not allowed: .*pattern"),
+        ('{title: A, arxiv: "2406.10774", table: T, note: " "}', "note='' is not allowed: text that is not empty"),
+        ('{title: A, arxiv: "2406.10774", table: T}', "note is missing; it needs title, arxiv, table, note"),
         ("Quest", "a mapping of title, arxiv, table, note"),
     ],
 )
 def test_malformed_paper_is_named(tmp_path: Path, paper: str, problem: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"benchmark: passkey\nmodel: smollm2\npaper: {paper}\n", encoding="utf-8")
     with pytest.raises(EvalError, match=rf"mine\.yaml: paper.*{problem}"):
-        read_table("mine", tmp_path)
+        read_paper_file(tmp_path / "mine.yaml")
 
 
 def test_figures_need_a_paper(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("benchmark: passkey\nmodel: smollm2\nfigures: [1]\n", encoding="utf-8")
     with pytest.raises(EvalError, match=r"mine\.yaml: paper is missing"):
-        read_table("mine", tmp_path)
+        read_paper_file(tmp_path / "mine.yaml")

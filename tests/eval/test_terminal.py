@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from eval.comparison import paper_table
 from eval.speed_table import speed_table
-from eval.tables import Paper, paper_table
+from eval.tables import Paper
 from eval.terminal import on_record, progress, summary_table
 
 
@@ -20,8 +20,15 @@ def printed(renderable: object) -> str:
 
 
 def test_folders_devices_and_papers_are_shown_unchanged() -> None:
-    summary = {"table": [], "harness_seconds": 1, "model_seconds": 0, "device": "CPU [/a]", "dtype": "float32"}
-    text = printed(summary_table(summary, Path("out[/b]\x1b[31m")))
+    summary = {
+        "table": [],
+        "averages": [],
+        "harness_seconds": 1,
+        "model_seconds": 0,
+        "device": "CPU [/a]",
+        "dtype": "float32",
+    }
+    text = printed(summary_table(summary, "out[/b]\x1b[31m"))
     assert "CPU [/a]" in text
     assert r"out[/b]\x1b[31m" in text
     assert "[/c] :smile:" in printed(paper_table([], Paper("[/c] :smile:", "2406.10774", "Table 1", "a note")))
@@ -41,10 +48,18 @@ def test_every_figure_of_a_summary_is_under_its_name() -> None:
     times = {"context_seconds": 2.0, "first_token_seconds": 0.125}
     entries = [{"task": "qa", "length": 4096} | method | figures | times]
     totals = {"harness_seconds": 1, "model_seconds": 2, "device": "CPU", "dtype": "float32"}
-    table = summary_table({"table": entries, **totals}, Path("out"))
+    entries[0]["scores"] = {"levenshtein": 0.5, "difflib": 0.25}
+    averages = [{"group": "QA", "length": 4096, "score": 0.5, "samples": 3, "errors": 1} | method]
+    table = summary_table({"table": entries, **totals, "averages": averages}, "out")
     cells = {str(column.header): str(next(iter(column.cells))) for column in table.columns}
     place = {"task": "qa", "length": "4,096", "method": "quest page_size=8", "budget": "64", "samples": "3 (1 errors)"}
     shown = {"score": "50.0%", "KV read": "25.0%", "TTFT, s": "2.12", "TPOT, ms": "7.5"}
+    assert "qa, quest 64 page_size=8: levenshtein 50.0%, difflib 25.0% (the table has the first)" in printed(table)
+    assert [str(next(reversed(list(column.cells)))) for column in table.columns][:6] == [
+        "QA",
+        *list(place.values())[1:],
+        "50.0%",
+    ]
     assert cells == place | shown | {"context, s": "2.00", "question, s": "0.125"}
 
 

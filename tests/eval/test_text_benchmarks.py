@@ -171,6 +171,28 @@ def test_divergence_is_averaged_along_long_texts(benchmark, model_dir, data_dir,
     assert (record["prediction"] is None) == (benchmark == "pg19")
 
 
+def test_a_book_can_be_decoded_from_its_first_token(model_dir, data_dir):
+    model, tokenizer = load_model(model_dir, torch.float32, "cpu")
+    (item,) = PG19().items(setup(data_dir, tokenizer=tokenizer, lengths=(200,), options={"scored": "all"}))
+    sample = item.build()
+    assert (len(sample.material_ids), len(sample.question_ids), len(sample.forced_ids)) == (0, 1, 199)
+    parameters = {"dense_layers": 0}
+    config = make_config(
+        {"benchmark": "pg19", "model": "m", "method": "quest", "token_budget": [64, 256], "parameters": parameters}
+    )
+    results = [measured for _, _, measured in Engine(model, tokenizer, config).run([(sample, make_variants(config))])]
+    dense, half, whole = results
+    assert [measured["error"] for measured in results] == [None] * 3
+    with torch.no_grad():
+        ids = torch.tensor([[*sample.question_ids, *sample.forced_ids]])
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+    assert math.log(dense["perplexity"]) == pytest.approx(loss.item(), rel=1e-4)
+    assert whole["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-4)
+    assert half["perplexity"] != whole["perplexity"]
+    assert half["kv_bytes"] < whole["kv_bytes"]
+    assert [position for position, _ in dense["nll_by_position"]] == [1, 65, 129, 193]
+
+
 def test_book_that_is_too_short_is_that_samples_error(data_dir):
     (item,) = PG19().items(setup(data_dir, lengths=(100_000,), max_positions=200_000))
     with pytest.raises(EvalError, match=r"book 'book' has \d+ tokens, fewer than length=100000"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
 from eval.benchmarks.ruler import chains, counting, documents, needles
@@ -55,6 +55,7 @@ class Ruler(Benchmark):
         "qa_2",
     )
     default_lengths = (4096,)
+    averages: ClassVar[dict[str, tuple[str, ...]]] = {"mean of the 13 tasks": tasks}
     protocol = "ruler"
 
     def items(self, setup: Setup) -> list[Item]:

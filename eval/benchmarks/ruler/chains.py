@@ -7,10 +7,10 @@ from itertools import pairwise
 from random import Random
 
 from eval.benchmarks.ruler.needles import NOISE
-from eval.benchmarks.ruler.prompt import Draft, Order, Prompt, Template, encoder, fit, token_count
+from eval.benchmarks.ruler.prompt import Draft, Order, Prompt, Template, TokenParts, fit, token_count
 
 _EXAMPLE_TOKENS = 500
-"""Length of the worked example, including room for the answer."""
+"""Most tokens of the worked example, without special tokens and without its answer."""
 _EXAMPLE_NAME_LETTERS, _NAME_LETTERS = 3, 5
 _EXAMPLE_HOPS = 10
 
@@ -18,7 +18,8 @@ _EXAMPLE_HOPS = 10
 def draft(order: Order) -> Draft:
     """Draft a prompt with ``num_chains`` chains of ``num_hops`` copies each, asking for the variables of the first.
 
-    A worked example of about 500 tokens, with names of three letters, precedes it. The unit is a line of noise.
+    Every statement is a line of its own, among lines of noise, which are the unit. A worked example of at most 500
+    tokens, with names of three letters, precedes it.
     """
     chains, hops, rng = order.args["num_chains"], order.args["num_hops"], order.rng
     example = _chains_draft(order.template, chains, min(hops, _EXAMPLE_HOPS), _EXAMPLE_NAME_LETTERS, rng)
@@ -33,30 +34,31 @@ def draft(order: Order) -> Draft:
 
 
 def _worked_example(order: Order, example: Draft) -> str:
-    encode = encoder(order.tokenizer, chat=False)
+    def encode(prompt: Prompt) -> TokenParts:
+        return [], order.tokenizer(prompt.text + prompt.answer_prefix, add_special_tokens=False)["input_ids"]
+
     shortest = token_count(encode(example.render(example.smallest)))
-    room = max(shortest, _EXAMPLE_TOKENS - order.template.tokens_to_generate)
-    size, _ = fit(example, room, encode)
+    size, _ = fit(example, max(shortest, _EXAMPLE_TOKENS), encode)
     prompt = example.render(size)
-    # The spaces and blank lines are RULER's.
-    return f" {prompt.text}{prompt.answer_prefix} {' '.join(example.references)}\n\n\n\n"
+    # RULER puts a blank before the answer, and one blank line behind it.
+    return f"{prompt.text}{prompt.answer_prefix} {' '.join(example.references)}\n\n"
 
 
 def _chains_draft(template: Template, chains: int, hops: int, letters: int, rng: Random) -> Draft:
     names = _names(chains * (hops + 1), letters, rng)
-    values = rng.sample(range(10_000, 100_000), chains)  # distinct, so that the answer is one chain
+    values = rng.sample(range(10_000, 99_999), chains)  # distinct, so that the answer is one chain
     variables = [names[i * (hops + 1) : (i + 1) * (hops + 1)] for i in range(chains)]
     statements = [_assignments(value, chain) for value, chain in zip(values, variables, strict=True)]
     place_seed = rng.getrandbits(64)
 
     def render(size: int) -> Prompt:
         place_rng = Random(place_seed)
-        lines = [NOISE + "\n"] * size
+        lines = [NOISE] * size
         for chain in statements:
             places = sorted(place_rng.sample(range(len(lines)), len(chain)))
             for inserted, (place, statement) in enumerate(zip(places, chain, strict=True)):
                 lines.insert(place + inserted, statement)
-        return template.fill(" ".join(lines), query=values[0], num_v=hops + 1)
+        return template.fill("\n".join(lines), query=values[0], num_v=hops + 1)
 
     return Draft(render, smallest=hops + 1, step=20, references=variables[0])
 

@@ -34,7 +34,7 @@ def common_words(order: Order) -> Draft:
     example_list = rng.sample(all_words(), example_words)
     listed = _numbered(_repeated(example_list, common_count, example_repeats[0], example_repeats[1], rng))
     example = order.template.fill(listed, query="")
-    example_text = f"{example.text}{example.answer_prefix}{_numbered(example_list[:common_count])}\n"
+    example_text = f"{example.text}{example.answer_prefix} {_numbered(example_list[:common_count])}\n"
 
     words = rng.sample(all_words(), len(all_words()))
     seed = rng.getrandbits(64)
@@ -64,18 +64,17 @@ def _numbered(words: list[str]) -> str:
 def frequent_words(order: Order) -> Draft:
     """Draft a text of code words whose frequencies fall with their rank to the power ``alpha`` (a zeta distribution).
 
-    It has one distinct word per 50 tokens of length. The unit is a word of the text, before counts are rounded down.
+    The vocabulary has a word per 50 tokens of the prompt, without the answer. The unit is a word of the text, before
+    counts are rounded down.
     """
-    alpha, rng = order.args["alpha"], order.rng
-    vocabulary_size = max(_FREQUENT_ANSWERS.stop + 1, order.length // _TOKENS_PER_CODE_WORD)
+    alpha, rng = float(order.args["alpha"]), order.rng
+    prompt_tokens = order.length - order.template.tokens_to_generate
+    vocabulary_size = max(_FREQUENT_ANSWERS.stop + 1, prompt_tokens // _TOKENS_PER_CODE_WORD)
     vocabulary: dict[str, None] = {}
     while len(vocabulary) < vocabulary_size:
         vocabulary["".join(rng.choices(string.ascii_lowercase, k=_CODE_LETTERS))] = None
     words = ["...", *list(vocabulary)[1:]]
-    zeta = float(
-        torch.special.zeta(torch.tensor(float(alpha), dtype=torch.float64), torch.ones((), dtype=torch.float64))
-    )
-    shares = [rank**-alpha / zeta for rank in range(1, vocabulary_size + 1)]
+    shares = zeta_shares(vocabulary_size, alpha)
     last_asked = _FREQUENT_ANSWERS.stop - 1
     shuffle_seed = rng.getrandbits(64)
 
@@ -91,3 +90,9 @@ def frequent_words(order: Order) -> Draft:
         step=100,
         references=words[_FREQUENT_ANSWERS],
     )
+
+
+def zeta_shares(count: int, alpha: float) -> list[float]:
+    """Return the shares of ranks 1 to ``count`` in a zeta distribution: rank to the power ``-alpha``, over zeta."""
+    zeta = float(torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), torch.ones((), dtype=torch.float64)))
+    return [rank**-alpha / zeta for rank in range(1, count + 1)]

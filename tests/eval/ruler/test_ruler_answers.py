@@ -125,7 +125,7 @@ def resolve(text: str) -> dict[str, str]:
 def test_chain_resolves_to_the_value_asked_for(setup: Setup, protocol: Any) -> None:
     for item in items_of(setup, "vt", limit=4):
         material, question, references = texts_of(setup, item)
-        example, material = material.split("\n\n\n\n")
+        example, material = material.split("\n\nFollow")
         value = found(r"Which hold (\d{5})\? These 5 hold \1: $", question)[1]
         values = resolve(material)
         assert list(values) == references
@@ -145,7 +145,7 @@ def test_chain_resolves_to_the_value_asked_for(setup: Setup, protocol: Any) -> N
 def test_chains_and_hops_come_from_the_protocol(setup: Setup, protocol: Any) -> None:
     protocol["tasks"]["vt"]["args"] = {"type_haystack": "noise", "num_chains": 3, "num_hops": 2}
     material, question, references = texts_of(setup, items_of(setup, "vt")[0])
-    values = resolve(material.split("\n\n\n\n")[1])
+    values = resolve(material.split("\n\nFollow")[1])
     value = found(r"hold (\d{5})\? These 3 ", question)[1]
     assert len(values) == 9
     assert Counter(Counter(values.values()).values()) == {3: 3}

@@ -1,0 +1,361 @@
+"""Make prompts.json: prompts built by the official code of five repositories.
+
+``python -m tests.eval.golden.make_prompts CLONES`` needs clones at the commits below, in folders named as the keys of
+``COMMITS``, and the packages fuzzywuzzy and python-Levenshtein. The wording is our own: it is put in place of the
+official one before the official code runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.eval.own_protocols import PASSKEY_WORDING, own_values
+from tests.eval.ruler_data import write_files
+from tests.eval.tokenizers import tiny_tokenizer
+
+COMMITS = {
+    "RULER": "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
+    "LongBench": "2e00731f8d0bff23dc4325161044d0ed8af94c1e",
+    "InfiniteBench": "88b3daa6989da2fbe0077170d7a3c84c25d5ae58",
+    "Quest": "01c1623bf9395009520874e989e29f683203b357",
+    "SqueezedAttention": "4a50c64eca2f20232a4e998d754d030ce3a7f6e6",
+}
+RULER_WORDING = {
+    "niah": {
+        "tokens_to_generate": 20,
+        "template": "Some {type_needle_v} are below.\n{context}\nWhat are all the {type_needle_v} of {query} in it?",
+        "answer_prefix": " Truly, the {type_needle_v} of {query} are",
+    },
+    "variable_tracking": {
+        "tokens_to_generate": 10,
+        "template": "Follow the copies of numbers.\n\n{context}\nWhich names hold {query}?",
+        "answer_prefix": " Hence these {num_v} hold {query}: ",
+    },
+    "common_words_extraction": {
+        "tokens_to_generate": 40,
+        "template": "Here is a list.\n{context}\nWhich ten are common?",
+        "answer_prefix": " The common ones are:",
+    },
+    "freq_words_extraction": {
+        "tokens_to_generate": 50,
+        "template": "Count these. {context}\nWhich three lead?",
+        "answer_prefix": " The leading ones are:",
+    },
+    "qa": {
+        "tokens_to_generate": 16,
+        "template": "Read all of it.\n\n{context}\n\nNow tell: {query}",
+        "answer_prefix": " Reply is:",
+    },
+}
+RULER_ARGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "niah_single_1": ("niah", 900, {"type_haystack": "noise", "type_needle_k": "words", "type_needle_v": "numbers"}),
+    "niah_multikey_2": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"}),
+    "niah_multikey_3": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"}),
+    "vt": ("variable_tracking", 1600, {"type_haystack": "noise", "num_chains": 1, "num_hops": 4}),
+    "cwe": ("common_words_extraction", 2000, {"freq_cw": 30, "freq_ucw": 3, "num_cw": 10}),
+    "fwe": ("freq_words_extraction", 1500, {"alpha": 2.0}),
+    "qa_1": ("qa", 900, {"dataset": "squad"}),
+    "qa_2": ("qa", 2000, {"dataset": "hotpotqa"}),
+}
+LONGBENCH_WORDING = {
+    "qasper": "Read this paper.\n\n{context}\n\nReply in a few words.\n\nQuestion: {input}\n\nReply:",
+    "hotpotqa": "Read these.\n{context}\n\nReply briefly to the following, using what stands in the texts above and "
+    "nothing else at all.\n\nQuestion: {input}\nReply:",
+    "gov_report": "Shorten this.\n{context}\n\nNow, in short:",
+    "triviaqa": "Some examples.\n{context}\n\n{input}",
+    "lcc": "Go on. \n{context}The next line:\n",
+    "repobench-p": "Go on. \n{context}{input}The next line:\n",
+}
+FIXED_PARTS = {
+    "qasper": "Read this paper.\n\n{context}\n\nReply in a few words.\n\nQuestion: ",
+    "hotpotqa": "Read these.\n{context}\n\nReply briefly to the following, using what stands in the texts above and "
+    "nothing else at all.\n\nQuestion: ",
+    "gov_report": "Shorten this.\n{context}\n\n",
+    "triviaqa": "Some examples.\n{context}\n\n",
+    "lcc": "Go on. \n{context}",
+    "repobench-p": "Go on. \n{context}",
+}
+INFINITEBENCH_WORDING = own_values()["infinitebench"]["prompts"]["templates"]["yarn_mistral_templates"]
+CUT = 300
+"""Tokens to which the official code cuts a prompt."""
+_RESPONSES = [" {key}.", "{key}", " it is {key}1", "0{key}", " 7 and {key}", " none", "", " the key: {key} or 3"]
+
+
+def show(clones: Path, name: str, path: str) -> str:
+    """Return an official file at its commit."""
+    command = ["git", "-C", str(clones / name), "show", f"{COMMITS[name]}:{path}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def ruler(clones: Path) -> dict[str, Any]:
+    """Run RULER's generators on invented data."""
+    made = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "synthetic/json").mkdir(parents=True)
+        for name in ("tokenizer.py", "manifest_utils.py"):
+            (folder / name).write_text(show(clones, "RULER", f"scripts/data/{name}"))
+        for family in RULER_WORDING:
+            script = show(clones, "RULER", f"scripts/data/synthetic/{family}.py")
+            (folder / f"synthetic/{family}.py").write_text(script)
+        (folder / "synthetic/constants.py").write_text(f"TASKS = {RULER_WORDING!r}\n")
+        # Modules for tokenizers of services, and for sentences of essays: imported, but not used here.
+        (folder / "synthetic/tenacity.py").write_text(
+            "retry = lambda **_: lambda f: f\n"
+            + "\n".join(f"{name} = lambda *_: 0" for name in ("stop_after_attempt", "wait_fixed", "wait_random"))
+        )
+        # More words than any list here has: the generator measures one of them before it chooses a size.
+        words = {number: f"word{number}" for number in range(20_000)}
+        (folder / "synthetic/json/english_words.json").write_text(json.dumps(words))
+        write_files(folder / "synthetic/json")
+        tiny_tokenizer().save_pretrained(folder / "tokenizer")
+        for task, (family, length, args) in RULER_ARGS.items():
+            wording = RULER_WORDING[family]
+            command = [sys.executable, str(folder / f"synthetic/{family}.py"), "--save_dir", scratch]
+            command += ["--save_name", task, "--subset", "made", "--tokenizer_path", str(folder / "tokenizer")]
+            command += ["--tokenizer_type", "hf", "--max_seq_length", str(length), "--num_samples", "2"]
+            command += ["--tokens_to_generate", str(wording["tokens_to_generate"])]
+            command += ["--template", f"{wording['template']}{wording['answer_prefix']}"]
+            command += [part for name, value in args.items() for part in (f"--{name}", str(value))]
+            command += ["--pre_samples", "0"] if family == "qa" else []
+            command += ["--add_fewshot"] if family == "variable_tracking" else []
+            subprocess.run(command, check=True)
+            lines = (folder / task / "made.jsonl").read_text().splitlines()
+            kept = ("input", "answer_prefix", "outputs", "length")
+            samples = [{name: json.loads(line)[name] for name in kept} for line in lines]
+            made[task] = {"family": family, "length": length, "args": args, "samples": samples}
+    return {"wording": RULER_WORDING, "tasks": made}
+
+
+class Batch(SimpleNamespace):
+    """A tokenizer's output, which stays on the CPU whatever the official code says."""
+
+    def to(self, device: Any) -> Batch:
+        """Return itself."""
+        return self
+
+    def keys(self) -> list[str]:
+        """Return the names of what is passed on with ``**``."""
+        return ["input_ids"]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class RecordingTokenizer:
+    """The tests' tokenizer, in the way the official code calls one."""
+
+    def __init__(self) -> None:
+        self.plain = tiny_tokenizer()
+        self.eos_token_id = self.plain.eos_token_id
+
+    def __call__(self, text: str, **_: Any) -> Batch:
+        """Encode a text."""
+        return Batch(input_ids=torch.tensor([self.plain(text)["input_ids"]]))
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Encode a text as a list."""
+        return list(self.plain.encode(text, **options))
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        """Decode tokens."""
+        return str(self.plain.decode(ids, **options))
+
+
+class RecordingModel:
+    """A model that notes what it is fed, and predicts given tokens behind the material and a number of tokens."""
+
+    def __init__(self, answer: Sequence[int] = (1,), after: int = 0) -> None:
+        self.fed: list[list[int]] = []
+        self.answer, self.after = answer, after
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Note the prompt."""
+        self.fed.append(input_ids[0].tolist())
+        return torch.cat([input_ids, input_ids[:, -1:]], 1)
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        """Note the tokens, and predict the next one."""
+        self.fed.append(input_ids[0].tolist())
+        place = max(0, len(self.fed) - 1 - self.after)
+        logits = torch.zeros(1, 1, 4000)
+        logits[0, 0, self.answer[min(place, len(self.answer) - 1)]] = 1
+        return SimpleNamespace(logits=logits, past_key_values=())
+
+
+def execute(code: str, name: str, **given: Any) -> dict[str, Any]:
+    """Execute a module's definitions: imports that are not installed are empty modules."""
+    tree = ast.parse(code)
+    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
+    module = ModuleType(name)
+    module.__dict__.update(given)
+    exec(compile(tree, name, "exec"), module.__dict__)
+    return module.__dict__
+
+
+def longbench_examples() -> dict[str, dict[str, Any]]:
+    """Return a row for each task, longer than ``CUT`` tokens."""
+    rng = random.Random(3)
+    words = ["river", "stone", "lamp", "seven", "green", "walk", "{brace}", "\n", "quiet", "harbour"]
+    return {
+        task: {
+            "context": " ".join(rng.choice(words) for _ in range(260)),
+            "input": f"What about {task}?",
+            "answers": ["a stone"],
+            "all_classes": None,
+            "length": 260,
+        }
+        for task in LONGBENCH_WORDING
+    }
+
+
+def longbench(clones: Path) -> dict[str, Any]:
+    """Run LongBench's and Quest's pred.py, and Squeezed Attention's split, on invented rows."""
+    tokenizer, examples = RecordingTokenizer(), longbench_examples()
+    cpu = SimpleNamespace(device=lambda _: torch.device("cpu"), no_grad=torch.no_grad, nn=torch.nn, tensor=torch.tensor)
+    common = {"torch": cpu, "tqdm": lambda rows: rows, "json": json, "argparse": SimpleNamespace()}
+    common["dist"] = SimpleNamespace(destroy_process_group=lambda: None)
+    official = execute(show(clones, "LongBench", "LongBench/pred.py"), "longbench", **common)
+    quest = execute(show(clones, "Quest", "evaluation/LongBench/pred.py"), "quest", **common)
+    squeezed = execute(show(clones, "SqueezedAttention", "squeezedattention/utils.py"), "squeezed", model_name="")
+    made: dict[str, Any] = {"wording": LONGBENCH_WORDING, "cut": CUT, "examples": examples, "prompts": {}}
+    for task, template in LONGBENCH_WORDING.items():
+        model = RecordingModel()
+        official["load_model_and_tokenizer"] = lambda *_, model=model: (model, tokenizer)
+        rest = (CUT, 4, template, task, "cpu", "llama2")
+        official["get_pred"](0, 1, [examples[task]], *rest, {"llama2": ""}, "/dev/null")
+        fed = RecordingModel([tokenizer.eos_token_id])
+        quest["get_pred"](fed, tokenizer, [dict(examples[task])], *rest)
+        material, *steps = fed.fed
+        fixed = FIXED_PARTS[task].format(**examples[task])
+        whole, prefix = squeezed["truncate_fn"](template.format(**examples[task]), fixed, tokenizer, CUT, task, "cpu")
+        made["prompts"][task] = {
+            "longbench": tokenizer.decode(model.fed[0]),
+            "quest_material": tokenizer.decode(material),
+            "quest_question": tokenizer.decode([token for step in steps[:-1] for token in step]),
+            "squeezed": whole,
+            "squeezed_fixed_tokens": prefix,
+        }
+    return made
+
+
+def infinitebench_examples() -> dict[str, dict[str, Any]]:
+    """Return a row for each task."""
+    options = ["a lamp", "a stone", "a river", "a harbour"]
+    rows: dict[str, dict[str, Any]] = {
+        task: {"context": f"Some {{text}} of {task}.\n" * 3, "input": f"What is in {task}?", "answer": ["a stone"]}
+        for task in INFINITEBENCH_WORDING
+    }
+    rows["code_run"] |= {"input": "Please give me the result of func_12(-3).", "answer": 14}
+    rows["math_find"] |= {
+        "context": "[3, 9, 2]",
+        "input": "One number only. The second largest number of it is:",
+        "answer": 3,
+    }
+    rows["math_calc"] |= {"context": "1 + 2 - 5", "answer": [3, -2]}
+    rows["code_debug"] |= {"options": options, "answer": "a stone"}
+    rows["longbook_choice_eng"] |= {"options": options, "answer": ["a harbour", "D"]}
+    return rows
+
+
+def infinitebench(clones: Path) -> dict[str, Any]:
+    """Build InfiniteBench's prompts and answers."""
+    sets: dict[str, Any] = {f"{name}_templates": {} for name in ("gpt4", "kimi", "claude2")}
+    code = show(clones, "InfiniteBench", "src/eval_utils.py")
+    given = {**sets, "yarn_mistral_templates": INFINITEBENCH_WORDING}
+    official = execute(code, "eval_utils", re=re, json=json, Path=Path, **given)
+    return {
+        task: {
+            "example": example,
+            "prompt": official["create_prompt"](dict(example), task, "yarn-mistral", "."),
+            "answer": official["get_answer"](example, task),
+        }
+        for task, example in infinitebench_examples().items()
+    }
+
+
+class OwnWording(ast.NodeTransformer):
+    """Put our own wording into Quest's passkey prompt."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """Replace a text that is assigned to one of the names."""
+        (target,) = node.targets
+        wording = PASSKEY_WORDING.get(getattr(target, "id", ""))
+        if wording is not None:
+            node.value = ast.parse(f"f{wording!r}" if "{" in wording else repr(wording), mode="eval").body
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """Leave out checks of the official wording."""
+        return ast.Pass()
+
+
+def passkey(clones: Path) -> dict[str, Any]:
+    """Run Quest's passkey test: its prompts, what it feeds at once and token by token, and its score."""
+    tree = OwnWording().visit(ast.parse(show(clones, "Quest", "evaluation/passkey/passkey.py")))
+    official = execute(ast.unparse(tree), "passkey", torch=torch, re=re, random=random, ArgumentParser=None)
+    tokenizer = RecordingTokenizer()
+    random.seed(5)
+    made: dict[str, Any] = {"wording": PASSKEY_WORDING, "prompts": [], "scores": []}
+    for depth in (1, 50, 100):
+        text, key, *_ = official["generate_prompt"](4 * 300, depth)
+        model = RecordingModel()
+        official["test_model"](SimpleNamespace(tokenizer=tokenizer, model=model), text, key)
+        material, *steps = model.fed
+        question = [token for step in steps[:-1] for token in step]
+        sample = {"depth": depth, "key": key, "text": text, "material": tokenizer.decode(material)}
+        made["prompts"].append(sample | {"question": tokenizer.decode(question)})
+    for response in _RESPONSES:
+        text, key, *_ = official["generate_prompt"](400, 10)
+        said = response.format(key=key)
+        ids = [*tokenizer.plain(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        model = RecordingModel(ids, after=len(tokenizer.plain(text[-400:])["input_ids"]) - 1)
+        given = official["test_model"](SimpleNamespace(tokenizer=tokenizer, model=model), text, key)
+        made["scores"].append({"response": said, "key": key, "score": float(given == key)})
+    return made
+
+
+def code_scores(clones: Path) -> list[dict[str, Any]]:
+    """Score code with LongBench's metric over both of the matchers that fuzzywuzzy chooses from."""
+    from fuzzywuzzy import StringMatcher, fuzz
+
+    score = execute(show(clones, "LongBench", "LongBench/metrics.py"), "metrics", fuzz=fuzz, List=list)[
+        "code_sim_score"
+    ]
+    rng = random.Random(2)
+    lines = ["return self.value", "x += 1", "for row in rows:", "value = self.values[row]", "", "    return x", "# x"]
+    made = []
+    for _ in range(30):
+        prediction, reference = "\n".join(rng.choices(lines, k=3)), rng.choice(lines) + rng.choice(["", " + 1", ";"])
+        scores = {}
+        for name, matcher in (("levenshtein", StringMatcher.StringMatcher), ("difflib", difflib.SequenceMatcher)):
+            fuzz.SequenceMatcher = matcher
+            scores[name] = score(prediction, reference)
+        made.append({"prediction": prediction, "reference": reference, "scores": scores})
+    return made
+
+
+def main(clones: Path) -> None:
+    """Write ``prompts.json`` next to this file."""
+    made = {"commits": COMMITS, "ruler": ruler(clones), "longbench": longbench(clones), "passkey": passkey(clones)}
+    made["infinitebench"] = infinitebench(clones)
+    made["code_scores"] = code_scores(clones)
+    path = Path(__file__).with_name("prompts.json")
+    path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

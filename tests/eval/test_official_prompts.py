@@ -1,0 +1,239 @@
+"""Prompts and scores against those of the official code, which were computed once (golden/make_prompts.py)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eval.benchmarks.questpasskey as questpasskey
+import eval.benchmarks.ruler as ruler
+from eval import metrics
+from eval.benchmarks import BENCHMARKS
+from eval.benchmarks.base import Sample, Setup
+from eval.benchmarks.questpasskey import passkey_prompt
+from eval.benchmarks.ruler.counting import zeta_shares
+from eval.benchmarks.ruler.needles import NOISE
+from eval.metrics.references import as_texts
+from eval.protocols import Protocol
+from tests.eval.ruler_data import write_files
+from tests.eval.tokenizers import tiny_tokenizer
+
+OFFICIAL: dict[str, Any] = json.loads((Path(__file__).parent / "golden/prompts.json").read_text(encoding="utf-8"))
+RULER = OFFICIAL["ruler"]["tasks"]
+LONGBENCH = OFFICIAL["longbench"]
+PASSKEY = OFFICIAL["passkey"]
+
+
+def texts_of(sample: Sample) -> tuple[str, str]:
+    tokenizer = tiny_tokenizer()
+    return str(tokenizer.decode(sample.material_ids)), str(tokenizer.decode(sample.question_ids))
+
+
+# RULER
+
+
+@pytest.fixture(scope="module")
+def ruler_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("ruler"))
+
+
+@pytest.fixture
+def ruler_samples(ruler_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the samples of a task as it was given to the official generator."""
+    defaults = {"num_needle_k": 1, "num_needle_v": 1, "num_needle_q": 1}
+    tasks = {task: {"task": each["family"], "args": defaults | each["args"]} for task, each in RULER.items()}
+    values = {"tasks": {"templates": OFFICIAL["ruler"]["wording"], "tasks": tasks}}
+    monkeypatch.setattr(ruler, "load_protocol", lambda name, folder: Protocol(name, values, "0" * 64, "here"))
+
+    def make(task: str) -> list[Sample]:
+        setup = Setup(tiny_tokenizer(), 100_000, (task,), (RULER[task]["length"],), limit=2, data_dir=ruler_files)
+        return [item.build() for item in ruler.Ruler().items(setup)]
+
+    return make
+
+
+WORDS = r"\D\S*(?: \D\S*)*?"
+
+
+def layout(task: str, text: str) -> str:
+    """Replace what is drawn at random by its kind, and runs of filler by their number."""
+    text = re.sub(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
+    text = re.sub(r"\b[A-Z]{5}\b", "NAME5", re.sub(r"\b[A-Z]{3}\b(?<!VAR)", "NAME3", text))
+    text = re.sub(r"\b\d{7}\b", "NUMBER7", re.sub(r"\b\d{5}\b", "NUMBER5", text))
+    text = re.sub(r"(?<=for )[^\s:]+(?: \S+)?(?= is: )", "KEY", text)
+    if task.startswith("niah"):
+        text = re.sub(r"(?<= of )\S+(?: [^\s]+)?(?=(?: in it|  ?(?:is|are)))", "KEY", text)
+    if task == "cwe":
+        text = re.sub(rf"(?<!\S)\d+\. {WORDS}(?=\s+\d+\. |\n|$)", "ITEM", text)
+        text = re.sub(r"ITEM(?: ITEM)*", "LIST", text)
+    if task == "fwe":
+        text = re.sub(r"(?:(?:[a-z]{6}|\.\.\.) )+(?:[a-z]{6}|\.\.\.)(?=\n)", "WORDS", text)
+    if task.startswith("qa"):
+        text = re.sub(r"(Document )\d+(:\n).+?(?=\n\nDocument |\n\nNow tell)", r"\1N\2TEXT", text, flags=re.DOTALL)
+        text = re.sub(r"(?:Document N:\nTEXT\n\n)+", "DOCUMENTS\n\n", text)
+    return text
+
+
+@pytest.mark.parametrize("task", RULER)
+def test_ruler_layout_is_the_official_generators(task: str, ruler_samples: Any) -> None:
+    """The lines are the same and in the same order, without the filler between them, and so is the filler's amount."""
+    samples = ruler_samples(task)
+    for sample, official in zip(samples, RULER[task]["samples"], strict=True):
+        ours = "".join(texts_of(sample)).removeprefix("<s>")
+        theirs = official["input"] + official["answer_prefix"]
+        lines = [[line for line in layout(task, text).split("\n") if line != NOISE] for text in (ours, theirs)]
+        if task.startswith("niah_multikey"):  # as many lines as fit: all but the needle's are filler
+            lines = [list(dict.fromkeys(each)) for each in lines]
+        assert lines[0] == lines[1]
+        assert abs(ours.count(NOISE) - theirs.count(NOISE)) <= 1  # drawn names differ in tokens
+        assert len(sample.references) == len(set(official["outputs"]))
+
+
+def test_variable_tracking_has_the_official_lines(ruler_samples: Any) -> None:
+    for sample, official in zip(ruler_samples("vt"), RULER["vt"]["samples"], strict=True):
+        ours, theirs = "".join(texts_of(sample)), official["input"] + official["answer_prefix"]
+        example, ours_main = ours.removeprefix("<s>").split("\n\nFollow")
+        official_example, main = theirs.split("\n\nFollow")
+        assert example.count(NOISE) == official_example.count(NOISE) > 3
+        assert abs(ours_main.count(NOISE) - main.count(NOISE)) <= 1
+        tokens = tiny_tokenizer()(example.rpartition(": ")[0] + ": ", add_special_tokens=False)["input_ids"]
+        assert len(tokens) <= 500
+
+
+def test_common_words_repeat_as_officially(ruler_samples: Any) -> None:
+    def repeats(text: str) -> list[Counter[int]]:
+        parts = text.replace("are: 1.", "are:\n1.").split("\n")
+        lists = [re.findall(rf"(?<!\S)\d+\. ({WORDS})(?=\s+\d+\. |$)", part) for part in parts]
+        return [Counter(Counter(words).values()) for words in lists if words]
+
+    for sample, official in zip(ruler_samples("cwe"), RULER["cwe"]["samples"], strict=True):
+        (example, answer, asked), (their_example, their_answer, their_asked) = (
+            repeats(text) for text in ("".join(texts_of(sample)), official["input"])
+        )
+        assert (example, answer) == (their_example, their_answer)
+        assert asked[6] == their_asked[6] == 10
+        assert asked[1] == pytest.approx(their_asked[1], rel=0.1)
+
+
+def test_code_words_have_the_official_frequencies(ruler_samples: Any) -> None:
+    def counts(text: str) -> list[int]:
+        return sorted(Counter(re.findall(r"[a-z]{6}(?= )|\.\.\.", text.split("\n")[0])).values(), reverse=True)
+
+    length = RULER["fwe"]["length"]
+    shares = zeta_shares((length - 50) // 50, 2.0)
+    for text in ["".join(texts_of(each)) for each in ruler_samples("fwe")] + [
+        each["input"] for each in RULER["fwe"]["samples"]
+    ]:
+        found = counts(text.replace("Count these. ", "").replace("<s>", "").replace("\nWhich", " \nWhich"))
+        sizes = range(sum(found), 2 * sum(found))
+        assert any([count for share in shares if (count := int(size * share))] == found for size in sizes)
+
+
+# LongBench
+
+
+@pytest.mark.parametrize("task", ["lcc", "repobench-p"])
+def test_code_has_both_official_metrics(task: str) -> None:
+    for case in OFFICIAL["code_scores"]:
+        arguments = ("longbench", task, case["prediction"], [case["reference"]])
+        assert metrics.named_scores(*arguments) == case["scores"], case
+        assert metrics.score(*arguments) == case["scores"]["levenshtein"]
+    assert any(case["scores"]["levenshtein"] != case["scores"]["difflib"] for case in OFFICIAL["code_scores"])
+    assert metrics.named_scores("longbench", "qasper", "a", ["a"]) is None
+
+
+def longbench_sample(folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, chat: bool, **options: Any) -> Sample:
+    values = {"dataset2prompt": LONGBENCH["wording"], "dataset2maxlen": dict.fromkeys(LONGBENCH["wording"], 4)}
+    protocol = Protocol("longbench", values, "0" * 64, "here")
+    monkeypatch.setattr("eval.benchmarks.longbench.load_protocol", lambda name, folder: protocol)
+    (folder / f"{task}.jsonl").write_text(json.dumps(LONGBENCH["examples"][task]) + "\n", encoding="utf-8")
+    tokenizer = copy.copy(tiny_tokenizer())
+    tokenizer.chat_template = "{{ bos_token }}[INST]{{ messages[0]['content'] }}[/INST]"
+    options = {"cut": LONGBENCH["cut"], **options}
+    setup = Setup(tokenizer, 10_000, (task,), data_dir=folder, chat=chat, options=options)
+    (item,) = BENCHMARKS["longbench"].items(setup)
+    return item.build()
+
+
+@pytest.mark.parametrize("task", LONGBENCH["prompts"])
+def test_longbench_prompt_is_the_official_one(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    official = LONGBENCH["prompts"][task]
+    sample = longbench_sample(tmp_path, monkeypatch, task, chat=True)
+    assert "".join(texts_of(sample)) == official["longbench"]
+    assert sample.truncated
+
+
+@pytest.mark.parametrize("task", LONGBENCH["prompts"])
+def test_longbench_is_split_as_quest_does(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    official = LONGBENCH["prompts"][task]
+    sample = longbench_sample(tmp_path, monkeypatch, task, chat=True, question_from="quest")
+    assert texts_of(sample) == (official["quest_material"], official["quest_question"])
+
+
+@pytest.mark.parametrize("task", LONGBENCH["prompts"])
+def test_longbench_is_split_as_squeezed_attention_does(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    official = LONGBENCH["prompts"][task]
+    sample = longbench_sample(tmp_path, monkeypatch, task, chat=False, question_from="input")
+    assert "".join(texts_of(sample)).removeprefix("<s>") == official["squeezed"]
+    # The official code counts the fixed part's tokens alone: a token may span its end, and another one the cut.
+    assert abs(len(sample.material_ids) - official["squeezed_fixed_tokens"]) <= 2
+
+
+# InfiniteBench
+
+
+@pytest.mark.parametrize("task", OFFICIAL["infinitebench"])
+def test_infinitebench_prompt_and_answer_are_the_official_ones(task: str, protocols: Path, tmp_path: Path) -> None:
+    official = OFFICIAL["infinitebench"][task]
+    (tmp_path / f"{task}.jsonl").write_text(json.dumps(official["example"]) + "\n", encoding="utf-8")
+    setup = Setup(tiny_tokenizer(), 40_000, (task,), data_dir=tmp_path, protocol_dir=protocols)
+    (item,) = BENCHMARKS["infinitebench"].items(setup)
+    sample = item.build()
+    assert "".join(texts_of(sample)).removeprefix("<s>") == official["prompt"]
+    assert as_texts(sample.references) == as_texts(official["answer"])
+    assert not sample.truncated
+
+
+# Quest's passkey test
+
+
+@pytest.mark.parametrize("number", range(len(PASSKEY["prompts"])))
+def test_passkey_prompt_is_quests(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    official = PASSKEY["prompts"][number]
+    wording = PASSKEY["wording"] | {"question_chars": 400}
+    assert passkey_prompt(wording, 4 * 300, official["depth"], official["key"]) == official["text"]
+    values = {"passkey": wording}
+    protocol = Protocol("questpasskey", values, "0" * 64, "here")
+    monkeypatch.setattr(questpasskey, "load_protocol", lambda name, folder: protocol)
+    items = BENCHMARKS["questpasskey"].items(Setup(tiny_tokenizer(), 10_000, ("filler",), (300,)))
+    assert [item.depth for item in items] == [depth / 100 for depth in range(1, 101)]
+    sample = items[official["depth"] - 1].build()
+    material, question = texts_of(sample)
+    key, own = str(sample.references), str(official["key"])
+    assert 1 <= int(key) <= 50_000
+    text = official["text"].replace(own, key)
+    assert (material, question) == (f"<s>{text[:-400]}", text[-400:])
+    if len(key) == len(own):
+        assert material == official["material"].replace(own, key)
+        assert question == official["question"].replace(own, key)
+
+
+def test_passkey_scores_are_quests() -> None:
+    for case in PASSKEY["scores"]:
+        assert metrics.score("questpasskey", "filler", case["response"], str(case["key"])) == case["score"], case
+    assert {case["score"] for case in PASSKEY["scores"]} == {0, 1}
+
+
+def test_a_smaller_number_of_passkeys_is_spread_as_quest_spreads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol = Protocol("questpasskey", {"passkey": PASSKEY["wording"] | {"question_chars": 400}}, "0" * 64, "here")
+    monkeypatch.setattr(questpasskey, "load_protocol", lambda name, folder: protocol)
+    items = BENCHMARKS["questpasskey"].items(Setup(tiny_tokenizer(), 10_000, ("filler",), (300,), limit=20))
+    assert [item.sample_id for item in items] == [str(5 * (number + 1)) for number in range(20)]
