@@ -1,4 +1,4 @@
-"""The README's table: five measurements, each from a results file."""
+"""The README's table: measurements, each from a results file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ SPEED_BUDGET = 2048
 FOUND_LENGTH = 30000
 FOUND = (("quest", 2048), ("tokenselect", 256))
 """Methods and budgets whose accuracy the table shows."""
+NEEDLES = Path("eval/results/results-keycodes-bytes")
+NEEDLE_METHODS = (("quest", 1024), ("keycodes", 1024))
+"""Methods and budgets whose share of found needles the table shows."""
 MARKS = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- measured: end -->\n)", re.DOTALL)
 
 
@@ -34,7 +37,7 @@ def headline(root: Path) -> str:
     """
     try:
         report = read(root / overview.TIMES)
-        rows = [_step(report), _generate(root), _chunk(report), *_accuracy(root)]
+        rows = [_step(report), _generate(root), _chunk(report), *_accuracy(root), *_needles(root)]
     except (KeyError, StopIteration) as error:
         raise ResultsError(f"the results lack a measurement of the README's table: {error!r}") from error
     return table(("measured", "dense", "sparse", "ratio"), rows, left=1)
@@ -103,3 +106,26 @@ def _accuracy(root: Path) -> list[list[str]]:
         what = f"retrieval from {FOUND_LENGTH:,} tokens of books: {overview.NAMES[method]} reading {budget:,} tokens"
         rows.append([what, *(f"{score:.0f} %" for score in scores), f"{100 * fraction:.0f} % of the bytes"])
     return rows
+
+
+def _needles(root: Path) -> list[list[str]]:
+    """Return a row for each method: the mean score of all samples of the study's scored runs, and the bytes read."""
+    entries = [
+        entry
+        for path in sorted((root / NEEDLES).glob("*/summary.json"))
+        for entry in overview.read_summary(path)["table"]
+        if entry["benchmark"] != "longbench" and not entry["variant"]
+    ]
+    rows = []
+    dense = _mean(entries, "score", "full", None)
+    for method, budget in NEEDLE_METHODS:
+        score, fraction = (_mean(entries, name, method, budget) for name in ("score", "kv_fraction"))
+        what = f"passkeys, needles and one of many keys, 16K to 30K tokens: {overview.NAMES[method]} reading {budget:,}"
+        rows.append([what, f"{100 * dense:.0f} %", f"{100 * score:.0f} %", f"{100 * fraction:.0f} % of the bytes"])
+    return rows
+
+
+def _mean(entries: list[Record], name: str, method: str, budget: int | None) -> float:
+    found = [entry for entry in entries if entry["method"] == method and entry["token_budget"] in (budget, None)]
+    samples: int = sum(entry["samples"] for entry in found)
+    return float(sum(entry[name] * entry["samples"] for entry in found) / samples)
