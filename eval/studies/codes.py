@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from hf_sparse_attn_kernels.codes.rotation import rotation
+from hf_sparse_attn_kernels.codes.rotation import rotation, rotation_levels
 
 STEP = 0.9957
 """Step of the uniform quantizer of 2 bits with the least error for a Gaussian of unit variance."""
+QUERY_UNITS = 128 * 127
+"""Units in a query's greatest channel before it is rotated, of which two parts of 8 bits hold any number."""
 _LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
 
 
@@ -34,6 +36,7 @@ class Coder:
     key_centre: str
     rotation: bool
     correction: bool
+    query_bits: int | None
 
     def encode(self, keys: torch.Tensor, first: int, full: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
         """Write the codes of pages of keys.
@@ -108,26 +111,50 @@ class Coder:
     def estimate(self, query: torch.Tensor, coded: Page) -> torch.Tensor:
         """Return estimates of q.k of all tokens of pages, for queries [batch, kv_heads, group, head_dim].
 
-        The query is not rounded here, as it is in the op, which adds less than 1 % to the error.
+        With ``query_bits`` they are rounded as in the op, and there as here not in float64.
         """
         metadata, dtype, head_dim = coded.metadata, query.dtype, query.shape[3]
         centres = metadata["query_centre"].to(dtype)
         left = query - centres if centres.shape[2] else query
-        if self.rotation:
-            left = left @ rotation(head_dim, query.device).to(dtype).T
-        else:
-            left = left * metadata["channel_scale"].to(dtype)[:, :, None]
-        estimates = left @ coded.tokens("symbols", dtype).transpose(2, 3)
+        whole, unit = self._with_symbols(left, metadata["channel_scale"])
+        estimates = whole @ coded.tokens("symbols", dtype).transpose(2, 3) * unit
         estimates = estimates * coded.tokens("factors", dtype).transpose(2, 3)
         if centres.shape[2]:
             estimates = estimates + coded.tokens("offsets", dtype).transpose(2, 3) * head_dim**0.5
         if self.key_centre == "page":
             levels = metadata["levels"][:, :, : coded.pages].to(dtype)
-            of_pages = query @ levels.transpose(2, 3) * metadata["level_scale"][:, :, None, : coded.pages].to(dtype)
+            whole, unit = self._rounded(query, QUERY_UNITS)
+            of_pages = whole @ levels.transpose(2, 3) * unit
+            of_pages = of_pages * metadata["level_scale"][:, :, None, : coded.pages].to(dtype)
             return estimates + of_pages.repeat_interleave(coded.page_size, 3)
         if self.key_centre == "prompt":
             return estimates + (query * metadata["prompt_centre"].to(dtype)[:, :, None]).sum(3, keepdim=True)
         return estimates
+
+    def _with_symbols(self, query: torch.Tensor, channel_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the symbols are multiplied with, and its unit, for queries less their centre."""
+        head_dim, dtype = query.shape[3], query.dtype
+        if not self.rotation:
+            return self._rounded(query * channel_scale.to(dtype)[:, :, None], self._most_units)
+        if self.query_bits is None or dtype == torch.float64:
+            rotated = query @ rotation(head_dim, query.device).to(dtype).T
+            return rotated, rotated.new_ones(())
+        levels, level_unit = rotation_levels(head_dim, query.device)
+        whole, unit = self._rounded(query, QUERY_UNITS)
+        products = (whole.double() @ levels.double().T).to(dtype)  # of whole numbers, the same in any order
+        rotated, rotated_unit = self._rounded(products, self._most_units)
+        return rotated, rotated_unit * unit * level_unit
+
+    @property
+    def _most_units(self) -> int:
+        return 0 if self.query_bits is None else 2 ** (self.query_bits - 1) - 1
+
+    def _rounded(self, vectors: torch.Tensor, units: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return vectors as whole numbers of a unit, so many in the greatest, or as they are with a unit of 1."""
+        if self.query_bits is None or vectors.dtype == torch.float64:
+            return vectors, vectors.new_ones(())
+        unit = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) * (1 / units)
+        return (vectors / unit + 0.5).floor(), unit
 
 
 def _set_rows(target: torch.Tensor, is_new: torch.Tensor, values: torch.Tensor) -> None:

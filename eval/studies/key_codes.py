@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "granularity": ("token", "page"),
     "rotation": (True, False),
     "correction": (True, False),
+    "query_bits": (6, None),
 }
 _MOST_HALF = 65504.0
 
@@ -62,6 +63,9 @@ class KeyCodesStudy(SparseMethod):
     rerank
         Choose so many times the budget by codes, and the budget among these by the keys themselves; 0 or 1 for no
         second choice.
+    query_bits
+        Bits of a channel of the query that symbols are multiplied with, 6 as in the op, or None for queries that are
+        not rounded. Queries in float64 never are. Records without this parameter have queries that were not rounded.
     """
 
     name: ClassVar[str] = "keycodes_study"
@@ -79,6 +83,7 @@ class KeyCodesStudy(SparseMethod):
     granularity: str = "token"
     rerank: int = 0
     sink_tokens: int = 4
+    query_bits: int | None = 6
 
     def __post_init__(self) -> None:
         """Check the hyperparameters.
@@ -168,7 +173,7 @@ class KeyCodesStudy(SparseMethod):
 
     @property
     def _coder(self) -> Coder:
-        return Coder(self.bits, self.key_centre, self.rotation, self.correction)
+        return Coder(self.bits, self.key_centre, self.rotation, self.correction, self.query_bits)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every coded token and choose the best; see :meth:`SparseMethod.select`."""

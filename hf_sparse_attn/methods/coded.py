@@ -160,6 +160,19 @@ class CodedMethod(SparseMethod, partial=True):
             **layer.metadata,
         )
 
+    def scored_tokens(self, layer: SparseLayer) -> int:
+        """Return the tokens of all pages that any row may have: ``num_tokens`` of the ops.
+
+        The codes have room for whole pages, while a row, or a static buffer, may have any length. Kernels keep scores
+        of 2 bytes, the KV heads one after another. Pages are multiples of 16 tokens, so those of each KV head begin at
+        a multiple of 32 bytes and are read and written several at once; of an odd length, each needs its own access.
+        """
+        if layer.longest_row == layer.capacity:
+            # Static buffers: the same number, but compiled steps need no guard that it is within the codes.
+            room: int = layer.metadata["codes"].shape[2]
+            return room
+        return layer.max_blocks(self.page_size) * self.page_size
+
     def estimate(
         self, query: torch.Tensor, layer: SparseLayer, scale: float, group_reduce: str, first_page: int = 0
     ) -> torch.Tensor:
@@ -178,7 +191,7 @@ class CodedMethod(SparseMethod, partial=True):
             first_page=first_page,
             scale=scale,
             group_reduce=group_reduce,
-            num_tokens=layer.longest_row,
+            num_tokens=self.scored_tokens(layer),
             counter=layer.counter.totals,
         )
         return scores

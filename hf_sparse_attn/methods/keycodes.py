@@ -115,7 +115,7 @@ class KeyCodes(CodedMethod):
             bits=self.bits,
             scale=scale,
             group_reduce=self.group_reduce,
-            num_tokens=layer.longest_row,
+            num_tokens=self.scored_tokens(layer),
             counter=layer.counter.totals,
             **layer.metadata,
         )

@@ -7,7 +7,7 @@ import torch
 from hf_sparse_attn_kernels.codes import reference_encode
 from op_bench import oracle
 from op_bench.code_entries import CODES
-from op_bench.code_workload import code_bytes, code_layer_bytes, make_code_layer
+from op_bench.code_workload import SPARE_PAGES, code_bytes, code_layer_bytes, make_code_layer
 from op_bench.measure import check_entry
 from op_bench.shapes import Settings, Shape
 
@@ -108,6 +108,7 @@ def test_wrong_scores_and_choices_fail():
             ("not as many tokens", 0, slice(0, 2), [1, 0]),
             ("tokens that are always read", 0, slice(-64, None), range(575, 639)),
             ("a token that scores higher", 1, slice(4, 64), range(4, 64)),
+            ("tokens that no row has", 0, slice(4, 128), [*range(517, 640), 640]),
         ):
             layer.counter.zero_()
             out, indices, counts = entry.run(layer, "reference")
@@ -131,7 +132,7 @@ def test_a_layer_that_would_be_read_whole_fails():
 def test_buffers_and_bytes_are_counted_right():
     layer = new_layer()
     metadata = sum(tensor.numel() * tensor.element_size() for tensor in layer.codes.values())
-    assert metadata == code_bytes(SHAPE, SETTINGS, 10)
+    assert metadata == code_bytes(SHAPE, SETTINGS, 10 + SPARE_PAGES)
     counted = metadata + sum(buffer.numel() * buffer.element_size() for buffer in (layer.keys, layer.values))
     assert counted == code_layer_bytes(SHAPE, SETTINGS)
     shape = Shape(32, 8, 128, 1, 131072)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
+from hf_sparse_attn_kernels.codes import ROTATED_UNITS, UNITS
 
+from eval.studies.codes import QUERY_UNITS
 from eval.studies.key_codes import CHOICES, KeyCodesStudy
 from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
 from tests.models import random_ids, shared_model
@@ -38,8 +40,8 @@ def exact():
 class Run:
     """A batch of two rows, the second one with left padding: a prompt, then steps of given tokens."""
 
-    def __init__(self, method) -> None:
-        model = shared_model("llama", torch.float64)
+    def __init__(self, method, dtype=torch.float64) -> None:
+        model = shared_model("llama", dtype)
         ids = random_ids(2, PROMPT + STEPS, seed=3).to(model.device)
         mask = torch.ones_like(ids)
         mask[1, :7] = 0
@@ -79,11 +81,31 @@ def test_the_shipped_settings_choose_the_shipped_method_s_tokens(bits, group_red
     assert studied.stats.metadata_bytes == shipped.stats.metadata_bytes
 
 
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("has_centre", [True, False])
+def test_queries_are_rounded_as_in_the_op(bits, has_centre):
+    """In float32; in float64, as in the other tests, nothing is rounded."""
+    shared = {**SMALL, "bits": bits, "group_reduce": "max"}
+    shipped = Run(KeyCodes(**shared, query_centre=has_centre), torch.float32)
+    studied, unrounded = (
+        Run(
+            KeyCodesStudy(**shared, query_centre="kv_head" if has_centre else "none", query_bits=query_bits),
+            torch.float32,
+        )
+        for query_bits in (6, None)
+    )
+    # Estimates are added in float32 here and in float64 there, which decides between scores next to each other.
+    assert same(shipped, studied) > 0.97
+    assert same(shipped, unrounded) < 0.5
+
+
 def test_the_defaults_are_the_shipped_ones():
     shipped, studied = KeyCodes(), KeyCodesStudy()
     for name in ("token_budget", "dense_layers", "bits", "page_size", "group_reduce", "sink_tokens"):
         assert getattr(studied, name) == getattr(shipped, name)
     assert (studied.query_centre == "kv_head") == shipped.query_centre
+    assert 2 ** (studied.query_bits - 1) - 1 == ROTATED_UNITS
+    assert QUERY_UNITS == UNITS
 
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: "-".join(f"{name}-{value}" for name, value in axis.items()))

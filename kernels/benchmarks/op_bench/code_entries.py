@@ -104,8 +104,7 @@ def _spoil(layer: CodedLayer) -> None:
 def _spoil_last_page(layer: CodedLayer) -> None:
     """Leave the codes of a prompt, but for the last page."""
     layer.encode(0, None, None)
-    for tensor in layer.codes.values():
-        tensor[:, :, -1:] = float("nan") if tensor.is_floating_point() else 77
+    layer.spoil(layer.shape.length // layer.settings.code_page - 1)
 
 
 def _check_codes(layer: CodedLayer, outputs: Outputs) -> None:
@@ -165,12 +164,15 @@ def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, c
         layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, group_reduce=group_reduce
     )
     _check_scores(group_reduce, layer, (scores,))
-    first, last = layer.settings.code_sinks, layer.shape.length - layer.settings.code_page
+    first, length = layer.settings.code_sinks, layer.shape.length
+    last = length - layer.settings.code_page
     if not (bool((counts == layer.settings.code_budget).all()) and bool((indices.diff() > 0).all())):
         raise oracle.Mismatch("append_and_select_tokens: not as many tokens as the budget has, in ascending order")
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, indices.long(), True)
-    if not (bool(is_chosen[..., :first].all()) and bool(is_chosen[..., last:].all())):
+    if not (bool(is_chosen[..., :first].all()) and bool(is_chosen[..., last:length].all())):
         raise oracle.Mismatch("append_and_select_tokens: tokens that are always read are missing")
+    if bool(is_chosen[..., length:].any()):
+        raise oracle.Mismatch("append_and_select_tokens: tokens that no row has are chosen")
     is_chosen, scores = is_chosen[..., first:last], scores[..., first:last].float()
     least = scores.masked_fill(~is_chosen, float("inf")).amin(dim=2)
     left_out = scores.masked_fill(is_chosen, float("-inf")).amax(dim=2)

@@ -23,11 +23,12 @@ LEAST = 1e-7
 def check_codes(layer: CodedLayer) -> None:
     """Check all pages, one row and KV head after another."""
     page = layer.settings.code_page
+    coded = layer.codes_of(0, layer.shape.length // page)
     for row in range(layer.shape.batch):
         for head in range(layer.shape.kv_heads):
             one, where = (slice(row, row + 1), slice(head, head + 1)), f"KV head {head} of row {row}"
             keys = layer.keys[one].double().unflatten(2, (-1, page))
-            codes = {name: tensor[one] for name, tensor in layer.codes.items()}
+            codes = {name: tensor[one] for name, tensor in coded.items()}
             _check_centres(keys, codes, where)
             _check_tokens(keys, codes, layer.query_centre[one], layer.settings.code_bits, where)
 

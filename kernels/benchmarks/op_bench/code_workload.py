@@ -11,13 +11,19 @@ import torch
 from op_bench.shapes import Settings, Shape
 from op_bench.workload import DTYPE, Layer
 
+SPARE_PAGES = 1
+"""Pages that the codes have room for beyond the tokens.
+
+The codes of a static cache have such room, so their capacity is seldom a multiple of a kernel's large tiles.
+"""
+
 
 @dataclass
 class CodedLayer(Layer):
     """A layer with coded keys; a block is one token."""
 
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The metadata, as arguments of the ops."""
+    """The metadata, as arguments of the ops, with room for `SPARE_PAGES` after the tokens."""
     coded: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """int32 [batch, kv_heads]: pages coded so far."""
     query_centre: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -57,9 +63,19 @@ class CodedLayer(Layer):
             impl=impl,
         )
 
-    def spoil(self) -> None:
-        """Fill the metadata with what no key has."""
-        for tensor in self.codes.values():
+    def codes_of(self, first_page: int, end_page: int | None = None) -> dict[str, torch.Tensor]:
+        """Return views of the metadata from a page up to another, by default to the end of the room."""
+        pages = self.codes["centres"].shape[2]
+        end_page = pages if end_page is None else end_page
+        views = {}
+        for name, tensor in self.codes.items():
+            size = tensor.shape[2] // pages  # 1, or the tokens of a page
+            views[name] = tensor[:, :, first_page * size : end_page * size]
+        return views
+
+    def spoil(self, first_page: int = 0) -> None:
+        """Fill the metadata from a page on with what no key has."""
+        for tensor in self.codes_of(first_page).values():
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
 
 
@@ -77,7 +93,7 @@ def code_bytes(shape: Shape, settings: Settings, pages: int) -> int:
 def code_layer_bytes(shape: Shape, settings: Settings) -> int:
     """Return the bytes of a layer's buffers."""
     vectors = 2 * shape.batch * shape.kv_heads * shape.length * shape.head_dim * DTYPE.itemsize
-    return vectors + code_bytes(shape, settings, shape.length // settings.code_page)
+    return vectors + code_bytes(shape, settings, shape.length // settings.code_page + SPARE_PAGES)
 
 
 def make_code_layer(
@@ -98,13 +114,13 @@ def make_code_layer(
     def normal(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.randn(*size, dtype=dtype, device=device, generator=generator)
 
-    pair, pages = (shape.batch, shape.kv_heads), shape.length // page
+    pair, pages = (shape.batch, shape.kv_heads), shape.length // page + SPARE_PAGES
     keys, values = (normal(*pair, shape.length, shape.head_dim) for _ in range(2))
     start = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     nothing = torch.empty(0, device=device)
     empty = {
-        "codes": torch.empty(*pair, shape.length, settings.code_bits, shape.head_dim // 8, dtype=torch.uint8),
-        "factors": torch.empty(*pair, shape.length, 2, dtype=torch.float16),
+        "codes": torch.empty(*pair, pages * page, settings.code_bits, shape.head_dim // 8, dtype=torch.uint8),
+        "factors": torch.empty(*pair, pages * page, 2, dtype=torch.float16),
         "centres": torch.empty(*pair, pages, shape.head_dim, dtype=torch.int8),
         "centre_scale": torch.empty(*pair, pages, dtype=torch.float16),
     }
@@ -129,6 +145,7 @@ def make_code_layer(
         coded=torch.zeros(pair, dtype=torch.int32, device=device),
         query_centre=normal(*pair, shape.head_dim, dtype=torch.float32),
     )
+    layer.spoil()
     layer.encode(0, None, impl)
     layer.scores = ops.code_scores(layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, impl=impl)
     selection = ops.select_tokens_by_score(layer.scores, **layer.row_bounds, **layer.choice, impl=impl)

@@ -186,6 +186,7 @@ def code_scores(
         the next power of two. With one query head per KV head both orders are the same, and nothing is normalised.
     num_tokens : int, optional
         Upper bound on the row lengths, known to the host; tokens beyond it are ignored. Default: the tokens of `codes`.
+        Multiples of 16 are fastest: every KV head's scores are then aligned, and kernels access several at once.
     counter : torch.Tensor, optional
         int64 [4], added to in place: [2] += the bytes of the candidates' codes and factors and of their pages' centres
         and scales, each once.
