@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from hf_sparse_attn.cli.extras import needs
 
 PACKAGES = (
-    *("datasets", "evaluate", "filelock", "huggingface_hub", "jieba", "jinja2", "matplotlib", "pooch", "rapidfuzz"),
-    *("requests", "rouge", "rouge_score", "wonderwords", "yaml"),
+    *("datasets", "evaluate", "filelock", "huggingface_hub", "jieba", "jinja2", "matplotlib", "pooch", "pydantic"),
+    *("rapidfuzz", "requests", "rouge", "rouge_score", "wonderwords", "yaml"),
     *("gguf", "platformdirs", "psutil", "rich", "typer"),  # from the extra `cli`
 )
 

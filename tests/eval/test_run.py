@@ -432,7 +432,7 @@ def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir, protocols
     assert bool(list(tmp_path.iterdir())) == keeps  # nothing is written unless a folder is named
     assert "2406.10774" in result.stdout
     assert "not measured" in result.stdout
-    assert "not here yet" in result.stdout
+    assert {"quest", "h2o", "tova", "streaming_llm"} <= set(result.stdout.split())
 
 
 class BadLogits:
