@@ -51,7 +51,7 @@ SPARSE: dict[str, dict[str, float]] = {
 }
 """Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
 COVERING: dict[str, dict[str, float]] = {
-    "infllm": {"n_init": 0, "n_local": 256},
+    "infllm": {"n_init": 0, "n_local": 512},
     "rabitqcache": {"top_p": 1.0, "page_size": 16, "sink_tokens": 16},
     "psa": {"threshold": 1.0, "block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8},

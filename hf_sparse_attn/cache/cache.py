@@ -103,10 +103,12 @@ class SparseCache(Cache):  # type: ignore[misc]
                 if max_cache_len is None:
                     return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
                 return StaticHostStorage(self._stages, method.selection_size, max_cache_len)
-            if self._offloaded is None:
+            if self._offloaded is None and not self.method.evicts:
                 return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
             room = (max_cache_len or initial_capacity, max_cache_len)
-            return GrowingStorage(*room) if method is FULL else OffloadStorage(self._offloaded, *room)
+            if self._offloaded is None or method is FULL:  # dense, beside layers that cannot be compiled
+                return GrowingStorage(*room)
+            return OffloadStorage(self._offloaded, *room)
 
         self.shared = Shared()
         self._pass: ForwardPass | None = None

@@ -401,9 +401,11 @@ class Operations(RuleBasedStateMachine):
         """Whether the cache is in the state after a successful pass."""
         rows = self.fed_anew(1, seed, [0])
         hook = self.model.lm_head.register_forward_pre_hook(lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            self.call(rows, 1, self.cache)
-        hook.remove()
+        try:
+            with pytest.raises(ZeroDivisionError):
+                self.call(rows, 1, self.cache)
+        finally:
+            hook.remove()
         self.rows, self.is_settled, self.counts_are_known = rows, True, False
 
     @rule()
