@@ -16,7 +16,7 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.methods.channels import label_values, make_labels
 from tests.methods.coded import decode, generate_watched
-from tests.models import DEVICE, ROUNDING, make_model, random_ids, shared_model
+from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 PROMPT, BUDGET, KV_HEADS = 63, 24, 2
@@ -27,13 +27,6 @@ SMALL = {"token_budget": BUDGET, "channels": 6, "label_bits": 16, "dense_layers"
 def exact():
     with use_impl("reference"):
         yield
-
-
-@pytest.fixture
-def model():
-    model = shared_model("llama", torch.float64)
-    yield model
-    assert model.config._attn_implementation == "sdpa"
 
 
 def heavy_channels(queries, keys, channels, statistic):

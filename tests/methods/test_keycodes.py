@@ -9,7 +9,7 @@ from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import KeyCodes, SparseCache, sparse_attention, sparse_attention_stats
 from tests.methods.coded import check_forks_of_a_dense_prefill, decode, estimates, generate_watched
-from tests.models import DEVICE, make_model, random_ids, shared_model
+from tests.models import DEVICE, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
@@ -22,13 +22,6 @@ PROMPT = 100
 def exact():
     with use_impl("reference"):
         yield
-
-
-@pytest.fixture
-def model():
-    model = shared_model("llama", torch.float64)
-    yield model
-    assert model.config._attn_implementation == "sdpa"
 
 
 def chosen(query, keys, centre, method):

@@ -11,7 +11,7 @@ from hf_sparse_attn import (
     sparse_attention,
     sparse_attention_stats,
 )
-from tests.models import DEVICE, ROUNDING, make_model, random_ids, shared_model
+from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 SMALL = {"clusters": 0.1, "coarse_clusters": 0.03, "window": 12}
@@ -22,13 +22,6 @@ PROMPT = 160
 def exact():
     with use_impl("reference"):
         yield
-
-
-@pytest.fixture
-def model():
-    model = shared_model("llama", torch.float64)
-    yield model
-    assert model.config._attn_implementation == "sdpa"
 
 
 class Queries:
