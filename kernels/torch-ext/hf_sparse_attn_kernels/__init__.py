@@ -2,6 +2,7 @@
 
 from ._op import use_impl
 from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .blocks.ops import block_sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .codes.mass_ops import select_tokens_by_mass
 from .codes.ops import code_scores, encode_keys, select_tokens_by_score
@@ -18,6 +19,7 @@ __all__ = [
     "append_and_rank",
     "append_and_select",
     "append_and_select_tokens",
+    "block_sparse_prefill",
     "centroid_weights",
     "cluster_sums",
     "code_scores",

@@ -38,8 +38,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and waves of programs: in
     # several, shares are smaller, so that a program that starts late delays the end less.
     "runs_decode": {"block_n": 64, "per_multiprocessor": 2, "warps": 4, "stages": 3, "waves": 1},
-    # Tokens in a tile, programs for each multiprocessor, warps in a program, and tiles in flight.
+    # Tokens in a tile, programs for each multiprocessor, warps in a program, and tiles in flight; for scores by the
+    # greatest estimate of a group, and for those by softmax, which keep every estimate.
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
+    "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
 }
 
 
@@ -163,6 +165,26 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             (512, 6, 4, 3),
             (512, 2, 4, 4),
             (1024, 2, 8, 3),
+        )
+    ],
+    "softmax_scan": [
+        {"block_t": block_t, "per_multiprocessor": per_multiprocessor, "warps": warps, "stages": stages}
+        for block_t, per_multiprocessor, warps, stages in (
+            (128, 16, 1, 3),
+            (128, 24, 1, 3),
+            (128, 32, 1, 3),
+            (128, 24, 1, 4),
+            (128, 16, 2, 3),
+            (256, 8, 2, 3),
+            (256, 12, 2, 3),
+            (256, 16, 2, 3),
+            (256, 8, 4, 3),
+            (512, 4, 4, 3),
+            (512, 6, 4, 3),
+            (512, 8, 4, 2),
+            (512, 4, 8, 3),
+            (1024, 2, 8, 3),
+            (1024, 3, 8, 3),
         )
     ],
 }

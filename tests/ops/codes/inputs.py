@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hf_sparse_attn_kernels import encode_keys
 from hf_sparse_attn_kernels.codes.centre import centre_levels
@@ -143,3 +144,12 @@ def _rotation_rounding(vectors: torch.Tensor, rotated: torch.Tensor) -> torch.Te
 
 def _rotation(head_dim: int) -> torch.Tensor:
     return rotation(head_dim, device).double()
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, *, span: int, at_once: int, sampled: int, deviations: float = 3.0) -> None:
+    """Give a program of a selection few tokens, so that short rows have several. A tile has 256."""
+    module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
+    sizes = {"TILE": 256, "REDUCED": 1024, "MOST_SPAN": span, "LEAST_AT_ONCE": 256, "MOST_AT_ONCE": at_once}
+    sizes |= {"LEAST_SAMPLED": sampled, "MOST_SAMPLED": sampled, "DEVIATIONS": deviations}
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)

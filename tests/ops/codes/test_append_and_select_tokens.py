@@ -6,7 +6,7 @@ from hf_sparse_attn_kernels import _reference, append_and_select_tokens, code_sc
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import reference, reference_encode
 
-from tests.ops.codes.inputs import make_coded
+from tests.ops.codes.inputs import divide, make_coded
 from tests.ops.helpers import IMPLS, POISON, check_schema, device, grid
 
 SMALL = {"block_t": 64, "per_multiprocessor": 1}
@@ -80,7 +80,7 @@ def test_steps_do_what_the_parts_do(impl, lengths, options, group_reduce):
     fused, parts = (_prefilled(lengths, **options) for _ in range(2))
     budget = {"max_tokens": 16 + fused.page_size, "sink_tokens": 3}
     counters = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2)]
-    with tuning.forced(code_scan=SMALL):
+    with tuning.forced(code_scan=SMALL, softmax_scan=SMALL):
         for step in range(1, 4):
             now = [length + step if length else 0 for length in lengths]
             token = _tokens(fused, seed=step)
@@ -93,6 +93,36 @@ def test_steps_do_what_the_parts_do(impl, lengths, options, group_reduce):
             for first, second in zip((*found, *state[0]), (*expected, *state[1]), strict=True):
                 torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(*counters)
+
+
+LONG_CASES = [
+    ([700, 63, 0, 431], {"group": 3}, {}),
+    ([641, 513], {"group": 7, "head_dim": 80, "kv_heads": 1, "page_size": 48}, {}),
+    grid([1201], {"group": 2, "head_dim": 8, "centred": False, "dtype": torch.bfloat16}, {}),
+    grid([577, 600], {"group": 16, "head_dim": 128, "kv_heads": 1, "dtype": torch.float16}, {}),
+]
+AWKWARD_CASES = [
+    ([600, 431], {"group": 4}, {"deviations": -100.0}),  # the sample misleads: all scores are read again
+    ([600], {"group": 3}, {"scale": 0.0}),  # all scores are equal
+    grid([555, 600], {"group": 4}, {"scale": 1e-3}),  # many are
+]
+
+
+@pytest.mark.parametrize(("lengths", "options", "special"), LONG_CASES + AWKWARD_CASES)
+def test_rows_of_several_programs(monkeypatch, lengths, options, special):
+    """One launch reduces estimates and keeps candidates: the choice is that from the scores of `code_scores`."""
+    special = {"deviations": 3.0, "scale": 0.2} | special
+    fused, parts = (_prefilled(lengths, **options) for _ in range(2))
+    budget = {"max_tokens": 40 + fused.page_size, "sink_tokens": 3}
+    now = [length + 1 if length else 0 for length in lengths]
+    token = _tokens(fused, seed=1)
+    reduction = {"group_reduce": "softmax", "scale": special["scale"]}
+    with tuning.forced(code_scan=SMALL, softmax_scan=SMALL):
+        expected = _by_parts(parts, token, now, budget, "triton", **reduction)
+        divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=special["deviations"])
+        found = append_and_select_tokens(**_arguments(fused, token, now), **budget, **reduction, impl="triton")
+    for first, second in zip(found, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

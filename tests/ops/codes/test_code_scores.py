@@ -14,7 +14,7 @@ SMALL = {"block_t": 64, "per_multiprocessor": 1}
 
 
 def _score(coded: Coded, lengths=None, **options):
-    with tuning.forced(code_scan=SMALL):
+    with tuning.forced(code_scan=SMALL, softmax_scan=SMALL):
         return code_scores(coded.rows.query, **coded.metadata, **coded.ends(lengths), **coded.options, **options)
 
 
@@ -167,7 +167,7 @@ def test_no_choice_changes_a_result(candidate):
     coded.encode(impl="reference")
     for group_reduce in ("max", "softmax"):
         expected = _score(coded, group_reduce=group_reduce, impl="triton")
-        with tuning.forced(code_scan=candidate):
+        with tuning.forced(code_scan=candidate, softmax_scan=candidate):
             found = code_scores(
                 coded.rows.query,
                 **coded.metadata,

@@ -4,6 +4,7 @@ from hf_sparse_attn_kernels import select_tokens_by_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.codes.inputs import divide
 from tests.ops.helpers import IMPLS, check_schema, device, grid, int32
 
 NAN, INF = float("nan"), float("inf")
@@ -60,14 +61,6 @@ def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size)
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
 
 
-def _divide(monkeypatch, *, span, at_once, sampled, deviations=3.0):
-    """Give a program few tokens, so that short rows have several. A tile has 256."""
-    module = pytest.importorskip("hf_sparse_attn_kernels.codes.select")
-    sizes = {"TILE": 256, "MOST_SPAN": span, "LEAST_AT_ONCE": 256, "MOST_AT_ONCE": at_once, "DEVIATIONS": deviations}
-    for name, size in (sizes | {"LEAST_SAMPLED": sampled, "MOST_SAMPLED": sampled}).items():
-        monkeypatch.setattr(module, name, size)
-
-
 def _awkward_scores(width):
     """Ties, NaN and few candidates over the borders of programs."""
     scores = _scores(2, width)
@@ -89,7 +82,7 @@ def _awkward_scores(width):
     ],
 )
 def test_rows_of_several_programs(monkeypatch, width, max_tokens, span, sampled, deviations):
-    _divide(monkeypatch, span=span, at_once=256, sampled=sampled, deviations=deviations)
+    divide(monkeypatch, span=span, at_once=256, sampled=sampled, deviations=deviations)
     scores = _awkward_scores(width)
     for lengths in ([width, 300], [span + 1, width - 1], [0, span]):
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=3, page_size=32)
@@ -98,13 +91,13 @@ def test_rows_of_several_programs(monkeypatch, width, max_tokens, span, sampled,
 @pytest.mark.parametrize(("width", "at_once"), [(1500, 256), (1040, 1024)])
 def test_a_sample_that_leaves_too_few_candidates(monkeypatch, width, at_once):
     """All tokens are searched then, in several parts or one."""
-    _divide(monkeypatch, span=512, at_once=at_once, sampled=32, deviations=-100.0)
+    divide(monkeypatch, span=512, at_once=at_once, sampled=32, deviations=-100.0)
     _check(_awkward_scores(width), [width, 900], max_tokens=100, sink_tokens=3, page_size=16)
 
 
 def test_every_candidate_reaches_the_bound(monkeypatch):
     """The bound is 1 where three tokens of score 0 are wanted: more are kept, but not for their scores."""
-    _divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=-1.0)
+    divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=-1.0)
     scores = (torch.arange(800) % 8 == 7).float().expand(1, 2, -1)
     for more in (0, 3):
         _check(scores, [800], max_tokens=1 + 98 + 16 + more, sink_tokens=1, page_size=16)
@@ -112,7 +105,7 @@ def test_every_candidate_reaches_the_bound(monkeypatch):
 
 def test_more_candidates_than_a_program_holds(monkeypatch):
     """The scores rise and fall slowly, so that most programs have no candidate and one has most."""
-    _divide(monkeypatch, span=256, at_once=256, sampled=32)
+    divide(monkeypatch, span=256, at_once=256, sampled=32)
     scores = torch.linspace(0, 12, 1600).sin().expand(1, 2, -1) * torch.tensor([1, -1])[:, None]
     for max_tokens in (90, 700):
         _check(scores, [1590], max_tokens=max_tokens, sink_tokens=0, page_size=64)
@@ -120,7 +113,7 @@ def test_more_candidates_than_a_program_holds(monkeypatch):
 
 def test_most_tokens_are_always_chosen(monkeypatch):
     """No group of neighbours can be sampled."""
-    _divide(monkeypatch, span=256, at_once=256, sampled=32)
+    divide(monkeypatch, span=256, at_once=256, sampled=32)
     _check(_scores(1, 600), [600], max_tokens=650, sink_tokens=570, page_size=16)
     _check(_scores(1, 600), [596], max_tokens=590, sink_tokens=5, page_size=576)
 

@@ -20,6 +20,7 @@ LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
 MOST_FETCHED = 4096  # tokens of a program
 LEAST_REDUCED, MOST_REDUCED = 2048, 8192  # estimates that a program reduces
+MOST_LSE = 8192  # numbers of the scan's programs that a later one loads at once
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
 
@@ -43,6 +44,30 @@ class Prepared(NamedTuple):
     def programs(self) -> int:
         """Programs of a pair that rotate its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
         return cdiv(self.parts.shape[1], HEADS_AT_ONCE)
+
+
+class Scanned(NamedTuple):
+    """What a scan found: the scores, or for a reduction by softmax what they are to be reduced from."""
+
+    scores: torch.Tensor
+    """float16 [batch, kv_heads, num_tokens]; without values as long as there are estimates."""
+    estimates: torch.Tensor | None = None
+    """float16 [pairs, num_tokens, group], base 2."""
+    program_lse: torch.Tensor | None = None
+    """float32 [pairs, programs, group], base 2: the log-sum-exp of a program's estimates."""
+    tokens_per_program: int = 0
+    heads: int = 1
+    """Query heads of a group, the first ones of the estimates'."""
+
+    @property
+    def group(self) -> int:
+        """Estimates of a token."""
+        return 1 if self.estimates is None else self.estimates.shape[2]
+
+    @property
+    def programs(self) -> int:
+        """Programs of a pair."""
+        return 0 if self.program_lse is None else self.program_lse.shape[1]
 
 
 def plan(
@@ -145,7 +170,9 @@ def code_scores(
         **prepared.sizes,
         **launch_options(query.device),
     )
-    return scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
+    scanned = scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
+    reduce_estimates(scanned, row_bounds, page_size=page_size, first_page=first_page)
+    return scanned.scores
 
 
 def scan(
@@ -155,16 +182,17 @@ def scan(
     row_bounds: tuple[torch.Tensor, torch.Tensor],
     num_tokens: int,
     first_page: int = 0,
-) -> torch.Tensor:
-    """Launch `scan_codes_kernel`, and for a reduction by softmax `reduce_estimates_kernel`; return the scores."""
+) -> Scanned:
+    """Launch `scan_codes_kernel`."""
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, head_dim = batch * kv_heads, codes.device, 8 * codes.shape[4]
     sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line
     group = sizes["GROUP"]
-    config = choice("code_scan", device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
+    launch = "softmax_scan" if prepared.softmax else "code_scan"
+    config = choice(launch, device, pairs=pairs, group=sizes["HEADS"], head_dim=head_dim, tokens=num_tokens)
     # A tile of a large group is smaller, so that its sums, and those of weights, stay in registers. A warp has at least
     # 16 lines.
-    most = (2048 if prepared.softmax else 4096) // group
+    most = (512 * config["warps"] if prepared.softmax else 4096) // group
     block_t = max(16 * tokens_per_line * config["warps"], min(config["block_t"], most))
     per_program = cdiv(num_tokens * pairs, multiprocessors(device) * config["per_multiprocessor"])
     tokens_per_program = block_t * max(1, round(per_program / block_t))
@@ -175,7 +203,6 @@ def scan(
         estimates = torch.empty((pairs, num_tokens, group), dtype=torch.float16, device=device)
         program_lse = torch.empty((pairs, programs, group), dtype=torch.float32, device=device)
     fetched = min(tokens_per_program, MOST_FETCHED)
-    launch: dict[str, Any] = {"INTERPRETED": INTERPRET, **launch_options(device)}
     scan_codes_kernel[(programs, pairs)](
         codes,
         factors,
@@ -200,29 +227,47 @@ def scan(
         CODE_LINES=next_power_of_2(cdiv(fetched * codes.shape[3] * codes.shape[4], 128)),
         FACTOR_LINES=next_power_of_2(cdiv(fetched * factors.shape[3], 64)),
         STAGES=config["stages"],
+        INTERPRETED=INTERPRET,
         num_warps=config["warps"],
         **sizes,
-        **launch,
+        **launch_options(device),
     )
-    if prepared.softmax:
-        reduced = next_power_of_2(cdiv(pairs * num_tokens * group, 4 * multiprocessors(device)))
-        tile = max(LEAST_REDUCED, min(reduced, MOST_REDUCED)) // group
-        reduce_estimates_kernel[(cdiv(num_tokens, tile), pairs)](
-            estimates,
-            program_lse,
-            *row_bounds,
-            scores,
-            kv_heads,
-            num_tokens,
-            first_page,
-            programs,
-            tokens_per_program,
-            HEADS=sizes["HEADS"],
-            GROUP=group,
-            PAGE_SIZE=sizes["PAGE_SIZE"],
-            BLOCK_T=tile,
-            BLOCK_P=next_power_of_2(programs),
-            num_warps=4,
-            **launch,
-        )
-    return scores
+    if not prepared.softmax:
+        return Scanned(scores)
+    return Scanned(scores, estimates, program_lse, tokens_per_program, sizes["HEADS"])
+
+
+def programs_at_once(scanned: Scanned) -> int:
+    """Return of how many of the scan's programs a later one loads the log-sum-exp at once."""
+    return min(next_power_of_2(scanned.programs), max(1, MOST_LSE // scanned.group))
+
+
+def reduce_estimates(
+    scanned: Scanned, row_bounds: tuple[torch.Tensor, torch.Tensor], *, page_size: int, first_page: int = 0
+) -> None:
+    """Launch `reduce_estimates_kernel` if there are estimates; it writes the scores."""
+    if scanned.estimates is None:
+        return
+    kv_heads, (pairs, num_tokens, group) = scanned.scores.shape[1], scanned.estimates.shape
+    device = scanned.scores.device
+    reduced = next_power_of_2(cdiv(pairs * num_tokens * group, 4 * multiprocessors(device)))
+    tile = max(LEAST_REDUCED, min(reduced, MOST_REDUCED)) // group
+    reduce_estimates_kernel[(cdiv(num_tokens, tile), pairs)](
+        scanned.estimates,
+        scanned.program_lse,
+        *row_bounds,
+        scanned.scores,
+        kv_heads,
+        num_tokens,
+        first_page,
+        scanned.programs,
+        scanned.tokens_per_program,
+        HEADS=scanned.heads,
+        GROUP=group,
+        PAGE_SIZE=page_size,
+        BLOCK_T=tile,
+        BLOCK_P=programs_at_once(scanned),
+        INTERPRETED=INTERPRET,
+        num_warps=4,
+        **launch_options(device),
+    )

@@ -11,6 +11,7 @@ import triton.language as tl
 from .._topk import _ranks
 
 NEIGHBOURS = tl.constexpr(8)  # tokens of a group: 16 bytes of scores
+LINE = tl.constexpr(64)  # tokens whose scores share a line of the cache
 TOGETHER = tl.constexpr(4)  # candidates of a group: 16 bytes
 
 # A score of 16 bits as an int of the same order.
@@ -26,6 +27,12 @@ def row_of_pair(start_ptr, end_ptr, kv_heads, num_tokens):
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     return pair, tl.minimum(tl.maximum(tl.load(end_ptr + row) - tl.load(start_ptr + row), 0), num_tokens)
+
+
+@triton.jit
+def span_of(length, programs):
+    """Return how many tokens of a row each program has, all lines of scores but the row's last ones whole."""
+    return tl.cdiv(tl.cdiv(length, programs), LINE) * LINE
 
 
 @triton.jit
@@ -79,6 +86,29 @@ def narrow(low, high, reach_low, reach_high, one, two, reach_one, reach_two, ran
 
 
 @triton.jit
+def count_four(scores, one, two, three, four):
+    """Count how many scores, fewer than 2 ** 15, reach each of four keys' scores, in one sum."""
+    low = (scores >= score_of_key(one)).to(tl.int32) + ((scores >= score_of_key(two)).to(tl.int32) << 16)
+    high = (scores >= score_of_key(three)).to(tl.int32) + ((scores >= score_of_key(four)).to(tl.int32) << 16)
+    counts = tl.sum(low.to(tl.int64) + (high.to(tl.int64) << 32))
+    low = counts.to(tl.int32)
+    high = (counts >> 32).to(tl.int32)
+    return low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16
+
+
+@triton.jit
+def raise_or_lower(low, high, reach_low, key, reach, rank):
+    """Narrow a range where the rank-th largest value lies, given how many values reach a key above its lower end.
+
+    Returns the range, and how many reach its lower end. Keys come in ascending order.
+    """
+    is_reached = reach >= rank
+    low = tl.where(is_reached, key, low)
+    reach_low = tl.where(is_reached, reach, reach_low)
+    return low, tl.where(is_reached, high, tl.minimum(high, key)), reach_low
+
+
+@triton.jit
 def ranks_in_groups(counts):
     """Add up the counts [groups, members] before each one; return these sums and the counts of groups, [groups]."""
     of_groups = tl.sum(counts, axis=1)
@@ -86,8 +116,8 @@ def ranks_in_groups(counts):
 
 
 @triton.jit
-def store_groups(out_ptr, places, values):
-    """Store the values [groups, members] that are not negative at their places, one of each group at a time.
+def store_groups(out_ptr, places, values, is_stored):
+    """Store values [groups, members] at their places, one of each group at a time.
 
     All at once, the compiler would exchange them between threads first, for the sake of neighbouring places.
     """
@@ -95,5 +125,5 @@ def store_groups(out_ptr, places, values):
     for member in tl.static_range(values.shape[1]):
         is_here = members == member
         place = tl.sum(tl.where(is_here, places, 0), axis=1)
-        value = tl.max(tl.where(is_here, values, -1), axis=1)
-        tl.store(out_ptr + place, value, mask=value >= 0)
+        value = tl.sum(tl.where(is_here, values, 0), axis=1)
+        tl.store(out_ptr + place, value, mask=tl.max((is_here & is_stored).to(tl.int32), axis=1) > 0)

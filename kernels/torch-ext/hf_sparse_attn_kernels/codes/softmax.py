@@ -28,12 +28,29 @@ def load_lse(
     BLOCK_P: tl.constexpr,
 ):
     """Return the log-sum-exp of every head over all programs [1, GROUP], base 2; 0 for absent heads."""
-    program = tl.arange(0, BLOCK_P)[:, None]
     heads = tl.arange(0, GROUP)[None, :]
-    lse = tl.load(program_lse_ptr + program * GROUP + heads, mask=program < programs, other=-1e30)
-    greatest = tl.max(lse, axis=0)
-    lse = greatest + tl.log2(tl.sum(tl.exp2(lse - greatest[None, :]), axis=0))
+    most = tl.full((GROUP,), -1e30, tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P)[:, None]
+        lse = tl.load(program_lse_ptr + program * GROUP + heads, mask=program < programs, other=-1e30)
+        greatest = tl.maximum(most, tl.max(lse, axis=0))
+        total = total * tl.exp2(most - greatest) + tl.sum(tl.exp2(lse - greatest[None, :]), axis=0)
+        most = greatest
+    # Gathered, it has no say in how the compiler lays out what meets it: estimates stay in the threads that load them.
+    lse = tl.gather(most + tl.log2(tl.maximum(total, 1.0)), tl.arange(0, GROUP), 0)
     return tl.where(heads < HEADS, lse[None, :], 0.0)
+
+
+@triton.jit
+def reduce_heads(estimates, lse, INTERPRETED: tl.constexpr):
+    """Add up the weights of tokens over the heads, [tokens, GROUP]; return the natural logarithms, float16 [tokens]."""
+    z = estimates.to(tl.float32) - lse
+    greatest = tl.maximum(tl.max(z, axis=1), -1e30)  # not -inf
+    total = tl.sum(fast_exp2(z - greatest[:, None], INTERPRETED), axis=1)
+    # A total below 1 is that of a token without a weight.
+    reduced = (greatest + fast_log2(tl.maximum(total, 1.0), INTERPRETED)) * LN_2
+    return to_finite_half(reduced, INTERPRETED)
 
 
 @triton.jit
@@ -67,11 +84,6 @@ def reduce_estimates_kernel(
     estimates = tl.load(at, mask=(tokens < end)[:, None], other=0.0)
     program_lse_ptr += pair * lse_programs * GROUP
     lse = load_lse(program_lse_ptr, tl.cdiv(end, tokens_per_program), HEADS, GROUP, BLOCK_P)
-    z = estimates.to(tl.float32) - lse
-    greatest = tl.maximum(tl.max(z, axis=1), -1e30)  # not -inf
-    total = tl.sum(fast_exp2(z - greatest[:, None], INTERPRETED), axis=1)
-    # A total below 1 is that of a token without a weight.
-    reduced = (greatest + fast_log2(tl.maximum(total, 1.0), INTERPRETED)) * LN_2
     is_candidate = (tokens >= first_page * PAGE_SIZE) & (tokens < end)
-    scores = tl.where(is_candidate, to_finite_half(reduced, INTERPRETED), float("-inf"))
+    scores = tl.where(is_candidate, reduce_heads(estimates, lse, INTERPRETED), float("-inf"))
     tl.store(scores_ptr + pair * num_tokens + tokens, scores, mask=tokens < num_tokens)

@@ -12,7 +12,7 @@ from .encode import encode_options, encode_page
 from .query import prepare_query
 from .rotation import rotation, rotation_levels
 from .scores import LEAST_DEPTH, PAGES_AT_ONCE, plan, scan, tiles_of_pages
-from .select import select_tokens_by_score
+from .select import choose
 
 MOST_REGISTERS = 112
 """Of a thread: enough for all that a step nearly always does. Coding a page spills a few."""
@@ -231,7 +231,5 @@ def append_and_select_tokens(
         **prepared.sizes,
         **launch_options(query.device),
     )
-    scores = scan(prepared, codes, factors, row_bounds, num_tokens)
-    return select_tokens_by_score(
-        scores, *row_bounds, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size
-    )
+    scanned = scan(prepared, codes, factors, row_bounds, num_tokens)
+    return choose(scanned, row_bounds, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)

@@ -172,7 +172,10 @@ def load_chosen_kernel(
     kept_keys_ptr += kept
     kept_values_ptr += kept
     loads_ptr += pair * 2 * chosen
-    dims = tl.arange(0, BLOCK_D)
+    # A token's key and value are asked for at once: where they are neighbours, one translation of their address serves.
+    is_key = tl.arange(0, 2)[None, :, None] == 0
+    dims = tl.arange(0, BLOCK_D)[None, None, :]
+    kept_ptr = tl.where(is_key, kept_keys_ptr, kept_values_ptr)
     for first in range(tl.program_id(0) * BLOCK_T, tokens, tl.num_programs(0) * BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)
         number = token // BLOCK_SIZE
@@ -181,12 +184,11 @@ def load_chosen_kernel(
         slot = tl.load(loads_ptr + chosen + number, mask=token < tokens, other=0)
         position = start.to(tl.int64) + block.to(tl.int64) * BLOCK_SIZE + offset
         is_lacking = (token < tokens) & (position < end) & ((slot != slots) | (offset >= present))
-        mask = is_lacking[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(keys_ptr + position[:, None] * keys_stride_n + dims[None, :], mask=mask)
-        v = tl.load(values_ptr + position[:, None] * values_stride_n + dims[None, :], mask=mask)
-        target = (slot.to(tl.int64) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(kept_keys_ptr + target, k, mask=mask)
-        tl.store(kept_values_ptr + target, v, mask=mask)
+        mask = is_lacking[:, None, None] & (dims < HEAD_DIM)
+        position = position[:, None, None]
+        rows = tl.where(is_key, keys_ptr + position * keys_stride_n, values_ptr + position * values_stride_n)
+        target = (slot.to(tl.int64) * BLOCK_SIZE + offset)[:, None, None] * HEAD_DIM
+        tl.store(kept_ptr + target + dims, tl.load(rows + dims, mask=mask), mask=mask)
 
 
 def keep_chosen(

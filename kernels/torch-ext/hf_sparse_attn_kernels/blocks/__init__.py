@@ -1,0 +1,1 @@
+"""Prefill over key blocks that each query block chooses for itself."""
