@@ -9,7 +9,7 @@ from functools import partial
 import hf_sparse_attn_kernels as ops
 import torch
 
-from hf_sparse_attn.cache.host.memory import host_zeros
+from hf_sparse_attn.cache.host.memory import host_tokens
 from op_bench import oracle
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import Settings, Shape
@@ -73,7 +73,7 @@ def make_kept_layer(
     """Make a layer of normally distributed keys and values, and two random selections that share most blocks."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
-    keys, values = (host_zeros(size, DTYPE, device).alias for _ in "kv")
+    _, keys, values = host_tokens(size, DTYPE, device)
     on_device = torch.Generator(device).manual_seed(seed)
     for buffer in (keys, values):
         buffer.copy_(torch.randn(size, dtype=DTYPE, device=device, generator=on_device))

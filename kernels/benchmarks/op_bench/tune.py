@@ -20,23 +20,24 @@ from op_bench.token_entries import TOKEN_DECODE
 
 MOST_TOKENS = 1 << 24
 """Tokens of all rows and KV heads together; longer shapes take the choices of the nearest."""
-TIMED_WITH: dict[str, tuple[Family, str]] = {
-    "score": (QUEST, "append_and_select"),
-    "select": (QUEST, "append_and_select"),
-    "rank": (PROGRESSIVE, "append_and_rank"),
-    "sparse_decode": (QUEST, "quest_step"),
-    "token_decode": (CODES, "keycodes_step"),
-    "dense_decode": (QUEST, "dense_decode"),
-    "rope_decode": (TOKEN_DECODE, "rope_sparse_decode"),
-    "progressive_decode": (PROGRESSIVE, "progressive_decode"),
-    "runs_decode": (SQUEEZED_DECODE, "squeezed_step"),
-    "code_scan": (CODES, "code_scores"),
+TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
+    "score": (QUEST, "append_and_select", None),
+    "select": (QUEST, "append_and_select", None),
+    "rank": (PROGRESSIVE, "append_and_rank", None),
+    "sparse_decode": (QUEST, "quest_step", None),
+    "token_decode": (CODES, "keycodes_step", None),
+    "dense_decode": (QUEST, "dense_decode", None),
+    "rope_decode": (TOKEN_DECODE, "rope_sparse_decode", None),
+    "progressive_decode": (PROGRESSIVE, "progressive_decode", None),
+    "runs_decode": (SQUEEZED_DECODE, "squeezed_step", None),
+    "code_scan": (CODES, "code_scores", "max"),
+    "softmax_scan": (CODES, "keycodes_step", "softmax"),
 }
-"""The op whose time decides, in its 8-bit variant if it has one.
+"""The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
 For attention to a selection it is the whole step: when its programs start depends on the kernel before.
 """
-FAMILIES = tuple(dict.fromkeys(family for family, _ in TIMED_WITH.values()))
+FAMILIES = tuple(dict.fromkeys(family for family, *_ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
 LAYERS = 8
 BUDGET_MS = 15.0
@@ -102,13 +103,22 @@ def _tune_shape(
     layers = [family.make_layer(shape, settings, device, seed) for seed in range(count)]
     best: dict[str, dict[str, int]] = {}
     for launch in launches:
-        op = TIMED_WITH[launch][1]
-        entry = next(entry for entry in family.entries if entry.op == op and "bf16" not in entry.variant)
+        entry = timed_entry(launch)
         candidates = tuning.CANDIDATES[launch]
         times = [_time(entry, layers, {**best, launch: candidate}) for candidate in candidates]
         best[launch] = candidates[min(range(len(times)), key=times.__getitem__)]
         say(f"{shape.name} {launch}: {', '.join(f'{time:.1f}' for time in times)} us; {best[launch]}")
     return best
+
+
+def timed_entry(launch: str) -> Entry:
+    """Return the benchmark whose time decides about a launch."""
+    family, op, variant = TIMED_WITH[launch]
+    return next(
+        entry
+        for entry in family.entries
+        if entry.op == op and ("bf16" not in entry.variant if variant is None else entry.variant == variant)
+    )
 
 
 def _describe(shape: Shape) -> dict[str, int]:
