@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_sparse_attn.cache.evicting import EvictingStorage
+from hf_sparse_attn.cache import saved
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.host.prompts import PromptStages
 from hf_sparse_attn.cache.host.room import check_host_room, check_kv_storage
@@ -20,6 +21,7 @@ from hf_sparse_attn.cache.offload.blocks import SharedBlocks
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
+from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import base_model, get_patch, patched_method
@@ -96,9 +98,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         offload = self.method.offloading
         self._offloaded = None if offload is None else SharedBlocks(offload, config.num_key_value_heads)
 
-        def storage(method: SparseMethod) -> Storage:
+        def storage(method: SparseMethod, layer_idx: int) -> Storage:
             if method.evicts:
-                return EvictingStorage(initial_capacity, max_cache_len)
+                return evicting_storage(method.evicting_heads(layer_idx), initial_capacity, max_cache_len)
             if kv_storage == "host" and method is not FULL:
                 if max_cache_len is None:
                     return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
@@ -112,9 +114,13 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         self.shared = Shared()
         self._pass: ForwardPass | None = None
-        self._finished_at = 0
+        self.finished_at = 0
+        """Tokens cached when the method last finished a prompt, or when a pass that reopened it began."""
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
+        self.attention_input: torch.Tensor | None = None
+        """[batch, 1, hidden]: the last attention's input in a decode step of a method that rehearses, until the next
+        one takes it."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
         # Transformers decides which layers have sliding windows.
@@ -123,7 +129,12 @@ class SparseCache(Cache):  # type: ignore[misc]
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
                 layers[layer_idx] = SparseLayer(
-                    method_here, storage(method_here), self.shared, config.num_attention_heads, layer_idx, keep_queries
+                    method_here,
+                    storage(method_here, layer_idx),
+                    self.shared,
+                    config.num_attention_heads,
+                    layer_idx,
+                    keep_queries,
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -151,6 +162,65 @@ class SparseCache(Cache):  # type: ignore[misc]
             base_model(model).config, patched_method(model), max_cache_len, kv_storage=get_patch(model).kv_storage
         )
 
+    def save(self, path: str | Path, model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
+        """Write keys, values and metadata to a file, to go on from these tokens in another process.
+
+        The file is in the safetensors format and has a checksum for every tensor. An earlier file is replaced when the
+        new one is whole.
+
+        Parameters
+        ----------
+        path
+            The file to write.
+        model
+            The model that filled the cache.
+        input_ids
+            The cached tokens [batch, tokens], for :meth:`load` to compare; None to leave that out.
+
+        Raises
+        ------
+        ValueError
+            The cache is empty, begins with a fixed context, or its method evicts tokens; ``input_ids`` have another
+            shape than the cached tokens.
+        OSError
+            The file cannot be written.
+        """
+        saved.save(self, Path(path), model, input_ids)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor | None = None,
+        max_cache_len: int | None = None,
+    ) -> SparseCache:
+        """Read a cache that :meth:`save` wrote, for a model that is patched with its method.
+
+        Keys and values are put where the patch keeps them, each layer's on the layer's device.
+
+        Parameters
+        ----------
+        path
+            The file.
+        model
+            The patched model.
+        input_ids
+            The tokens that the cache should hold [batch, tokens], to compare with those of :meth:`save`.
+        max_cache_len
+            As for the constructor.
+
+        Raises
+        ------
+        ValueError
+            The file is damaged, cut off or no cache; it belongs to another model, other weights or token ids, or
+            another method or other parameters than the patch has; the tokens exceed ``max_cache_len``; the model is
+            not patched.
+        OSError
+            The file cannot be read.
+        """
+        return saved.load(cls, Path(path), model, input_ids, max_cache_len)
+
     def fork(self, method: SparseMethod | str) -> SparseCache:
         """Create a cache for a method that starts with the tokens cached here, without copying keys or values.
 
@@ -164,10 +234,10 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            Unknown method name, one method caches keys before RoPE and the other after it, the method needs more
-            queries than the cache keeps, or the queries of all tokens, the methods offload differently, the method does
-            not support the cache's ``kv_storage``, the cache has a prefix, which belongs to its method, tokens were
-            evicted, or the method needs the prompt's attention weights.
+            Unknown method name, one method caches keys before RoPE and the other after it, one of them changes RoPE,
+            the method needs more queries than the cache keeps, or the queries of all tokens, the methods offload
+            differently, the method does not support the cache's ``kv_storage``, the cache has a prefix, which belongs
+            to its method, tokens were evicted, or the method needs the prompt's attention weights.
         """
         new_method = make_method(method)
         check_kv_storage(self.kv_storage, new_method)
@@ -183,6 +253,11 @@ class SparseCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"method={new_method.name!r} needs keys {kinds[new_method.rotates_keys]}, but the cache of "
                 f"{self.method.name!r} holds them {kinds[self.method.rotates_keys]}: prefill a cache of its own"
+            )
+        if new_method != self.method and (new_method.changes_rope or self.method.changes_rope):
+            raise ValueError(
+                f"method={new_method} rotates keys in another way than the cache of {self.method}: prefill a cache of "
+                "its own"
             )
         missing = sorted(set(new_method.lasting_metadata) - set(self.method.lasting_metadata))
         if missing:
@@ -387,7 +462,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         forward_pass = ForwardPass(self, query_length)
         is_dense = forward_pass.take_mask(attention_mask)
         if not self.shared.prompt_is_open:
-            self._finished_at = cached  # decode steps keep up what the method made of the prompt
+            self.finished_at = cached  # decode steps keep up what the method made of the prompt
         self._pass = forward_pass
         self._stages.begin_pass()
         self.left_out = [*self.left_out, *(self.fed + place for place in left_out)]
@@ -465,7 +540,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         for layer in self.sparse_layers:
             layer.settle()
         cached, forward_pass = self.length, self._pass
-        self._pass = self.shared.padding = None
+        self._pass = self.shared.padding = self.attention_input = None
         if forward_pass is not None:
             self._stages.end_pass()
             forward_pass.undo()
@@ -507,7 +582,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 by_method.setdefault(layer.method, []).append(layer)
         for method, layers in by_method.items():
             method.finish_prompt(layers)
-        self.shared.prompt_is_open, self._finished_at = False, self.length
+        self.shared.prompt_is_open, self.finished_at = False, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.
@@ -536,9 +611,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.left_out = left_out
         if self.closed_from is not None and length <= self.closed_from:
             self.closed_from = None
-        if length <= self._finished_at:
+        if length <= self.finished_at:
             self.shared.prompt_is_open = False  # the unfinished prompt is gone
-            self._finished_at = length
+            self.finished_at = length
 
     def reset(self) -> None:
         """Remove all tokens; keep the buffers."""
@@ -548,7 +623,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
                 layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         self.closed_from, self.left_out = None, []
-        self.shared.prompt_is_open, self._finished_at = False, 0
+        self.shared.prompt_is_open, self.finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""

@@ -175,7 +175,7 @@ class EvictingStorage(GrowingStorage):
             chosen = chosen.expand(*self.keys.shape[:2], -1)
             if self.weights is not None:
                 self.weights = self.weights.gather(2, chosen)
-            self.keys, self.values = (_gathered(buffer, chosen, capacity) for buffer in (self.keys, self.values))
+            self.keys, self.values = (gathered(buffer, chosen, capacity) for buffer in (self.keys, self.values))
             self.shared_tokens = 0
             self.kept = Kept(
                 positions=positions.expand(*self.keys.shape[:2], -1).gather(2, chosen),
@@ -184,6 +184,22 @@ class EvictingStorage(GrowingStorage):
                 length=lengths.length,
                 evicted_at=lengths.length,
             )
+
+    def sort(self) -> None:
+        """Bring the slots into the order of positions, in new buffers: a failed pass returns to the old ones.
+
+        Decode steps leave another order. No slot may be open, as after a pass over several tokens.
+        """
+        kept = self.kept
+        assert kept is not None
+        assert kept.open_slot is None
+        with lasting_tensors():
+            order = kept.positions.argsort(dim=2, stable=True)
+            capacity = self.capacity
+            self.keys, self.values = (gathered(buffer, order, capacity) for buffer in (self.keys, self.values))
+            self.shared_tokens = 0
+            self.weights = None if self.weights is None else self.weights.gather(2, order)
+            self.kept = kept._replace(positions=kept.positions.gather(2, order))
 
     def open(self, priority: torch.Tensor) -> None:
         """Evict the token of the lowest priority of each row and KV head; its slot is the next token's.
@@ -275,18 +291,7 @@ class EvictingStorage(GrowingStorage):
         self.__dict__.update(state)
 
 
-def of_kind(storage: Storage, evicts: bool) -> Storage:
-    """Return the storage, or one over its buffers that can evict, or cannot, for a fork of another method."""
-    if isinstance(storage, EvictingStorage) == evicts:
-        return storage
-    kind = EvictingStorage if evicts else GrowingStorage
-    twin = kind(max_tokens=storage.max_tokens)
-    if hasattr(storage, "keys"):
-        twin.keys, twin.values, twin.shared_tokens = storage.keys, storage.values, storage.shared_tokens
-    return twin
-
-
-def _gathered(buffer: torch.Tensor, slots: torch.Tensor, capacity: int) -> torch.Tensor:
+def gathered(buffer: torch.Tensor, slots: torch.Tensor, capacity: int) -> torch.Tensor:
     """Return new buffers of ``capacity`` slots that begin with some of the former ones."""
     batch, kv_heads, _, head_dim = buffer.shape
     gathered = buffer.new_empty(batch, kv_heads, capacity, head_dim)

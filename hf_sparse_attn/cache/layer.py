@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_sparse_attn.cache.evicting import of_kind
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.reads import ReadAhead
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import PromptQueries, followed_by
+from hf_sparse_attn.cache.split import of_kind
 from hf_sparse_attn.cache.storage import Present, Rows, Storage
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -84,6 +84,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keep_queries = max(keep_queries, method.keeps_queries)
         self.prompt_queries: PromptQueries | None = None
         """The prompt's last ``keep_queries`` queries, and the mean of all; None if they are not known."""
+        self.rehearsed_query: torch.Tensor | None = None
+        """[batch, q_heads, head_dim]: a decode step's query, made from the previous layer's input; None if no one asks.
+        """
         self.prefix: Prefix | None = None
         """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
@@ -334,7 +337,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         ``keeps_metadata`` after a decode step: the metadata is cropped by one token. Otherwise it is rebuilt.
         """
-        self._token = None
+        self._token = self.rehearsed_query = None
         if not self.is_initialized:
             return
         self._held = self.length
@@ -376,10 +379,17 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             layer.storage = storage
         return self.method.init_metadata(layer)
 
+    def metadata_shapes(self, capacity: int) -> dict[str, torch.Size]:
+        """Return the shapes that the metadata would have in buffers for so many tokens."""
+        batch, kv_heads, _, head_dim = self.keys.shape
+        other = copy.copy(self.storage)
+        other.keys = self.keys.new_empty(batch, kv_heads, capacity, head_dim, device="meta")
+        return {name: tensor.shape for name, tensor in self._make_metadata(other).items()}
+
     def _allocate_counters(self) -> None:
         with lasting_tensors():
             self.finished = self.storage.pin(
-                torch.zeros(self.keys.shape[:2], dtype=torch.int32, device=self.keys.device)
+                torch.zeros(self.keys.shape[0], self.storage.kv_heads, dtype=torch.int32, device=self.keys.device)
             )
             self.counter.allocate(self.keys.device, self.storage.pin)
         self.counter.set_token_bytes(self.keys, self.values)
@@ -468,7 +478,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork = copy.copy(self)
         fork.method = method
         fork.keep_queries = max(self.keep_queries, method.keeps_queries)
-        fork.storage = of_kind(self.storage.fork(self.held, method.selection_size), method.evicts)
+        fork.storage = of_kind(
+            self.storage.fork(self.held, method.selection_size), method.evicts, method.evicting_heads(self.layer_idx)
+        )
         fork.is_compileable = fork.storage.is_compileable
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared = shared

@@ -83,6 +83,11 @@ class Storage(ABC):
         """Number of tokens that the buffers have room for."""
         return self.keys.shape[2]
 
+    @property
+    def kv_heads(self) -> int:
+        """Number of the layer's KV heads."""
+        return self.keys.shape[1]
+
     @abstractmethod
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Create empty buffers for tokens like these, [batch, kv_heads, tokens, head_dim]."""

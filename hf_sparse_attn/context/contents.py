@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,21 +46,21 @@ def read_contents(path: Path) -> FileContents:
     """
     with opened(path) as (file, header):
         num_bytes: Counter[str] = Counter()
-        for name in header.checksums:
+        for name in file.checksums:
             part = PARTS.get(name.rpartition(".")[2], INDEX)
-            num_bytes[part] += math.prod(_shape(file, name)) * _dtype(file, name).itemsize
-        names = [name for name in ("coarse_threshold", "threshold") if f"layers.0.{name}" in header.checksums]
+            num_bytes[part] += math.prod(file.shape(name)) * file.dtype(name).itemsize
+        names = [name for name in ("coarse_threshold", "threshold") if f"layers.0.{name}" in file.checksums]
         counts = {"coarse_clusters": "coarse_sizes", "clusters": "cluster_sizes"}
         return FileContents(
             header,
-            str(_dtype(file, "layers.0.keys")).removeprefix("torch."),
-            _shape(file, "layers.0.keys")[1],
+            str(file.dtype("layers.0.keys")).removeprefix("torch."),
+            file.shape("layers.0.keys")[1],
             {
-                count: _shape(file, f"layers.0.{name}")[2]
+                count: file.shape(f"layers.0.{name}")[2]
                 for count, name in counts.items()
-                if f"layers.0.{name}" in header.checksums
+                if f"layers.0.{name}" in file.checksums
             },
-            {name: float(file.get_tensor(f"layers.0.{name}")) for name in names},
+            {name: float(file.read(f"layers.0.{name}")) for name in names},
             dict(num_bytes),
         )
 
@@ -81,18 +81,8 @@ def read_budget(path: Path) -> ContextBudget:
 
         def layers() -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
             for number in range(header.num_layers):
-                tensors = read_layer(file, number, header, path, without=("keys", "values", "token_order"))
+                tensors = read_layer(file, number, without=("keys", "values", "token_order"))
                 queries = tensors.pop(QUERIES)
                 yield queries, first_rows(tensors)
 
         return ContextBudget.measure(header.method.target_sparsity, header.num_tokens, layers())
-
-
-def _shape(file: Any, name: str) -> list[int]:
-    shape: list[int] = file.get_slice(name).get_shape()
-    return shape
-
-
-def _dtype(file: Any, name: str) -> torch.dtype:
-    dtype: torch.dtype = file.get_slice(name)[:0].dtype
-    return dtype

@@ -14,8 +14,8 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.clusters.thresholds import shares_read, thresholds
 from hf_sparse_attn.context import files
-from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
+from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed
 
 if TYPE_CHECKING:

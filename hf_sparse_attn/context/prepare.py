@@ -14,8 +14,8 @@ from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, first_rows, with_thresholds
-from hf_sparse_attn.context.identity import ModelIdentity
 from hf_sparse_attn.context.times import PreparationSeconds
+from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention

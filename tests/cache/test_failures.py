@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, unpatch_model
 from tests.models import DEVICE, SPARSE, make_model, random_ids
+
+pytestmark = pytest.mark.usefixtures("exact")
 
 every_method = pytest.mark.parametrize("method_name", METHODS)
 kinds_of_storage = pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "static"])
@@ -16,12 +17,6 @@ SETTINGS = {**SPARSE, "tokenselect": {"chunk_size": 32}, "squeezed": {}}
 def make(method_name, family="llama", **overrides):
     model = make_model(family, dtype=torch.float64, **overrides)
     return patch_model(model, method_name, token_budget=48, **SETTINGS.get(method_name, {}))
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 class Interrupt:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
@@ -39,13 +38,6 @@ SMALL = (
     UnboundedQuest(token_budget=48, page_size=8),
 )
 small_methods = pytest.mark.parametrize("method", SMALL, ids=str)
-
-
-@pytest.fixture
-def exact():
-    """Run the ops' references, which take float64, on CUDA too."""
-    with use_impl("reference"):
-        yield
 
 
 class LateStores(Transfers):
@@ -328,21 +320,45 @@ def test_kernels_and_host_share_the_memory_and_it_is_unpinned_in_the_end():
     device = torch.device("cuda", torch.cuda.current_device())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         gc.collect()
-        buffer = memory.host_zeros((2, 3, 5, 80), dtype, device)
-        assert buffer.alias.device == device
-        assert buffer.host.is_pinned()
-        assert buffer.alias.data_ptr() == buffer.host.data_ptr()
-        expected = torch.randn(2, 3, 5, 80, device=device).to(dtype)
-        buffer.alias.copy_(expected)
-        buffer.alias[1, :, 2:4] += 1
+        check_shared_memory(dtype, device, head_dim=80)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [1, 20, 64])
+def test_keys_and_values_are_neighbours_without_a_storage_in_common(head_dim, dtype):
+    check_shared_memory(dtype, torch.device("cpu"), head_dim)
+
+
+def check_shared_memory(dtype, device, head_dim):
+    host, keys, values = memory.host_tokens((2, 3, 5, head_dim), dtype, device)
+    assert keys.device == values.device == device
+    assert host.is_pinned() == (device.type == "cuda")
+    assert host.data_ptr() == keys.data_ptr()
+    assert values.data_ptr() - keys.data_ptr() < 16 + head_dim * dtype.itemsize
+    for tensor in (keys, values):
+        assert tensor.shape == (2, 3, 5, head_dim)
+        assert tensor.data_ptr() % 16 == tensor.stride(2) * dtype.itemsize % 16 == 0
+        assert tensor.stride(3) == 1
+        assert not tensor.any()
+    # Compiled steps take tensors of one storage for one tensor.
+    assert keys.untyped_storage()._cdata != values.untyped_storage()._cdata
+    expected = torch.randn(2, 3, 5, 2, head_dim, device=device).to(dtype)
+    keys.copy_(expected[:, :, :, 0])
+    values.copy_(expected[:, :, :, 1])
+    values[1, :, 2:4] += 1
+    expected[1, :, 2:4, 1] += 1
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        expected[1, :, 2:4] += 1
-        assert torch.equal(buffer.host, expected.cpu())
-        buffer.host[0] = 3
-        assert bool((buffer.alias[0] == 3).all())
-        host = buffer.host
-        del buffer
-        assert not host.is_pinned()
+    assert torch.equal(host, expected.cpu())
+    host[0] = 3
+    assert bool((keys[0] == 3).all())
+    assert bool((values[0] == 3).all())
+    del keys, tensor
+    gc.collect()
+    assert host.is_pinned() == (device.type == "cuda")
+    del values
+    gc.collect()
+    assert not host.is_pinned()
 
 
 @pytest.mark.gpu

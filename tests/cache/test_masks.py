@@ -6,7 +6,7 @@ from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.cache.lengths import Lengths
-from tests.models import DEVICE, SPARSE, make_model, random_ids, shared_model
+from tests.models import COVERING, DEVICE, SPARSE, make_model, random_ids, shared_model
 
 every_method = pytest.mark.parametrize("method_name", METHODS)
 SETTINGS = {
@@ -16,6 +16,8 @@ SETTINGS = {
     "keycodes": {"page_size": 16, "query_centre": False},
     "rabitqcache": {**SPARSE["rabitqcache"], "query_centre": False},
     "double_sparsity": {**SPARSE["double_sparsity"], "calibration_queries": 32},
+    "infinigen": {**SPARSE["infinigen"], "calibration_queries": 32},
+    "ntk": COVERING["ntk"],  # dense attention
     "infllm": {**SPARSE["infllm"], "representatives": 8},  # whole blocks, whatever those queries sought
 }
 

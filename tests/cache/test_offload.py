@@ -44,12 +44,6 @@ def offloaded(tokens=200, **overrides):
     return resident(offload=True, gpu_cache_tokens=tokens, **overrides)
 
 
-@pytest.fixture
-def exact():
-    with use_impl("reference"):
-        yield
-
-
 class Late(transfers.Transfers):
     """Copies to the device that arrive when something waits for them, and no earlier."""
 

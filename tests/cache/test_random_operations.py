@@ -5,6 +5,7 @@ of token ids, each with the first token that it could see, since masks may show 
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,16 +24,21 @@ from hypothesis.stateful import (
 
 from hf_sparse_attn import (
     H2O,
+    NTK,
     PSA,
     TOVA,
     ArkVale,
     DoubleSparsity,
+    DuoAttention,
     Full,
+    InfiniGen,
     InfLLM,
     KeyCodes,
+    MInference,
     OracleTopK,
     Quest,
     RaBitQCache,
+    SelfExtend,
     SnapKV,
     SparseAttentionStats,
     SparseCache,
@@ -67,13 +73,18 @@ METHODS = {
     "oracle_topk": OracleTopK(token_budget=POSITIONS),
     "double_sparsity": DoubleSparsity(token_budget=POSITIONS, channels=4, dense_layers=1),
     "infllm": InfLLM(token_budget=POSITIONS, n_init=0, n_local=128, chunk_size=8),
+    "infinigen": InfiniGen(alpha=math.inf, max_share=1.0),
+    "self_extend": SelfExtend(group_size=1, window=9, chunk_size=8),
     "streaming_llm": StreamingLLM(token_budget=POSITIONS),
     "h2o": H2O(token_budget=POSITIONS),
+    "minference": MInference(token_budget=POSITIONS),
+    "duo_attention": DuoAttention(token_budget=POSITIONS, heads=((1, 0), (0, 1))),
     "toy": MassThreshold(threshold=2.0, block_size=4),
     "quest-offloaded": Quest(**OFFLOADED),
     "psa-offloaded": PSA(threshold=1.0, block_size=4, microbatch=2, offload=True, gpu_cache_tokens=36),
 }
 MORE_METHODS = {
+    "ntk": NTK(factor=1.0),
     "toy-token-top-k": TokenTopK(token_budget=POSITIONS),
     "psa-minmax": PSA(threshold=1.0, block_size=8, microbatch=1, metadata="minmax", bounds_dtype="model"),
     "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
@@ -93,11 +104,12 @@ IN_HOST_MEMORY = {
     "quest": METHODS["quest"],
     "keycodes": METHODS["keycodes"],
     "arkvale": METHODS["arkvale"],
+    "infinigen": METHODS["infinigen"],
     "psa": METHODS["psa"],
     "rabitqcache": METHODS["rabitqcache"],
     "toy": MassThresholdInHostMemory(threshold=2.0, block_size=4),
 }
-"""Methods that run with ``kv_storage="host"`` too; the selections of the last three have no maximum size."""
+"""Methods that run with ``kv_storage="host"`` too; the selections of the last four have no maximum size."""
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 PLACES = ["embed_tokens", "layers.0.mlp", "layers.1.input_layernorm", "layers.1.mlp", "norm"]
 ERRORS = [RuntimeError, KeyboardInterrupt]

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 import hf_sparse_attn
-from hf_sparse_attn import FixedContext, sparse_attention
+from hf_sparse_attn import FixedContext, sparse_attention, tensor_file
 from hf_sparse_attn.context import files
 from tests.models import make_model, random_ids
 
@@ -71,15 +71,19 @@ def test_a_damaged_file_is_refused(saved, model):
         FixedContext.load(saved, model)
 
 
-def test_a_damaged_header_is_refused(saved, model, monkeypatch):
-    def broken(self):
-        return {**metadata, "method": json.dumps({"window": "x"})}
-
-    metadata = files.read_header(saved).to_metadata()
-    with pytest.raises(ValueError, match="has a damaged header"):
-        files.Header.from_metadata(broken(None), saved)
-    with pytest.raises(ValueError, match="is not a fixed context of this version: its format is None"):
-        files.Header.from_metadata({}, saved)
+def test_a_damaged_header_is_refused(saved, model):
+    with files.opened(saved) as (file, header):
+        tensors = {name: file.read(name) for name in file.checksums}
+    for damaged, message in (
+        ({**header.to_texts(), "method": json.dumps({"window": "x"})}, "has a damaged header"),
+        ({}, "has a damaged header: 'method'"),
+    ):
+        tensor_file.write_tensors(saved, files.FORMAT, damaged, tensors)
+        with pytest.raises(ValueError, match=message):
+            FixedContext.load(saved, model)
+    tensor_file.write_tensors(saved, "something else", header.to_texts(), tensors)
+    with pytest.raises(ValueError, match="is not a fixed context of this version: its format is 'something else'"):
+        FixedContext.load(saved, model)
 
 
 def test_a_missing_file_is_named(tmp_path, model):
@@ -93,7 +97,7 @@ def test_a_full_disk_leaves_the_former_file_and_nothing_else(fails_in, saved, co
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = saved.read_bytes()
-    monkeypatch.setattr(files, fails_in, full)
+    monkeypatch.setattr(tensor_file, fails_in, full)
     with pytest.raises(OSError, match="No space left"):
         contexts(0.9).save(saved)
     assert saved.read_bytes() == before

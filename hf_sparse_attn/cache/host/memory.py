@@ -14,6 +14,8 @@ import torch
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.offload.transfers import pinned_empty
 
+ALIGNMENT = 16
+"""Bytes of which the addresses of keys and values are multiples, as compiled steps require of their inputs."""
 PORTABLE, MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PAGE_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")  # fewer pages to pin, which a forked process must not copy
 MEMORY_INFO = Path("/proc/meminfo")
@@ -25,13 +27,19 @@ CONTROL_GROUP_FILES = (
 """Limit and use of memory, in versions 2 and 1."""
 
 
-class HostBuffer(NamedTuple):
-    """One block of host memory, seen from both sides."""
+class HostTokens(NamedTuple):
+    """Keys and values in one block of host memory, seen from both sides.
+
+    The key and the value of a token are neighbours. Where the tokens that a step reads lie far apart, the time goes
+    into finding their pages, and so half as many have to be found.
+    """
 
     host: torch.Tensor
-    """On the CPU, for copies by the device's copy engines."""
-    alias: torch.Tensor
-    """The same memory at the same address as a tensor of the device, for kernels. On a CPU, :attr:`host` itself."""
+    """[batch, kv_heads, capacity, 2, head_dim] on the CPU, for copies by the device's copy engines."""
+    keys: torch.Tensor
+    """[batch, kv_heads, capacity, head_dim], as a tensor of the device at the same address, for kernels."""
+    values: torch.Tensor
+    """Like :attr:`keys`. Neither is a view of the other, or has its storage: compiled steps write to both."""
 
 
 class PinnedPages:
@@ -123,8 +131,17 @@ def _runtime() -> Any:
     return cudart()
 
 
-def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> HostBuffer:
-    """Allocate lasting host memory of zeros for a device, pinned unless the device is a CPU.
+def host_tokens(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> HostTokens:
+    """Allocate lasting host memory of zeros for a device's keys and values, pinned unless the device is a CPU.
+
+    Parameters
+    ----------
+    shape
+        That of the keys, and of the values: batch, kv_heads, capacity, head_dim.
+    dtype
+        Their dtype.
+    device
+        The device.
 
     Raises
     ------
@@ -133,28 +150,31 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     RuntimeError
         The memory cannot be pinned, or has another address on the device.
     """
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"kv_storage='host' needs a model on CUDA or on a CPU, got {device}")
+    tokens, head_dim = shape[:3], shape[3]
+    width = -(-head_dim * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    num_bytes = max(1, prod(tokens) * 2 * width * dtype.itemsize)
     with lasting_tensors():
-        if device.type == "cpu":
-            zeros = torch.zeros(shape, dtype=dtype)
-            return HostBuffer(zeros, zeros)
-        if device.type != "cuda":
-            raise ValueError(f"kv_storage='host' needs a model on CUDA or on a CPU, got {device}")
-        pages = PinnedPages(max(1, prod(shape) * dtype.itemsize), device)
-        # The alias holds a reference to the pages' owner. New tensors over the memory, since views are slow to trace.
-        alias: Any = torch.as_tensor(pages, device=device)
-        if alias.data_ptr() != pages.host.data_ptr():
-            raise RuntimeError(
-                f"kv_storage='host' needs unified addressing of pinned host memory, which {device} lacks"
-            )
-        host, shown = (_over(memory, shape, dtype) for memory in (pages.host, alias))
-        return HostBuffer(host, shown)
+        host, aliases = _host_bytes(num_bytes, device)
+        strides = torch.empty((*tokens, 2 * width), device="meta").stride()
+        keys, values = (
+            torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), begin, shape, strides)
+            for alias, begin in zip(aliases, (0, width), strict=True)
+        )
+        return HostTokens(host.view(dtype).view(*tokens, 2, width)[..., :head_dim], keys, values)
 
 
-def _over(memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over a memory's bytes that is no view of another."""
-    contiguous = torch.empty(shape, device="meta").stride()
-    tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(memory.untyped_storage(), 0, shape, contiguous)
+def _host_bytes(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return bytes of the host, and twice the same memory as bytes of the device, each with a storage of its own."""
+    if device.type == "cpu":
+        pages = mmap.mmap(-1, num_bytes)
+        return torch.frombuffer(pages, dtype=torch.uint8), [torch.frombuffer(pages, dtype=torch.uint8) for _ in "kv"]
+    pinned: Any = PinnedPages(num_bytes, device)  # to which each alias holds a reference
+    aliases = [torch.as_tensor(pinned, device=device) for _ in "kv"]
+    if any(alias.data_ptr() != pinned.host.data_ptr() for alias in aliases):
+        raise RuntimeError(f"kv_storage='host' needs unified addressing of pinned host memory, which {device} lacks")
+    return pinned.host, aliases
 
 
 def available_bytes() -> int | None:

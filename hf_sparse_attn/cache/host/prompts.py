@@ -63,13 +63,11 @@ class PromptStage:
         self._tokens = (keys, values) if begin == 0 else self._joined(storage, begin, (keys, values))
         self._owner = weakref.ref(storage)
 
-        def copy_out() -> None:
-            for target, source in zip(storage.on_host, (keys, values), strict=True):
-                _copy(target[:, :, begin:length], source)
-
-        self._transfers.store(copy_out, storage.traffic, _num_bytes(keys, values))
-        for tensor in (keys, values):
-            self._transfers.lend(tensor)
+        pairs = torch.stack((keys, values), dim=3)  # as the host keeps them, so that a copy is of contiguous pieces
+        self._transfers.store(
+            lambda: _copy(storage.on_host[:, :, begin:length], pairs), storage.traffic, _num_bytes(pairs)
+        )
+        self._transfers.lend(pairs)
         if not self._in_pass:
             self._transfers.protect_stored()
 
@@ -84,20 +82,16 @@ class PromptStage:
         """Return the first ``held`` tokens from host memory, followed by new ones."""
         batch, kv_heads, _, head_dim = storage.keys.shape
         length = held + (new[0].shape[2] if new else 0)
-        staged = tuple(
-            self._transfers.lend(buffer.new_empty(batch, kv_heads, length, head_dim, device=storage.keys.device))
-            for buffer in storage.on_host
+        shape = (batch, kv_heads, length, 2, head_dim)
+        staged = self._transfers.lend(storage.on_host.new_empty(shape, device=storage.keys.device))
+        earlier = staged[:, :, :held]
+        event = self._transfers.load(
+            lambda: _copy(earlier, storage.on_host[:, :, :held]), storage.traffic, _num_bytes(earlier)
         )
-
-        def copy_in() -> None:
-            for target, source in zip(staged, storage.on_host, strict=True):
-                _copy(target[:, :, :held], source[:, :, :held])
-
-        num_bytes = _num_bytes(*(tensor[:, :, :held] for tensor in staged))
-        self._transfers.wait(self._transfers.load(copy_in, storage.traffic, num_bytes), storage.traffic)
-        for target, tokens in zip(staged, new, strict=False):  # none to append to loaded ones
+        self._transfers.wait(event, storage.traffic)
+        keys, values = staged.unbind(3)
+        for target, tokens in zip((keys, values), new, strict=False):  # none to append to loaded ones
             target[:, :, held:] = tokens
-        keys, values = staged
         return keys, values
 
 
@@ -135,5 +129,5 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
             target[row, head].copy_(source[row, head], non_blocking=True)
 
 
-def _num_bytes(*tensors: torch.Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_sparse_attn.cache.host.kept import KeptBlocks
-from hf_sparse_attn.cache.host.memory import host_zeros
-from hf_sparse_attn.cache.host.prompts import KeysAndValues, PromptStage, PromptStages
+from hf_sparse_attn.cache.host.memory import host_tokens
+from hf_sparse_attn.cache.host.prompts import PromptStage, PromptStages
 from hf_sparse_attn.cache.host.traffic import HostTraffic
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 from hf_sparse_attn.cache.lengths import Lengths
@@ -53,8 +53,8 @@ class HostStorage(Storage):
         self.traffic = HostTraffic()
         self._stages = stages
         self._written: int | None = 0  # tokens of a row; None if the host would have to wait for the device
-        self.on_host: KeysAndValues
-        """The buffers as tensors of the host."""
+        self.on_host: torch.Tensor
+        """The buffers as a tensor of the host, [batch, kv_heads, capacity, 2, head_dim]: keys beside values."""
 
     @property
     def _stage(self) -> PromptStage:
@@ -91,17 +91,16 @@ class HostStorage(Storage):
         if self._kept is not None:
             self._kept.empty()
 
-    def _place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        buffers = [host_zeros(shape, dtype, device) for _ in "kv"]
-        keys, values = (buffer.host for buffer in buffers)
-        self.on_host = keys, values
-        self.keys, self.values = (self._mark(buffer.alias, (2,)) for buffer in buffers)
+    def _place(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.on_host, *buffers = host_tokens(shape, dtype, device)
+        self.keys, self.values = (self._mark(buffer, (2,)) for buffer in buffers)
         self._stage.drop(self)
 
-    def _replace_buffers(self, shape: tuple[int, ...], order: torch.Tensor | None = None) -> None:
+    def _replace_buffers(self, shape: Sequence[int], order: torch.Tensor | None = None) -> None:
         """Move the tokens to new buffers; row ``b`` becomes row ``order[b]`` of the old ones."""
         former = self.keys, self.values
-        self._place(shape, self.keys.dtype, self.keys.device)
+        batch, kv_heads, capacity, head_dim = shape
+        self._place((batch, kv_heads, capacity, head_dim), self.keys.dtype, self.keys.device)
         with lasting_tensors():
             for target, source in zip((self.keys, self.values), former, strict=True):
                 self._copy_tokens(target, source, order)
@@ -162,7 +161,7 @@ class HostStorage(Storage):
         self._stage.drop(self)
         self._forget_blocks()
         if length < self.shared_tokens:
-            self._replace_buffers(tuple(self.keys.shape))
+            self._replace_buffers(self.keys.shape)
             self.shared_tokens = 0
 
     def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -193,7 +192,7 @@ class HostStorage(Storage):
         memo[id(self)] = twin
         twin.traffic, twin.metadata = copy.deepcopy((self.traffic, self.metadata), memo)
         if hasattr(self, "keys"):
-            twin._replace_buffers(tuple(self.keys.shape))
+            twin._replace_buffers(self.keys.shape)
             twin.shared_tokens = 0
             twin._keep_blocks()
         return twin

@@ -38,6 +38,18 @@ class ModelIdentity(NamedTuple):
         config = json.dumps(settings, sort_keys=True, default=str)
         return cls(str(model.config._name_or_path), _sha256(config.encode()), _hash_weights(model))
 
+    def check(self, other: ModelIdentity, what: str) -> None:
+        """Check that another model is this one; ``what`` begins the message, such as ``"a.safetensors was written"``.
+
+        Raises
+        ------
+        ValueError
+            It has another configuration or other weights.
+        """
+        for name, differs in (("config_hash", "with another configuration"), ("weights_hash", "with other weights")):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(f"{what} by a model {differs}: by {self.model_id!r}, not {other.model_id!r}")
+
 
 def _hash_weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()

@@ -1,0 +1,79 @@
+"""Files of caches: a long prompt is prefilled once, and continued in other processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_of, method_text, tensors_of
+from hf_sparse_attn.cache.prefix import hash_token_ids
+from hf_sparse_attn.identity import ModelIdentity
+from hf_sparse_attn.patched import base_model, get_patch, layer_devices
+from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_sparse_attn.cache.cache import SparseCache
+
+FORMAT = "hf_sparse_attn cache 1"
+
+
+def save(cache: SparseCache, path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> None:
+    """Write a cache; see ``SparseCache.save``."""
+    cache.recover()
+    check_complete(cache)
+    if input_ids is not None and tuple(input_ids.shape) != (len(cache.sparse_layers[0].keys), cache.fed):
+        raise ValueError(
+            f"input_ids must be the tokens that the cache holds, [{len(cache.sparse_layers[0].keys)}, {cache.fed}], "
+            f"got {list(input_ids.shape)}"
+        )
+    texts = {
+        "cache": header_of(cache).to_json(),
+        "identity": json.dumps(ModelIdentity.of(base_model(model))._asdict()),
+        "token_ids_hash": "" if input_ids is None else hash_token_ids(input_ids),
+    }
+    # Copied one by one: the layers of an offloaded cache show their tokens in the same buffers, one after another.
+    copies = {
+        name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, tensor in tensors_of(cache)
+    }
+    write_tensors(path, FORMAT, texts, copies)
+
+
+def load(
+    cls: type[SparseCache],
+    path: Path,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None,
+    max_cache_len: int | None,
+) -> SparseCache:
+    """Read a cache; see ``SparseCache.load``."""
+    patch = get_patch(model)
+    with open_tensors(path, FORMAT, "a cache") as file:
+        header = _checked_header(file, model, input_ids)
+        if header.method != method_text(patch.method):
+            raise ValueError(
+                f"{path} holds a cache of {header.method}, but the model is patched with {method_text(patch.method)}: "
+                "patch it with the method of the cache"
+            )
+        if max_cache_len is not None and header.tokens > max_cache_len:
+            raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
+        config = base_model(model).config
+        cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
+        fill(cache, header, file.checksums, file.read, layer_devices(model))
+    return cache
+
+
+def _checked_header(file: TensorFile, model: PreTrainedModel, input_ids: torch.Tensor | None) -> Header:
+    with damage_named(file.path):
+        header, token_ids_hash = Header.from_json(file.header["cache"]), file.header["token_ids_hash"]
+        identity = ModelIdentity(**json.loads(file.header["identity"]))
+    identity.check(ModelIdentity.of(base_model(model)), f"{file.path} was written")
+    if input_ids is not None and not token_ids_hash:
+        raise ValueError(f"{file.path} was written without input_ids, so they cannot be compared: leave them out")
+    if input_ids is not None and hash_token_ids(input_ids) != token_ids_hash:
+        raise ValueError(f"{file.path} holds the cache of other token ids than the given input_ids")
+    return header
