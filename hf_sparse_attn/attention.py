@@ -86,10 +86,12 @@ def sparse_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     token = layer.take_token()
     if token is None:
+        layer.rehearsed_query = None
         layer.observe(query, scale)
         return layer.method.prefill(query, layer, scale, attention_mask).transpose(1, 2), None
     new_key, new_value = (states[:, :, 0] for states in token)
     step = layer.step_method.decode(query[:, :, 0], layer, new_key, new_value, scale)
+    layer.rehearsed_query = None
     layer.mark_written()
     return step.unsqueeze(1), None
 

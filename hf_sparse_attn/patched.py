@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_sparse_attn.cache.lengths import Shared
@@ -54,6 +55,11 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
         return model
     inner: PreTrainedModel = get_base_model()
     return inner
+
+
+def layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Return the device of each layer's parameters."""
+    return [next(layer.parameters()).device for layer in base_model(model).get_decoder().layers]
 
 
 def is_patched(model: PreTrainedModel) -> bool:

@@ -141,7 +141,7 @@ class SelectionRecord:
             )
         before = 0 if layer.prefix is None else layer.prefix.tokens
         row_lengths = (layer.seq_end - layer.seq_start).cpu() + before
-        self._steps.setdefault(layer.layer_idx, []).append(_LayerStep(selection, row_lengths, layer.keys.shape[1]))
+        self._steps.setdefault(layer.layer_idx, []).append(_LayerStep(selection, row_lengths, layer.storage.kv_heads))
 
     def cut(self, num_steps: int) -> None:
         """Keep only the first ``num_steps`` decode steps, to drop those of a failed forward pass."""

@@ -64,6 +64,50 @@ class RopeTables:
         return self._on[device]
 
 
+class OtherRope:
+    """Forward hook that replaces a rotary module's output by that of one with another configuration.
+
+    The model keeps its own module, with all of its state.
+
+    Parameters
+    ----------
+    rotary
+        The decoder's rotary module.
+    config
+        The configuration of the other one.
+    """
+
+    def __init__(self, rotary: torch.nn.Module, config: PreTrainedConfig) -> None:
+        self._config = config
+        self._other = self._create(rotary)
+
+    def _create(self, rotary: torch.nn.Module) -> torch.nn.Module:
+        """Create the other module, on the device and in the dtype of the model's own."""
+        like = _frequencies(rotary)
+        kind: Any = type(rotary)
+        with lasting_tensors():
+            other: torch.nn.Module = kind(self._config).to(like.device, like.dtype)
+            for tensor in other.buffers():
+                mark_static(tensor)
+        return other
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine for the arguments of the model's own module."""
+        like, own = _frequencies(module), _frequencies(self._other)
+        has_moved = (like.device, like.dtype) != (own.device, own.dtype)
+        if has_moved or (depends_on_length(self._config) and _begins_prompt(*args[1:], **kwargs)):
+            self._other = self._create(module)
+        tables: tuple[torch.Tensor, torch.Tensor] = self._other.forward(*args, **kwargs)
+        return tables
+
+
+def _begins_prompt(position_ids: torch.Tensor, x: torch.Tensor | None = None) -> bool:
+    """Whether a pass is the first over a prompt: its frequencies must not depend on the prompt before."""
+    return position_ids.shape[-1] > 1 and int(position_ids.min()) == 0
+
+
 def rotate_nothing(
     module: torch.nn.Module, arguments: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,6 +190,11 @@ def max_positions(config: PreTrainedConfig) -> int:
         trained = rope.get("original_max_position_embeddings") or limit
         limit = max(limit, int(trained * rope.get("factor", 1.0)))
     return limit
+
+
+def depends_on_length(config: PreTrainedConfig) -> bool:
+    """Whether the frequencies of a model's RoPE are those of the longest sequence so far (dynamic NTK)."""
+    return _rope_settings(config).get("rope_type") == "dynamic"
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

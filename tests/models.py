@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_sparse_attn import METHODS, SparseMethod
-from tests.methods.toy import MassThreshold, TokenTopK
+from tests.methods.toy import FirstHeadStreams, MassThreshold, TokenTopK
 
 VOCABULARY = 97
 POSITIONS = 512
@@ -36,6 +36,7 @@ METHOD_CLASSES: dict[str, type[SparseMethod]] = {
     **METHODS,
     TokenTopK.name: TokenTopK,
     MassThreshold.name: MassThreshold,
+    FirstHeadStreams.name: FirstHeadStreams,
 }
 
 SPARSE: dict[str, dict[str, float]] = {
@@ -44,14 +45,22 @@ SPARSE: dict[str, dict[str, float]] = {
     "rabitqcache": {"page_size": 16, "sink_tokens": 16, "top_p": 0.6},
     "double_sparsity": {"channels": 4},
     "infllm": {"n_init": 4, "n_local": 12, "block_size": 8, "representatives": 2},
+    "infinigen": {"alpha": 2.0, "max_share": 0.5},
+    "self_extend": {"group_size": 3, "window": 20, "chunk_size": 32},
     "toy-mass-threshold": {"threshold": 0.3},
     "psa": {"block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.8, "clusters": 0.1, "window": 8},
     "snapkv": {"window": 8},
+    "minference": {"block_size": 16},
+    "duo_attention": {"sink_tokens": 4},
+    "toy-first-head-streams": {"sink_tokens": 4},
 }
 """Hyperparameters with which a method leaves tokens out of a short sequence, beside a small ``token_budget``."""
 COVERING: dict[str, dict[str, float]] = {
     "infllm": {"n_init": 0, "n_local": 512},
+    "infinigen": {"alpha": float("inf"), "max_share": 1.0},
+    "ntk": {"factor": 1.0},
+    "self_extend": {"window": 512},
     "rabitqcache": {"top_p": 1.0, "page_size": 16, "sink_tokens": 16},
     "psa": {"threshold": 1.0, "block_size": 8, "microbatch": 2},
     "squeezed": {"target_sparsity": 0.0, "clusters": 0.1, "window": 8},

@@ -6,14 +6,19 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from hf_sparse_attn import (
+    NTK,
     PSA,
     ArkVale,
     DoubleSparsity,
+    DuoAttention,
+    InfiniGen,
     InfLLM,
     KeyCodes,
+    MInference,
     OracleTopK,
     Quest,
     RaBitQCache,
+    SelfExtend,
     SparseCache,
     Squeezed,
     TokenSelect,
@@ -23,6 +28,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
+from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import static_capacity
 from hf_sparse_attn.rope import decoder_rotary
 from tests import models
@@ -120,7 +126,12 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
         TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
         TokenTopK(token_budget=48),
         OracleTopK(token_budget=48),
+        MInference(token_budget=48, block_size=16),
         InfLLM(token_budget=48, n_init=4, n_local=12, block_size=8, chunk_size=64),
+        InfiniGen(token_budget=48, alpha=2.0),
+        InfiniGen(alpha=3.0, max_share=0.5, dense_layers=2),
+        SelfExtend(group_size=3, window=20, chunk_size=64),
+        NTK(factor=2.0),
         DoubleSparsity(token_budget=48, channels=4),
         DoubleSparsity(token_budget=48, channels=3, label_bits=16, dense_layers=0),
         KeyCodes(token_budget=48, page_size=16),
@@ -138,6 +149,20 @@ def test_every_kind_of_method_compiles(method):
     for lengths in ((150, 90), (80, 80), (210, 3)):
         assert_as_eager(model, padded(lengths))
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["method", "model"])
+def test_frequencies_that_depend_on_the_length_are_not_compiled(is_own):
+    """Dynamic NTK computes them on the host, from the positions of each step."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    options = {"max_position_embeddings": 64, **({"rope_parameters": rope} if is_own else {})}
+    method = SMALL if is_own else NTK(factor=4.0, dynamic=True)
+    outputs = [  # of two models, since a stock module of dynamic NTK remembers the longest sequence
+        patch_model(make_model("llama", **options), method).generate(**padded((150, 90)), **arguments)
+        for arguments in (compiled(), {**GREEDY, "disable_compile": True})
+    ]
+    assert torch.equal(*outputs)
+    assert graphs() == 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -199,6 +224,9 @@ def test_sampling_compiles_and_one_row_too():
         OracleTopK(token_budget=48),
         DoubleSparsity(token_budget=48, channels=4),
         InfLLM(token_budget=48, n_init=4, n_local=12, block_size=8, chunk_size=64),
+        InfiniGen(token_budget=48, alpha=2.0),
+        SelfExtend(group_size=3, window=20, chunk_size=64),
+        NTK(factor=2.0),
     ],
     ids=lambda method: method.name,
 )
@@ -371,9 +399,16 @@ def test_sliding_windows_keep_generate_uncompiled():
     assert graphs() == 0
 
 
-@pytest.mark.parametrize("name", ["streaming_llm", "tova", "h2o", "snapkv"])
-def test_methods_that_evict_keep_generate_uncompiled(name):
-    model = patch_model(make_model("llama"), name, token_budget=48)
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(make_method(name, token_budget=48) for name in ("streaming_llm", "tova", "h2o", "snapkv")),
+        DuoAttention(token_budget=48, sink_tokens=4, heads=((1, 0), (0, 0), (1, 1))),
+    ],
+    ids=lambda method: method.name,
+)
+def test_methods_that_evict_keep_generate_uncompiled(method):
+    model = patch_model(make_model("llama"), method)
     inputs = padded((70, 41))
     expected = model.generate(**inputs, **GREEDY, disable_compile=True)
     stats = sparse_attention_stats(model)

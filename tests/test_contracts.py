@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
@@ -41,7 +40,7 @@ some_families = pytest.mark.parametrize(
 )
 methods = pytest.mark.parametrize("method_name", METHOD_CLASSES)
 sparse_methods = pytest.mark.parametrize(
-    "method_name", [name for name, method_class in METHOD_CLASSES.items() if method_class.sparse_phases]
+    "method_name", [name for name, method_class in METHOD_CLASSES.items() if "decode" in method_class.sparse_phases]
 )
 
 
@@ -51,13 +50,6 @@ def model(family):
     model = shared_model(family)
     yield model
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.fixture
-def exact():
-    """Run the ops' references, which take float64, on CUDA too."""
-    with use_impl("reference"):
-        yield
 
 
 def exact_model(family="llama"):
@@ -229,7 +221,8 @@ def test_small_budget_reads_less_and_is_never_silently_dense(family, method_name
     dense_layers = METHOD_CLASSES[method_name]().dense_layers
     assert len(sparse_layers) == len(stats.layers) - dense_layers
     assert stats.kv_bytes == sum(layer.kv_bytes for layer in stats.layers)
-    if not (method_name == "toy-mass-threshold" or METHOD_CLASSES[method_name].keeps_generated):
+    reads_more = ("toy-mass-threshold", "toy-first-head-streams")  # than the budget, in some heads
+    if not (method_name in reads_more or METHOD_CLASSES[method_name].keeps_generated):
         kv_heads, batch = model.config.num_key_value_heads, 2
         for layer in sparse_layers:
             assert layer.tokens_read <= 48 * kv_heads * batch * stats.decode_steps
@@ -279,7 +272,8 @@ def test_padding_is_never_read(method_name, monkeypatch):
     [
         name
         for name, method_class in METHOD_CLASSES.items()
-        if not (method_class().keeps_queries or method_class.needs_weights)
+        # MInference: the keys of later layers depend on what the prompt's last queries chose.
+        if not (method_class().keeps_queries or method_class.needs_weights or name == "minference")
     ],
 )
 @torch.inference_mode()
@@ -314,7 +308,8 @@ def test_fork_continues_a_prefill_as_its_own_prefill_would(method_name, exact):
     model = exact_model()
     ids, steps = random_ids(1, 150), random_ids(1, 6, seed=4)
     method = sparse(method_name)
-    first = method if method.rotates_keys or method.needs_weights else "full"
+    has_own_keys = method.rotates_keys or method.changes_rope
+    first = method if has_own_keys or method.needs_weights or "prefill" in method.sparse_phases else "full"
     prefix = SparseCache(model.config, first, initial_capacity=200, keep_queries=method.keeps_queries)
     with sparse_attention(model, first) if first is method or method.keeps_queries else nullcontext():
         model(ids, past_key_values=prefix)

@@ -146,10 +146,13 @@ def _check_patchable(model: PreTrainedModel, methods: Sequence[SparseMethod]) ->
 def _check_positions(model: PreTrainedModel, methods: Sequence[SparseMethod], needed: int) -> None:
     from hf_sparse_attn.rope import max_positions
 
-    available = max_positions(model.config)
-    bounded = [method.name for method in methods if not method.extends_positions]
-    if needed > available and (bounded or not methods):
-        names = ", ".join(bounded or ["full"])
+    limits = {method.name: method.prompt_limit(model.config) for method in methods}
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not methods:
+        known = {"full": max_positions(model.config)}
+    available = min(known.values(), default=needed)
+    if needed > available:
+        names = ", ".join(name for name, limit in known.items() if limit == available)
         fail(f"prompt and answer take {needed} tokens; with {names} the model has positions for {available}")
 
 

@@ -66,6 +66,7 @@ def answer(
     token_by_token: bool = True,
     stop_ids: Collection[int] = (),
     min_new_tokens: int = 0,
+    is_ended: Callable[[Sequence[int]], bool] | None = None,
     on_step: Callable[[], None] | None = None,
 ) -> GreedyAnswer:
     """Answer a question greedily, continuing from the cache.
@@ -87,6 +88,8 @@ def answer(
         Ids of the tokens that end the answer.
     min_new_tokens : int
         Suppress ``stop_ids`` for the first ``min_new_tokens`` tokens.
+    is_ended : callable, optional
+        Called with the answer after each of its tokens; the answer ends with the token after which it returns True.
     on_step : callable, optional
         Called after each forward pass.
 
@@ -121,7 +124,7 @@ def answer(
     steps = 0
     while best not in stop_ids:
         token_ids.append(best)
-        if len(token_ids) == max_new_tokens:
+        if len(token_ids) == max_new_tokens or (is_ended is not None and is_ended(token_ids)):
             break
         best = step([best], may_stop=len(token_ids) >= min_new_tokens)
         steps += 1

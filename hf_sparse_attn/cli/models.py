@@ -77,7 +77,7 @@ def load_model(
     ----------
     name_or_path : str or path
         The alias ``"smollm2"`` (SmolLM2-135M-Instruct, fetched with pip), a ``.gguf`` file, a local directory, or a
-        model id on the hub; tried in this order.
+        model id on the hub; tried in this order. A directory or a hub repository must have safetensors.
     dtype : torch.dtype, optional
         Dtype of the weights. Default: bfloat16 on CUDA, else float32.
     device : str or torch.device, optional
@@ -93,6 +93,8 @@ def load_model(
         If the model does not exist, or cannot be fetched, verified or read.
     """
     source, options = locate(name_or_path)
+    # Weights in pickles, which can run code, are refused.
+    weights = options or {"use_safetensors": True}
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,7 +104,7 @@ def load_model(
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
     with _load_errors(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **weights)
     return model.to(target).eval(), tokenizer
 
 

@@ -23,7 +23,7 @@ def make_methods(
     names : sequence of str
         Names in ``methods``. Dense attention (``full``) is left out, because commands always run it unpatched.
     budgets : sequence of int
-        Token budgets; empty for the methods' defaults.
+        Token budgets; empty for the methods' defaults. A method that reads everything is made once.
     parameters : mapping, optional
         Further hyperparameters. ``page_size`` applies to every method that has it, ``quest.page_size`` only to Quest.
         If both are given, the prefixed one wins. A list of values is a sweep: the method is made with each of them.
@@ -56,7 +56,7 @@ def make_methods(
         chosen |= {
             key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")
         }
-        if budgets:
+        if budgets and methods[name].sparse_phases:
             chosen["token_budget"] = list(budgets)
         sweeps = [_sweep(key, value) for key, value in chosen.items()]
         made += [

@@ -10,14 +10,19 @@ from typing import Any
 from hf_sparse_attn.methods.arkvale import ArkVale
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.double_sparsity import DoubleSparsity
+from hf_sparse_attn.methods.duo_attention import DuoAttention
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.h2o import H2O
+from hf_sparse_attn.methods.infinigen import InfiniGen
 from hf_sparse_attn.methods.infllm import InfLLM
 from hf_sparse_attn.methods.keycodes import KeyCodes
+from hf_sparse_attn.methods.minference import MInference
+from hf_sparse_attn.methods.ntk import NTK
 from hf_sparse_attn.methods.oracle_topk import OracleTopK
 from hf_sparse_attn.methods.psa import PSA
 from hf_sparse_attn.methods.quest import Quest
 from hf_sparse_attn.methods.rabitqcache import RaBitQCache
+from hf_sparse_attn.methods.self_extend import SelfExtend
 from hf_sparse_attn.methods.snapkv import SnapKV
 from hf_sparse_attn.methods.squeezed import Squeezed
 from hf_sparse_attn.methods.streaming_llm import StreamingLLM
@@ -42,6 +47,11 @@ METHODS: dict[str, type[SparseMethod]] = {
         OracleTopK,
         DoubleSparsity,
         InfLLM,
+        InfiniGen,
+        MInference,
+        DuoAttention,
+        NTK,
+        SelfExtend,
     )
 }
 
@@ -52,17 +62,22 @@ __all__ = [
     "FULL",
     "H2O",
     "METHODS",
+    "NTK",
     "PSA",
     "TOVA",
     "ArkVale",
     "DoubleSparsity",
+    "DuoAttention",
     "Full",
     "InfLLM",
+    "InfiniGen",
     "KeyCodes",
+    "MInference",
     "OracleTopK",
     "Quest",
     "RaBitQCache",
     "Selection",
+    "SelfExtend",
     "SnapKV",
     "SparseMethod",
     "Squeezed",

@@ -11,9 +11,10 @@ from hf_sparse_attn_kernels import sparse_decode
 
 from hf_sparse_attn.dense import dense_attention
 from hf_sparse_attn.methods.merge import merge_attention
+from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from hf_sparse_attn.cache.layer import SparseLayer
 
@@ -84,7 +85,7 @@ class SparseMethod:
     summary: ClassVar[str]
     paper: ClassVar[str]
     sparse_phases: ClassVar[tuple[str, ...]] = ("decode",)
-    """Phases that the method makes sparse, for tables only."""
+    """Phases that the method makes sparse; empty if it reads everything, so that budgets have no effect."""
 
     # What the method needs of the cache and the patch; each flag has one effect.
     rotates_keys: ClassVar[bool] = False
@@ -92,7 +93,9 @@ class SparseMethod:
     needs_mask: ClassVar[bool] = True
     """Give :meth:`prefill` a mask. If False no mask is made, and prefill uses the row bounds."""
     extends_positions: ClassVar[bool] = False
-    """Allow prompts longer than the positions that the model was trained on."""
+    """Allow prompts longer than the positions that the model was trained on; :meth:`prompt_limit` may limit them."""
+    changes_rope: ClassVar[bool] = False
+    """Rotate queries and keys by the RoPE of :meth:`rope_config` instead of the model's own."""
     reads_prefix: ClassVar[bool] = False
     """Attend to ``layer.prefix``, tokens before the rows, beside the layer's own tokens."""
     evicts: ClassVar[bool] = False
@@ -103,6 +106,8 @@ class SparseMethod:
     """Refuse a fork of another method's cache, which has not added up the attention weights of the prompt."""
     needs_queries: ClassVar[bool] = True
     """Refuse a fork of a cache that kept fewer queries than :attr:`keeps_queries`; if False, do without them there."""
+    rehearses: ClassVar[bool] = False
+    """Give decode steps ``layer.rehearsed_query``, made of the previous attention's input; not in the first layer."""
     lasting_metadata: ClassVar[tuple[str, ...]] = ()
     """Names of metadata that keys and values cannot give again: kept when the rest is rebuilt, and needed by a fork."""
     counts: ClassVar[tuple[str, ...]] = ()
@@ -129,7 +134,7 @@ class SparseMethod:
         Raises
         ------
         TypeError
-            A value must be a whole number and is not.
+            A value is of another type than the hyperparameter's: a whole number, unless it is said to be another.
         ValueError
             A value is out of range.
         """
@@ -195,9 +200,21 @@ class SparseMethod:
         """Maximum tokens per forward pass of a prompt, for a model with ``positions`` positions; None for no limit."""
         return None
 
+    def evicting_heads(self, layer_idx: int) -> tuple[int, ...] | None:
+        """Return the KV heads of a layer whose tokens the method evicts, if it ``evicts``; None for all of them."""
+        return None
+
     def rope_slots(self, positions: int) -> int:
         """Number of slots that ``layer.rope`` needs for a model with ``positions`` positions, if ``rotates_keys``."""
         return positions
+
+    def rope_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the configuration whose RoPE the patched model has: a copy with other settings if ``changes_rope``."""
+        return config
+
+    def prompt_limit(self, config: PreTrainedConfig) -> int | None:
+        """Maximum tokens of a prompt, by its positions; None for no limit."""
+        return None if self.extends_positions else max_positions(self.rope_config(config))
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the tensors that the method keeps in addition to K and V, for ``layer.capacity`` tokens.

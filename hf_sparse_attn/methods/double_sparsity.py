@@ -80,15 +80,7 @@ class DoubleSparsity(SparseMethod):
     group_reduce: str = "softmax"
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a whole number, or a path, and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         super().__post_init__()
         if self.calibration is not None and not isinstance(self.calibration, str):
             raise TypeError(f"calibration must be the path of a file, as a str, or None, got {self.calibration!r}")

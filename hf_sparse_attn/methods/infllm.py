@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import sparse_decode
 
-from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.base import SparseMethod
 from hf_sparse_attn.methods.memory_blocks import (
     BlockSplit,
     allocate_memory,
@@ -18,7 +17,7 @@ from hf_sparse_attn.methods.memory_blocks import (
     represent,
     represent_up_to,
 )
-from hf_sparse_attn.methods.merge import merge_attention
+from hf_sparse_attn.methods.merge import Part, attend_to_parts
 from hf_sparse_attn.methods.scores import grouped, take_tokens
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
 
@@ -81,15 +80,7 @@ class InfLLM(SparseMethod):
     chunk_size: int = 512
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a whole number and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         super().__post_init__()
         self._require("token_budget", self.token_budget >= 2, "at least 2: the current token and a block")
         self._require("n_init", self.n_init >= 0, "0 or more")
@@ -179,47 +170,11 @@ class InfLLM(SparseMethod):
         layer.counter.count_metadata(blocks.sum() * (kv_heads * head_dim * layer.keys.element_size()))
         if layer.is_recorded:
             layer.note(as_selection(torch.cat((tokens, local), dim=1), torch.cat((is_read, in_row), dim=1)))
-        remote = as_selection(tokens, is_read)
-        return self._attend(query, remote_query, layer, as_selection(local, in_row), remote, scale)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        remote_query: torch.Tensor,
-        layer: SparseLayer,
-        local: Selection,
-        remote: Selection,
-        scale: float,
-    ) -> torch.Tensor:
-        """Attend to the local window at its own distances and to remote tokens at one, and merge the two."""
-
-        def read(
-            query: torch.Tensor, selection: Selection, counter: torch.Tensor, **rotations: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            out, lse = sparse_decode(
-                query,
-                layer.keys,
-                layer.values,
-                selection.block_indices,
-                selection.block_counts,
-                layer.seq_start,
-                layer.seq_end,
-                block_size=1,
-                scale=scale,
-                counter=counter,
-                finished=layer.finished,
-                **rotations,
-            )
-            return out.unsqueeze(1), lse.unsqueeze(1)
-
-        also_read = torch.zeros_like(layer.counter.totals)  # the step counts once
-        parts = (
-            read(query, local, layer.counter.totals, **layer.rotations),
-            read(remote_query.to(query.dtype), remote, also_read),
-        )
-        layer.counter.totals[0] += also_read[0]
-        output, _ = merge_attention(parts)
-        return output.to(query.dtype)
+        parts = [
+            Part(query, as_selection(local, in_row), layer.rotations),
+            Part(remote_query.to(query.dtype), as_selection(tokens, is_read), {}),
+        ]
+        return attend_to_parts(parts, layer, scale)
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a chunk to the local windows, the first tokens, and the blocks that its mean query chooses.

@@ -69,15 +69,7 @@ class KeyCodes(CodedMethod):
     query_centre: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a whole number, or True or False, and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         super().__post_init__()
         self._require("bits", self.bits in BITS, f"one of {', '.join(map(str, BITS))}")
         self._require_page_size()

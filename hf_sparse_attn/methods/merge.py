@@ -1,10 +1,59 @@
-"""Merge of attention to parts of the tokens."""
+"""Attention to several sets of tokens, merged by their log-sum-exp."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from hf_sparse_attn_kernels import sparse_decode
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.layer import SparseLayer
+    from hf_sparse_attn.methods.base import Selection
+
+
+class Part(NamedTuple):
+    """A set of tokens of a decode step, with the query as they meet it."""
+
+    query: torch.Tensor
+    """[batch, q_heads, head_dim]."""
+    selection: Selection
+    """The tokens; no other part has any of them."""
+    rotations: dict[str, Any]
+    """Rotations of the tokens and of the query, as ``sparse_decode`` takes them; empty for none."""
+
+
+def attend_to_parts(parts: Sequence[Part], layer: SparseLayer, scale: float) -> torch.Tensor:
+    """Attend to disjoint sets of a layer's tokens in one softmax, and count the step once in ``layer.counter``.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, q_heads, head_dim], in the dtype of the queries.
+    """
+    totals, merged = layer.counter.totals, []
+    for number, (query, selection, rotations) in enumerate(parts):
+        counter = torch.zeros_like(totals) if number else totals
+        out, lse = sparse_decode(
+            query,
+            layer.keys,
+            layer.values,
+            selection.block_indices,
+            selection.block_counts,
+            layer.seq_start,
+            layer.seq_end,
+            block_size=selection.block_size,
+            scale=scale,
+            counter=counter,
+            finished=layer.finished,
+            **rotations,
+        )
+        if number:
+            totals[0] += counter[0]
+        merged.append((out.unsqueeze(1), lse.unsqueeze(1)))
+    output, _ = merge_attention(merged)
+    return output.to(parts[0].query.dtype)
 
 
 def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

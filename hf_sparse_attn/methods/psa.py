@@ -87,15 +87,7 @@ class PSA(PagedMethod):
     rest: str = "least"
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a number, or a whole number, and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
         self._check_numbers("threshold")
         self._require("threshold", 0 < self.threshold <= 1, "above 0 and at most 1")

@@ -66,15 +66,7 @@ class Quest(PagedMethod):
     bounds_dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a whole number and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         super().__post_init__()
         self._require_page_size("page_size")
         self._require(

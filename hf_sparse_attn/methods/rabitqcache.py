@@ -63,15 +63,7 @@ class RaBitQCache(CodedMethod):
     query_centre: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a number, or a whole number, and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
         self._check_numbers("top_p")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")

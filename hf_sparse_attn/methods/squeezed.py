@@ -95,15 +95,7 @@ class Squeezed(SparseMethod):
     batch_tokens: int = None  # type: ignore[assignment]  # None: all tokens
 
     def __post_init__(self) -> None:
-        """Check the hyperparameters.
-
-        Raises
-        ------
-        TypeError
-            A value must be a number, or a whole number, and is not.
-        ValueError
-            A value is out of range.
-        """
+        """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         optional = tuple(name for name in ("token_budget", "batch_tokens") if getattr(self, name) is None)
         self._check_whole_numbers(but=optional)
         self._check_numbers("target_sparsity", "clusters", "coarse_clusters")

@@ -14,6 +14,7 @@ from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_wit
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patched import get_patch, is_patched, patched_method
+from hf_sparse_attn.rope import depends_on_length
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
@@ -137,6 +138,7 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
+        and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
         and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
     )
 

@@ -1,6 +1,6 @@
 """Patch and unpatch models.
 
-A patched model differs from a stock one in four places. Unpatching removes only what patching added.
+A patched model differs from a stock one in five places. Unpatching removes only what patching added.
 
 1. ``config`` is a copy of the model's own, so models that share a configuration do not share the patch.
    ``config._attn_implementation`` names the sparse attention function, registered together with a mask function.
@@ -8,7 +8,9 @@ A patched model differs from a stock one in four places. Unpatching removes only
    method asks for it.
 3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`, and an
    instance-level ``init_continuous_batching`` raises, because continuous batching has a paged cache of its own.
-4. If the method caches keys before RoPE, a hook on the decoder's rotary module disables its rotation.
+4. If the method rehearses, a hook before each attention module makes a query from the previous module's input.
+5. If the method caches keys before RoPE, a hook on the decoder's rotary module disables its rotation; if it changes
+   RoPE, a hook replaces its rotation.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.hook_ids import register
+from hf_sparse_attn.patch.rehearsal import rehearse
 from hf_sparse_attn.patch.support import check_supported, has_prefix
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
-from hf_sparse_attn.rope import RopeTables, decoder_rotary, max_positions, rotate_nothing
+from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 if TYPE_CHECKING:
     from hf_sparse_attn.record import SelectionRecord
@@ -190,6 +193,15 @@ def _put_in(
         rotary = decoder_rotary(model)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
         patch.hooks.append(register(rotary, "rotary", partial(rotary.register_forward_hook, rotate_nothing)))
+    elif method.changes_rope:
+        rotary = decoder_rotary(model)
+        other = OtherRope(rotary, method.rope_config(patch.stock_config))
+        hook = partial(rotary.register_forward_hook, other, with_kwargs=True)
+        patch.hooks.append(register(rotary, "rotary", hook))
+    for layer in decoder.layers if method.rehearses else ():
+        attention = layer.self_attn
+        hook = partial(attention.register_forward_pre_hook, rehearse, with_kwargs=True)
+        patch.hooks.append(register(attention, "rehearsal", hook))
     for name, stand_in in STAND_INS.items():
         if hasattr(model, name):  # a bare decoder cannot generate
             if name in model.__dict__:

@@ -70,15 +70,17 @@ def check_positions(
     config: PreTrainedConfig, method: SparseMethod, query_length: int, cached: int, is_dense: bool = False
 ) -> None:
     """Raise if a prompt exceeds the positions that the model supports. Decode steps always pass."""
-    if query_length == 1 or (method.extends_positions and not is_dense):
+    if query_length == 1:
         return
-    limit = max_positions(config)
-    if cached + query_length > limit:
-        how = "dense attention" if is_dense else method.name
-        raise ValueError(
-            f"the prompt has {cached + query_length} tokens, but the model has {limit} positions "
-            f"(max_position_embeddings={config.max_position_embeddings}); {how} does not extend them"
-        )
+    limit = max_positions(method.rope_config(config)) if is_dense else method.prompt_limit(config)
+    if limit is None or cached + query_length <= limit:
+        return
+    how, own = "dense attention" if is_dense else method.name, max_positions(config)
+    raise ValueError(
+        f"the prompt has {cached + query_length} tokens, but the model has {own} positions "
+        f"(max_position_embeddings={config.max_position_embeddings}); {how} "
+        + (f"extends them to {limit} tokens" if limit > own else "does not extend them")
+    )
 
 
 def check_consecutive(

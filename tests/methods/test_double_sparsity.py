@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import (
     DoubleSparsity,
@@ -18,15 +17,11 @@ from hf_sparse_attn.methods.channels import label_values, make_labels
 from tests.methods.coded import decode, generate_watched
 from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 PROMPT, BUDGET, KV_HEADS = 63, 24, 2
 SMALL = {"token_budget": BUDGET, "channels": 6, "label_bits": 16, "dense_layers": 1, "calibration_queries": 20}
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 def heavy_channels(queries, keys, channels, statistic):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import InfLLM, SparseCache, patch_model, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.rope import RopeTables
@@ -13,16 +12,12 @@ from tests.methods.coded import decode
 from tests.methods.rotation import rotate
 from tests.models import DEVICE, POSITIONS, ROUNDING, make_model, random_ids, shared_model
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 HEAD_DIM, KV_HEADS, Q_HEADS = 16, 2, 6
 GROUP, SCALE = Q_HEADS // KV_HEADS, 0.25
 SMALL = InfLLM(token_budget=40, n_init=3, n_local=9, block_size=4, representatives=2, chunk_size=64)
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 class Definition:

@@ -5,23 +5,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import KeyCodes, SparseCache, sparse_attention, sparse_attention_stats
 from tests.methods.coded import check_forks_of_a_dense_prefill, decode, estimates, generate_watched
 from tests.models import DEVICE, make_model, random_ids
+
+pytestmark = pytest.mark.usefixtures("exact")
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 PAGE = 16
 SMALL = {"token_budget": 48, "page_size": PAGE}
 PROMPT = 100
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 def chosen(query, keys, centre, method):

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import OracleTopK, patch_model
 from tests.methods.coded import generate_watched
 from tests.models import make_model
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 PROMPT, BUDGET = 63, 24
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 def best_by_sorting(queries, keys, group_reduce):

@@ -2,22 +2,17 @@
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import RaBitQCache, SparseCache, sparse_attention, sparse_attention_stats
 from tests.methods.coded import check_forks_of_a_dense_prefill, decode, estimates, generate_watched, stored
 from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 PAGE, SINKS = 16, 16
 SMALL = {"page_size": PAGE, "sink_tokens": SINKS, "top_p": 0.6, "dense_layers": 1}
 PROMPT = 100
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 def estimated_weights(query, keys, query_centre, key_centre, method):

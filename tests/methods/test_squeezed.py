@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import (
     SparseCache,
@@ -13,15 +12,11 @@ from hf_sparse_attn import (
 )
 from tests.models import DEVICE, ROUNDING, make_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 SMALL = {"clusters": 0.1, "coarse_clusters": 0.03, "window": 12}
 PROMPT = 160
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 class Queries:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from hf_sparse_attn_kernels import select_blocks
 
-from hf_sparse_attn.methods import Quest, Selection, SparseMethod
+from hf_sparse_attn.methods import DuoAttention, Quest, Selection, SparseMethod
 from hf_sparse_attn.methods.base import SelectionSize
 
 
@@ -196,3 +196,15 @@ class Recent(SparseMethod):
         counts = lengths.clamp_max(self.token_budget)[:, None]  # one choice for all KV heads
         indices = (lengths[:, None] - counts + ranks).masked_fill(ranks >= counts, -1)
         return self.attend(query, layer, Selection(indices[:, None].int(), counts.int(), 1), scale)
+
+
+@dataclass(frozen=True)
+class FirstHeadStreams(DuoAttention):
+    """In every layer the first KV head streams, whatever the model; the others keep everything."""
+
+    name: ClassVar[str] = "toy-first-head-streams"
+    summary: ClassVar[str] = "one streaming head in each layer"
+    paper: ClassVar[str] = "none"
+
+    def evicting_heads(self, layer_idx):
+        return (0,)

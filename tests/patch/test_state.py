@@ -28,10 +28,15 @@ SMALL = {
     "oracle_topk": {"token_budget": 48},
     "double_sparsity": {"token_budget": 48, "channels": 4},
     "infllm": {"token_budget": 48, "chunk_size": 32},
+    "infinigen": {"token_budget": 48, "alpha": 2.0},
+    "ntk": {"factor": 1.0},  # dense attention
+    "self_extend": {"group_size": 4, "window": 20, "chunk_size": 32},
     "streaming_llm": {"token_budget": 48},
     "tova": {"token_budget": 48},
     "h2o": {"token_budget": 48},
     "snapkv": {"token_budget": 48},
+    "minference": {"token_budget": 48, "block_size": 16},
+    "duo_attention": {"token_budget": 48, "sink_tokens": 4, "heads": ((1, 0), (0, 1), (0, 0), (0, 1))},
 }
 every_method = pytest.mark.parametrize("method_name", METHODS)
 
