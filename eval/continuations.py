@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -67,9 +67,10 @@ def answer_sample(
         token_by_token=token_by_token,
         stop_ids=stop_ids,
         min_new_tokens=sample.min_new_tokens,
+        is_ended=ends_of_texts(tokenizer, sample),
     )
     return Continuation(
-        result={"prediction": tokenizer.decode(given.token_ids, skip_special_tokens=True)},
+        result={"prediction": prediction_of(tokenizer, sample, given.token_ids)},
         first_token_seconds=given.first_token_seconds,
         decode_seconds=given.decode_seconds,
         decode_steps=given.decode_steps,
@@ -101,8 +102,32 @@ def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache) -> 
     )
 
 
+def prediction_of(tokenizer: PreTrainedTokenizerBase, sample: Sample, token_ids: Sequence[int]) -> str:
+    """Decode an answer, up to the first of the texts that end it."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return text[: min((place for stop in sample.stop_texts if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def ends_of_texts(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Callable[[Sequence[int]], bool] | None:
+    """Return whether an answer's newest tokens complete a text that ends it, as a function; None without texts."""
+    if not sample.stop_texts:
+        return None
+    newest = 2 + max(len(text.encode()) for text in sample.stop_texts)  # a token has at least one byte
+
+    def is_ended(token_ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(token_ids[-newest:], skip_special_tokens=True)
+        return len(token_ids) >= sample.min_new_tokens and any(stop in text for stop in sample.stop_texts)
+
+    return is_ended
+
+
 def dense_path(
-    model: PreTrainedModel, sample: Sample, caches: tuple[SparseCache, SparseCache], token_by_token: bool, stop_ids: Any
+    model: PreTrainedModel,
+    sample: Sample,
+    caches: tuple[SparseCache, SparseCache],
+    token_by_token: bool,
+    stop_ids: Any,
+    is_ended: Callable[[Sequence[int]], bool] | None = None,
 ) -> DensePath:
     """Return what an unpatched model answers and predicts; each of two forks of the material is used once.
 
@@ -120,6 +145,7 @@ def dense_path(
             token_by_token=token_by_token,
             stop_ids=stop_ids,
             min_new_tokens=sample.min_new_tokens,
+            is_ended=is_ended,
         )
         answer_ids = given.token_ids
         fed_ids = answer_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer

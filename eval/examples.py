@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from eval.sources import is_offline
+from eval.sources import is_offline, read_json
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's answer about a file, without a retry."""
@@ -67,6 +67,20 @@ def read_jsonl(
     return examples
 
 
+def read_list(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Read a JSON file that holds a list of examples.
+
+    Raises
+    ------
+    EvalError
+        The file is not such a list, or an example is malformed; the message names the file and the example's number.
+    """
+    examples = read_json(path)
+    if not isinstance(examples, list) or not examples:
+        raise EvalError(f"{path} does not hold a list of examples")
+    return [_checked(example, f"{path}: example {number}", required) for number, example in enumerate(examples)]
+
+
 def load_examples(
     task_file: str,
     *,
@@ -75,13 +89,14 @@ def load_examples(
     data_dir: Path | None,
     benchmark: str,
     required: Sequence[str] = (),
+    revision: str | None = None,
 ) -> tuple[list[dict[str, Any]], str]:
     """Load the examples of a task: from the data folder if it has the file, else from the hub or its cache.
 
     Parameters
     ----------
     task_file : str
-        The official file name, such as ``trec.jsonl``.
+        The official file name, such as ``trec.jsonl``; a ``.json`` file holds a list of examples.
     hub_id : str
         Dataset repository on the hub.
     hub_filename : str
@@ -92,6 +107,8 @@ def load_examples(
         Name of the benchmark and of that subfolder.
     required : sequence of str
         Fields that each example must have.
+    revision : str, optional
+        Commit of the hub's repository. Default: its newest.
 
     Returns
     -------
@@ -106,32 +123,52 @@ def load_examples(
     EvalError
         ``data_dir`` is not a folder, or an example is malformed.
     """
-    places = []
-    if data_dir is not None:
-        if not data_dir.is_dir():
-            raise EvalError(f"--data-dir {data_dir} is not a folder")
-        places = [data_dir / task_file, data_dir / benchmark / task_file, data_dir / "data" / task_file]
-        for place in places:
-            if place.is_file():
-                return read_jsonl(place, required), str(place)
+    found = find_examples(task_file, data_dir, benchmark, required)
+    if found is not None:
+        return found
     try:
-        download = _download(hub_id, hub_filename)
+        download = _download(hub_id, hub_filename, revision)
     except Exception as error:  # the hub's client raises errors of its HTTP library, which differ by version
-        looked = ", ".join([*map(str, places), f"{hub_filename} of the hub's dataset {hub_id}"])
+        places = map(str, _places(task_file, data_dir, benchmark))
+        looked = ", ".join([*places, f"{hub_filename} of the hub's dataset {hub_id}"])
         raise ExamplesNotFoundError(
             f"{benchmark}: no examples of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
             f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is reachable: "
-            f"hf download --repo-type dataset {hub_id} {hub_filename}"
+            f"hf download --repo-type dataset {_at(revision)}{hub_id} {hub_filename}"
         ) from error
-    # The folder of a file in the hub's cache is named after the repository's commit.
-    origin = f"hub dataset {hub_id} at {download.parent.name}, {hub_filename}"
+    # The folder of a repository's files in the hub's cache is named after its commit.
+    folder = download.parents[len(Path(hub_filename).parts) - 1]
+    origin = f"hub dataset {hub_id} at {folder.name}, {hub_filename}"
     if download.suffix != ".zip":
         return _read_with_datasets(download, origin, required), origin
     with tempfile.TemporaryDirectory() as scratch:
         return _read_with_datasets(_unzipped(download, f"data/{task_file}", Path(scratch)), origin, required), origin
 
 
-def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
+def find_examples(
+    task_file: str, data_dir: Path | None, benchmark: str, required: Sequence[str]
+) -> tuple[list[dict[str, Any]], str] | None:
+    """Read a task's examples from the data folder; None if it does not have them.
+
+    Parameters, results and errors are those of ``load_examples``.
+    """
+    if data_dir is not None and not data_dir.is_dir():
+        raise EvalError(f"--data-dir {data_dir} is not a folder")
+    for place in _places(task_file, data_dir, benchmark):
+        if place.is_file():
+            read = read_list if place.suffix == ".json" else read_jsonl
+            return read(place, required), str(place)
+    return None
+
+
+def _places(task_file: str, data_dir: Path | None, benchmark: str) -> list[Path]:
+    folders = [] if data_dir is None else [data_dir, data_dir / benchmark, data_dir / "data"]
+    return [folder / task_file for folder in folders]
+
+
+def load_hub_dataset(
+    hub_id: str, split: str, instead: str, *, config: str | None = None, revision: str | None = None
+) -> Any:
     """Load a dataset from the hub, or from its cache if ``HF_HUB_OFFLINE=1``.
 
     Parameters
@@ -142,6 +179,10 @@ def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
         Name of the split, such as ``"test"``.
     instead : str
         Advice for the error message: an alternative to the hub.
+    config : str, optional
+        Name of the dataset's configuration.
+    revision : str, optional
+        Commit of the repository. Default: its newest.
 
     Raises
     ------
@@ -153,8 +194,9 @@ def load_hub_dataset(hub_id: str, split: str, instead: str) -> Any:
 
     try:
         if not is_offline():
-            HfApi().dataset_info(hub_id, timeout=HUB_TIMEOUT)  # asks once: the next line would retry for long
-        return datasets.load_dataset(hub_id, split=split)
+            # Asks once: the next line would retry for long.
+            HfApi().dataset_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
+        return datasets.load_dataset(hub_id, config, split=split, revision=revision)
     except Exception as error:  # the clients raise errors of their HTTP library, which differ by version
         raise ExamplesNotFoundError(
             f"dataset {hub_id!r} cannot be loaded from the hub ({_first_line(error)}). {instead} A copy in the hub's "
@@ -191,19 +233,26 @@ def _checked(example: Any, place: str, required: Sequence[str]) -> dict[str, Any
     return example
 
 
-def _download(hub_id: str, filename: str) -> Path:
+def _at(revision: str | None) -> str:
+    return "" if revision is None else f"--revision {revision} "
+
+
+def _download(hub_id: str, filename: str, revision: str | None) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         # Asks once: without a cached file, the download itself would retry for half a minute.
-        get_hf_file_metadata(hf_hub_url(hub_id, filename, repo_type="dataset"), timeout=HUB_TIMEOUT)
+        url = hf_hub_url(hub_id, filename, repo_type="dataset", revision=revision)
+        get_hf_file_metadata(url, timeout=HUB_TIMEOUT)
     except Exception as unreachable:
         try:
-            return Path(hf_hub_download(hub_id, filename, repo_type="dataset", local_files_only=True))
+            return Path(
+                hf_hub_download(hub_id, filename, repo_type="dataset", revision=revision, local_files_only=True)
+            )
         except LocalEntryNotFoundError:
             raise unreachable from None
-    return Path(hf_hub_download(hub_id, filename, repo_type="dataset", etag_timeout=HUB_TIMEOUT))
+    return Path(hf_hub_download(hub_id, filename, repo_type="dataset", revision=revision, etag_timeout=HUB_TIMEOUT))
 
 
 def _unzipped(archive: Path, member: str, folder: Path) -> Path:

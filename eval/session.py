@@ -8,32 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from eval.benchmarks import BENCHMARKS, Benchmark, Item, Sample, Setup
-from eval.chat_templates import read_chat_template, with_chat_template
+from eval.benchmarks import Item, Sample
+from eval.chat_templates import read_chat_template
 from eval.config import RunConfig
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
 from eval.expected import expected_seconds, total_work
 from eval.protocols import load_protocol
 from eval.records import make_record
+from eval.run_check import ModelSource, OnRefusal, check_patchable, find_benchmark, prepare, usable
 from eval.store import RecordKey, Store, record_key, write_json
-from hf_sparse_attn import sparse_attention
-from hf_sparse_attn.rope import max_positions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-class ModelSource(Protocol):
-    """The source of a run's model."""
-
-    def describe(self, config: RunConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-        """Return the model's tokenizer and configuration, from which samples are built."""
-
-    def load(self, config: RunConfig) -> PreTrainedModel:
-        """Return the model, which takes longer."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +70,8 @@ class Session:
 
     config: RunConfig
     items: Sequence[Item]
+    variants: Sequence[Variant]
+    """Those of the run that can be used with the model."""
     engine: Engine
     store: Store
     processes: Processes
@@ -123,6 +111,7 @@ def open_session(
     processes: Processes,
     *,
     identity: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    on_refusal: OnRefusal | None = None,
 ) -> Iterator[Session]:
     """Check a run, load its model, and claim its folder while the context lasts.
 
@@ -134,6 +123,8 @@ def open_session(
         The variants to check the benchmark, the model and its positions against.
     identity : callable
         Returns the settings that the folder belongs to, of all settings.
+    on_refusal : callable, optional
+        Called with each variant that cannot be used, and the reason; the others run. None raises the first reason.
 
     Raises
     ------
@@ -154,21 +145,13 @@ def open_session(
     settings = identity(settings)
     store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
     store.records()  # reports a damaged file before the work, not after
-    tokenizer, model_config = source.describe(config)
-    if template is not None:
-        tokenizer = with_chat_template(tokenizer, template, str(config.chat_template))
-    setup = _setup(config, benchmark, model_config, tokenizer, variants)
-    benchmark.check_methods([variant.method for variant in variants], setup)
-    items = benchmark.items(setup)
-    if not items:
-        raise EvalError(f"{config.benchmark} has no samples for these settings")
-    check_unique(items)
+    prepared = prepare(config, benchmark, template, variants, source, on_refusal)
     model = source.load(config)
-    check_patchable(model, variants)
+    patchable = usable(prepared.variants, lambda variant: check_patchable(model, variant), on_refusal)
     with _claimed(store, settings, processes):
-        engine = Engine(model, tokenizer, config)
+        engine = Engine(model, prepared.tokenizer, config)
         provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
-        yield Session(config, items, engine, store, processes, provenance)
+        yield Session(config, prepared.items, patchable, engine, store, processes, provenance)
 
 
 def _missing_records(
@@ -193,59 +176,6 @@ def _missing_records(
             yield record
             count += 1
             on_record(count, total, record)
-
-
-def find_benchmark(config: RunConfig) -> Benchmark:
-    """Return the benchmark after checking its name, tasks and settings.
-
-    Raises
-    ------
-    EvalError
-        Unknown benchmark, task or setting.
-    """
-    if config.benchmark not in BENCHMARKS:
-        raise EvalError(f"benchmark {config.benchmark!r} is unknown; known: {', '.join(BENCHMARKS)}")
-    benchmark = BENCHMARKS[config.benchmark]
-    for task in config.tasks:
-        if task not in benchmark.tasks:
-            raise EvalError(f"{benchmark.name} has no task {task!r}; it has {', '.join(benchmark.tasks)}")
-    for option in config.options:
-        if option not in benchmark.options:
-            known = ", ".join(benchmark.options) or "none"
-            raise EvalError(f"{benchmark.name} has no setting {option!r}; it has {known}")
-    return benchmark
-
-
-def check_patchable(model: PreTrainedModel, variants: Sequence[Variant]) -> None:
-    """Check that the model can be patched with every method, without changing it.
-
-    Raises
-    ------
-    EvalError
-        A method does not support the model.
-    """
-    for variant in variants:
-        try:
-            with sparse_attention(model, variant.method):
-                pass
-        except (TypeError, ValueError) as error:
-            raise EvalError(f"method {variant.method.name!r} cannot be used: {error}") from error
-
-
-def check_unique(items: Sequence[Item]) -> None:
-    """Check that all items have different keys.
-
-    Raises
-    ------
-    EvalError
-        Two items have the same task, length and sample id: the data has an example twice.
-    """
-    seen = set()
-    for item in items:
-        key = (item.task, item.length, item.sample_id)
-        if key in seen:
-            raise EvalError(f"sample {item.sample_id!r} of {item.task} is in the data twice")
-        seen.add(key)
 
 
 def by_material(items: Sequence[Item]) -> list[list[Item]]:
@@ -278,33 +208,6 @@ def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iter
     finally:
         if processes.is_main:
             store.release()
-
-
-def _setup(
-    config: RunConfig,
-    benchmark: Benchmark,
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    variants: Sequence[Variant],
-) -> Setup:
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if config.chat == "on" and not has_template:
-        raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template; give --chat-template")
-    positions = max_positions(model_config)
-    if any(variant.method.extends_positions for variant in variants):
-        positions = max(positions, 2 * max(config.lengths, default=0))
-    return Setup(
-        tokenizer=tokenizer,
-        max_positions=positions,
-        tasks=config.tasks or benchmark.default_tasks or benchmark.tasks,
-        lengths=config.lengths or benchmark.default_lengths,
-        limit=config.limit,
-        seed=config.seed,
-        data_dir=Path(config.data_dir) if config.data_dir else None,
-        protocol_dir=Path(config.protocol_dir) if config.protocol_dir else None,
-        chat=has_template and config.chat != "off",
-        options=config.options,
-    )
 
 
 def key_of(item: Item, variant: Variant) -> RecordKey:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,8 @@ class Sample:
     all_classes: Sequence[str] | None = None
     stop_at_newline: bool = False
     """Whether a newline ends the answer, in addition to the model's end-of-sequence tokens."""
+    stop_texts: Sequence[str] = ()
+    """Texts that end the answer; the prediction ends before the first of them."""
     min_new_tokens: int = 0
     """Minimum number of tokens of the answer; tokens that would end it earlier are suppressed."""
     forced_ids: Sequence[int] = ()
@@ -61,6 +63,8 @@ class Item:
     material: str | None = None
     """Name of the material within task and length, if several consecutive items share it. One process runs them, and
     prepares the material once; None if the item has its own."""
+    categories: Mapping[str, str] = field(default_factory=dict)
+    """The sample's categories, such as its difficulty. The mean score of each is reported beside the tasks'."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from eval.examples import ExamplesNotFoundError, load_examples, unique_ids
 from eval.prompts import CutPrompt, encode_prompt, encode_within
 from eval.protocols import load_protocol, render_prompt
 
+REVISION = "90f0394333616266d9fe85824ceaf505093cbaa5"
+"""Commit of the data set on the hub."""
 CHOICE_TASKS = frozenset({"code_debug", "longbook_choice_eng"})
 SINGLE_ANSWER_TASKS = frozenset({"kv_retrieval", "longbook_sum_eng"})
 LETTERS = "ABCD"
@@ -122,6 +124,7 @@ def _official_items(task: _Task) -> list[Item]:
         f"{task.name}.jsonl",
         hub_id="xinrongzhang2022/InfiniteBench",
         hub_filename=f"{task.name}.jsonl",
+        revision=REVISION,
         data_dir=setup.data_dir,
         benchmark="infinitebench",
         required=("context", "input", "answer", *(("options",) if task.name in CHOICE_TASKS else ())),

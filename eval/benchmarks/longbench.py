@@ -46,6 +46,8 @@ CATEGORIES = {
     "code completion": ("lcc", "repobench-p"),
 }
 """The benchmark's categories of its English tasks, as its repository's task list has them."""
+REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
+"""Commit of the data set on the hub."""
 QUESTION_STARTS = ("context", "input", "quest")
 
 
@@ -62,6 +64,13 @@ class LongBench(Benchmark):
         "mean of the 16 tasks": ENGLISH_TASKS,
     }
     options: ClassVar[dict[str, Any]] = {"cut": None, "question_from": "context"}
+    suffix: ClassVar[str] = ""
+    """What a task's file name has after the task."""
+    required: ClassVar[tuple[str, ...]] = ("context", "input", "answers", "all_classes")
+
+    def categories(self, example: dict[str, Any]) -> dict[str, str]:
+        """Return an example's categories."""
+        return {}
 
     def items(self, setup: Setup) -> list[Item]:
         """Return the items of the requested tasks; ``setup.lengths`` are those of prompt and answer after the cut."""
@@ -69,20 +78,20 @@ class LongBench(Benchmark):
         for length in setup.lengths:
             setup.check_length(length)
         cut, start = (setup.option(name, self.options[name]) for name in ("cut", "question_from"))
-        if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 2):
-            raise EvalError(f"cut={cut!r} is not allowed: a whole number of tokens, at least 2, or None")
+        check_cut(cut)
         if start not in QUESTION_STARTS:
             raise EvalError(f"question_from={start!r} is not allowed: one of {', '.join(QUESTION_STARTS)}")
         items = []
         for task in setup.tasks:
             template, max_new_tokens = values["dataset2prompt"][task], values["dataset2maxlen"][task]
             examples, origin = load_examples(
-                f"{task}.jsonl",
+                f"{task}{self.suffix}.jsonl",
                 hub_id="THUDM/LongBench",
                 hub_filename="data.zip",
                 data_dir=setup.data_dir,
                 benchmark="longbench",
-                required=("context", "input", "answers", "all_classes"),
+                required=self.required,
+                revision=REVISION,
             )
             for example in examples:
                 for field in ("answers", "all_classes"):
@@ -98,10 +107,16 @@ class LongBench(Benchmark):
                     )
                 build = partial(_build, setup, task, template, max_new_tokens, max_tokens)
                 items += [
-                    Item(task=task, sample_id=sample_id, build=partial(build, example), length=requested)
+                    Item(task, sample_id, partial(build, example), requested, categories=self.categories(example))
                     for sample_id, example in list(zip(ids, examples, strict=True))[: setup.limit]
                 ]
         return items
+
+
+def check_cut(cut: Any) -> None:
+    """Raise if ``cut`` is not a number of tokens to which a prompt can be cut, or None."""
+    if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 2):
+        raise EvalError(f"cut={cut!r} is not allowed: a whole number of tokens, at least 2, or None")
 
 
 def _build(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_sparse_attn import SparseMethod
 
 HUB_ID = "emozilla/pg19-test"
+REVISION = "c5e39bf32e33f9111323aa68d7d9000d22722035"
 
 
 class PG19(Benchmark):
@@ -81,7 +82,10 @@ def named_books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
 @cache
 def _hub_books() -> Any:
     return load_hub_dataset(
-        HUB_ID, "test", "With --data-dir D, books are read from D/*.txt, D/books/*.txt and D/pg19/*.txt."
+        HUB_ID,
+        "test",
+        "With --data-dir D, books are read from D/*.txt, D/books/*.txt and D/pg19/*.txt.",
+        revision=REVISION,
     )
 
 

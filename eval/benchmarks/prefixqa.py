@@ -42,18 +42,18 @@ class PrefixQA(Benchmark):
             raise EvalError(f"questions={most!r} is not allowed: a whole number, at least 1, or None for all")
         for requested in setup.lengths:
             setup.check_length(requested)
-        rows = read_rows(setup.data_dir)
+        contexts = read_contexts(setup.data_dir)
         items: list[Item] = []
         lengths: Sequence[int | None] = setup.lengths or (None,)
         for length in lengths:
             left = setup.limit
-            for number, row in enumerate(rows):
-                chosen = _spread(len(row["questions"]), most)[:left]
+            for number, context in enumerate(contexts):
+                chosen = _spread(len(context["questions"]), most)[:left]
                 if not chosen:
                     break
                 left = None if left is None else left - len(chosen)
-                asked = [row["questions"][place] for place in chosen]
-                prompt = _SharedPrompt(setup, row["context"], tuple(entry["question"] for entry in asked), length)
+                asked = [context["questions"][place] for place in chosen]
+                prompt = _SharedPrompt(setup, context["context"], tuple(entry["question"] for entry in asked), length)
                 prompt.check_room()
                 items += [
                     Item("qa", f"{number}-{place}", partial(prompt.sample, entry), length, material=f"{number}")
@@ -62,7 +62,7 @@ class PrefixQA(Benchmark):
         return items
 
 
-def read_rows(data_dir: Path | None) -> list[dict[str, Any]]:
+def read_contexts(data_dir: Path | None) -> list[dict[str, Any]]:
     """Read the contexts with their questions, from the data folder or its subfolder ``prefixqa``.
 
     Raises
@@ -75,32 +75,32 @@ def read_rows(data_dir: Path | None) -> list[dict[str, Any]]:
     places = [data_dir / FILENAME, data_dir / "prefixqa" / FILENAME]
     for place in places:
         if place.is_file():
-            return read_jsonl(place, ("context", "questions"), check_row)
+            return read_jsonl(place, ("context", "questions"), check_context)
     raise ExamplesNotFoundError(f"prefixqa: looked for {', '.join(map(str, places))}. {_ADVICE}")
 
 
 _ADVICE = f"Make one from SQuAD's articles with: python -m eval make-prefixqa --out D/{FILENAME}"
 
 
-def check_row(row: dict[str, Any], place: str) -> None:
-    """Check a row's context and questions, whose types ``read_jsonl`` has not checked.
+def check_context(entry: dict[str, Any], place: str) -> None:
+    """Check a context and its questions, whose types ``read_jsonl`` has not checked.
 
     Raises
     ------
     EvalError
         The context is empty, or a question is not a text with at least one answer; the message names the question.
     """
-    if not row["context"].strip():
+    if not entry["context"].strip():
         raise EvalError(f"{place}: context is empty")
-    if not row["questions"]:
+    if not entry["questions"]:
         raise EvalError(f"{place}: questions is empty; at least one question is needed")
-    for number, entry in enumerate(row["questions"], start=1):
+    for number, asked in enumerate(entry["questions"], start=1):
         where = f"{place}: question {number}"
-        if not isinstance(entry, dict):
-            raise EvalError(f"{where} is {entry!r:.80}, not an object with question and answers")
-        if missing := [name for name in ("question", "answers") if name not in entry]:
-            raise EvalError(f"{where} lacks {', '.join(missing)} (it has: {', '.join(entry) or 'nothing'})")
-        question, answers = entry["question"], entry["answers"]
+        if not isinstance(asked, dict):
+            raise EvalError(f"{where} is {asked!r:.80}, not an object with question and answers")
+        if missing := [name for name in ("question", "answers") if name not in asked]:
+            raise EvalError(f"{where} lacks {', '.join(missing)} (it has: {', '.join(asked) or 'nothing'})")
+        question, answers = asked["question"], asked["answers"]
         if not isinstance(question, str) or not question.strip():
             raise EvalError(f"{where}: question={question!r:.80} is not allowed: a text that is not empty")
         if not isinstance(answers, list) or not answers or not all(isinstance(each, str) for each in answers):

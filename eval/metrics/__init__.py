@@ -6,17 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.errors import EvalError
-from eval.metrics import infinitebench, longbench, prefixqa, retrieval, ruler
+from eval.metrics import babilong, gsm8k, infinitebench, longbench, longbench_v2, prefixqa, retrieval, ruler, scbench
 from eval.metrics.references import as_texts
 
 _SCORERS = {
     "longbench": longbench.SCORERS,
+    "longbench_e": longbench.E_SCORERS,
+    "longbench_v2": longbench_v2.SCORERS,
     "infinitebench": infinitebench.SCORERS,
     "ruler": ruler.SCORERS,
+    "babilong": babilong.SCORERS,
+    "gsm8k": gsm8k.SCORERS,
+    "scbench": scbench.SCORERS,
     "passkey": retrieval.PASSKEY_SCORERS,
     "questpasskey": retrieval.QUEST_PASSKEY_SCORERS,
     "needle": retrieval.NEEDLE_SCORERS,
     "prefixqa": prefixqa.SCORERS,
+}
+_NAMED_SCORERS = {
+    "longbench": longbench.NAMED_SCORERS,
+    "longbench_e": longbench.NAMED_SCORERS,
+    "gsm8k": gsm8k.NAMED_SCORERS,
 }
 
 
@@ -25,13 +35,15 @@ def score(
 ) -> float:
     """Score a prediction with the benchmark's official scorer.
 
-    LongBench is scored as at commit 2e00731 of its repository, InfiniteBench as at 88b3daa and RULER as at c3f5e3b. See
+    LongBench and LongBench v2 are scored as at commit 2e00731 of their repository, InfiniteBench as at 88b3daa, RULER
+    as at c3f5e3b, BABILong as at 7a6efee, SCBench as at fb56c91 of MInference's, and GSM8K as by
+    lm-evaluation-harness at 4e7e0d4. See
     ``eval/metrics/retrieval.py`` for passkey, questpasskey and needle, ``eval/metrics/prefixqa.py`` for prefixqa.
 
     Parameters
     ----------
     benchmark : str
-        ``longbench``, ``infinitebench``, ``ruler``, ``passkey``, ``questpasskey``, ``needle`` or ``prefixqa``.
+        The name of a benchmark that has scores.
     task : str
         One of ``tasks(benchmark)``.
     prediction : str
@@ -39,7 +51,8 @@ def score(
     references : str, int, float, or a list of these
         The right answers from the benchmark's data.
     all_classes : sequence of str, optional
-        The names of all classes; required by LongBench's ``trec`` and ``lsht``, ignored by other tasks.
+        The names of all classes: required by LongBench's ``trec`` and ``lsht``, and by BABILong, where they are the
+        labels that the question does not name; ignored by other tasks.
 
     Returns
     -------
@@ -63,11 +76,12 @@ def named_scores(
 ) -> dict[str, float] | None:
     """Score a prediction with each metric of a task that officially has several; None for the others.
 
-    LongBench's code metric depends on whether python-Levenshtein is installed: ``levenshtein``, which ``score``
-    returns, or ``difflib``. Parameters and errors are as for ``score``.
+    ``score`` returns the first of them. LongBench's code metric depends on whether python-Levenshtein is installed:
+    ``levenshtein``, or ``difflib``. GSM8K's are of a stated or of the last number. Parameters and errors are as for
+    ``score``.
     """
     check_task(benchmark, task)
-    scorers = longbench.NAMED_SCORERS.get(task) if benchmark == "longbench" else None
+    scorers = _NAMED_SCORERS.get(benchmark, {}).get(task)
     if scorers is None:
         return None
     texts = as_texts(references)

@@ -138,6 +138,9 @@ _PAIR_SCORERS: dict[str, _Pair] = {
     "repobench-p": code_similarity,
 }
 SCORERS: dict[str, Scorer] = {task: _scorer(task, score_pair) for task, score_pair in _PAIR_SCORERS.items()}
+_NOT_IN_E = ("narrativeqa", "musique", "qmsum", "multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+E_SCORERS: dict[str, Scorer] = {task: scorer for task, scorer in SCORERS.items() if task not in _NOT_IN_E}
+"""The scores of LongBench-E, which has some of the tasks."""
 _CODE_SCORERS = {"levenshtein": code_similarity, "difflib": code_similarity_difflib}
 NAMED_SCORERS: dict[str, dict[str, Scorer]] = {
     task: {name: _scorer(task, score_pair) for name, score_pair in _CODE_SCORERS.items()}

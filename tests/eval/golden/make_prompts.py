@@ -62,6 +62,12 @@ RULER_WORDING = {
 }
 RULER_ARGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "niah_single_1": ("niah", 900, {"type_haystack": "noise", "type_needle_k": "words", "type_needle_v": "numbers"}),
+    "niah_single_2": ("niah", 4000, {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"}),
+    "niah_multivalue": (
+        "niah",
+        4000,
+        {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers", "num_needle_v": 4},
+    ),
     "niah_multikey_2": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"}),
     "niah_multikey_3": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"}),
     "vt": ("variable_tracking", 1600, {"type_haystack": "noise", "num_chains": 1, "num_hops": 4}),
@@ -94,9 +100,9 @@ CUT = 300
 _RESPONSES = [" {key}.", "{key}", " it is {key}1", "0{key}", " 7 and {key}", " none", "", " the key: {key} or 3"]
 
 
-def show(clones: Path, name: str, path: str) -> str:
+def show(clones: Path, name: str, path: str, commit: str | None = None) -> str:
     """Return an official file at its commit."""
-    command = ["git", "-C", str(clones / name), "show", f"{COMMITS[name]}:{path}"]
+    command = ["git", "-C", str(clones / name), "show", f"{commit or COMMITS[name]}:{path}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -116,6 +122,12 @@ def ruler(clones: Path) -> dict[str, Any]:
         (folder / "synthetic/tenacity.py").write_text(
             "retry = lambda **_: lambda f: f\n"
             + "\n".join(f"{name} = lambda *_: 0" for name in ("stop_after_attempt", "wait_fixed", "wait_random"))
+        )
+        # In place of nltk's sentences, which need a download: those of the essays here end at full stops alone.
+        (folder / "synthetic/nltk").mkdir()
+        (folder / "synthetic/nltk/__init__.py").touch()
+        (folder / "synthetic/nltk/tokenize.py").write_text(
+            "import re\nsent_tokenize = lambda text: re.split(r'(?<=[.]) ', text)\n"
         )
         # More words than any list here has: the generator measures one of them before it chooses a size.
         words = {number: f"word{number}" for number in range(20_000)}
