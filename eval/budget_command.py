@@ -15,6 +15,7 @@ from eval.errors import EvalError
 from eval.options import (
     BenchmarkArgument,
     ChatOption,
+    ChatTemplateOption,
     ConfigOption,
     DataDirOption,
     DeviceOption,
@@ -75,6 +76,7 @@ def budget(
     seed: SeedOption = None,
     question: QuestionOption = None,
     chat: ChatOption = None,
+    chat_template: ChatTemplateOption = None,
     data_dir: DataDirOption = None,
     protocol_dir: ProtocolDirOption = None,
     settings: SettingOption = None,
@@ -96,6 +98,7 @@ def budget(
         "seed": seed,
         "question": question,
         "chat": chat,
+        "chat_template": chat_template,
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "options": parse_settings("--set", settings or []),

@@ -17,7 +17,7 @@ TEXT_COLUMNS = ("task", "method", "smallest setting")
 
 
 def head(report: dict[str, Any]) -> tuple[str, ...]:
-    """Return the columns of :func:`rows`."""
+    """Return the columns of :func:`lines`."""
     by_score = report["search"]["divergence"] is None
     measured = ("score, %", "± of the difference") if by_score else ("KL, nats per token",)
     figure = "dense score, %" if not _is_perplexity(report) else "dense perplexity"
@@ -26,7 +26,7 @@ def head(report: dict[str, Any]) -> tuple[str, ...]:
     return ("task", "length", "method", "smallest setting", "KV read, %", "tokens read", *measured, figure, "samples")
 
 
-def rows(report: dict[str, Any]) -> list[list[str]]:
+def lines(report: dict[str, Any]) -> list[list[str]]:
     """Return the cells of each task, length and method under :func:`head`."""
     return [_cells(report, entry) for entry in report["results"]]
 
@@ -86,13 +86,13 @@ def budget_table(report: dict[str, Any]) -> Table:
     table = Table(title=literal(title(report), "table.title"), caption=literal(_caption(report), "table.caption"))
     for name in head(report):
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
-    for cells in rows(report):
+    for cells in lines(report):
         table.add_row(*map(literal, cells))
     return table
 
 
 def budget_markdown(report: dict[str, Any], table: str) -> str:
-    """Return a report as Markdown, around the table of :func:`rows`."""
+    """Return a report as Markdown, around the table of :func:`lines`."""
     config, search = report["config"], report["search"]
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
     kind = "target" if search["divergence"] is None else "divergence"

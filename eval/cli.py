@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +9,7 @@ import typer
 from rich.table import Table
 
 from eval.budget_command import budget
-from eval.config import RunConfig, make_config, read_sweep
+from eval.config import make_config, read_sweep
 from eval.errors import EvalError
 from eval.options import (
     BenchmarkArgument,
@@ -38,9 +34,10 @@ from eval.options import (
     TasksOption,
     given,
     harness_errors,
-    result_folders,
 )
-from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
+from eval.sweep import run_all
+from eval.table_command import table
+from eval.terminal import WIDTH, progress
 from eval.throughput_command import throughput
 from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, visible
 
@@ -51,6 +48,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(budget)
+app.command()(table)
 app.command()(throughput)
 
 
@@ -127,34 +125,6 @@ def run(
         run_all(configs, out, None if config is None else config.stem)
 
 
-def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None, *, keeps: bool = True) -> list[Path]:
-    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
-
-    ``keeps`` says whether the folders last, and are named on the terminal.
-    """
-    from eval.models import Models
-    from eval.runner import run as run_benchmark
-    from eval.session import Processes
-
-    processes = Processes.current()
-    models = Models(processes)
-    folders = result_folders(configs, out, sweep_name)
-    for config, folder in zip(configs, folders, strict=True):
-        label = f"{config.benchmark} -> {folder}" if keeps else config.benchmark
-        with progress(label, processes.is_main) as update:
-            say_expected = partial(on_start, config.benchmark) if processes.is_main else (lambda seconds: None)
-            summary = run_benchmark(config, folder, models, processes, on_record(update), say_expected)
-        if processes.is_main:
-            print_table(summary_table(summary, str(folder) if keeps else folder.name), WIDTH)
-            if summary["errors"]:
-                where = f"; see {folder}/rows.jsonl" if keeps else ""
-                message = f"{summary['errors']} of {summary['rows']} records are errors{where}"
-                typer.echo(one_line(message), err=True)
-            if summary["errors"] == summary["rows"]:
-                raise typer.Exit(1)
-    return folders
-
-
 @app.command("make-prefixqa")
 def make_prefixqa_file(
     sources: Annotated[
@@ -167,13 +137,13 @@ def make_prefixqa_file(
         int | None, typer.Option(help="Keep this many contexts, the longest.", show_default="all")
     ] = None,
 ) -> None:
-    """Write prefixqa's data from SQuAD's articles or from LongBench's rows, offline if the files are at hand."""
+    """Write prefixqa's data from SQuAD's articles or from LongBench's examples, offline if the files are at hand."""
     from eval.prefixqa_data import make_prefixqa
 
     with harness_errors():
-        rows = make_prefixqa(out, sources or (), least_questions, longest)
-        questions = sum(len(row["questions"]) for row in rows)
-        typer.echo(one_line(f"{out}: {len(rows)} contexts, {questions} questions"))
+        contexts = make_prefixqa(out, sources or (), least_questions, longest)
+        questions = sum(len(entry["questions"]) for entry in contexts)
+        typer.echo(one_line(f"{out}: {len(contexts)} contexts, {questions} questions"))
 
 
 @app.command()
@@ -186,60 +156,6 @@ def report(
 
     with harness_errors():
         typer.echo(visible(str(write_report(directory, out))))
-
-
-@app.command()
-def table(
-    name: Annotated[str, typer.Argument(help="See `python -m eval list`.")],
-    model: ModelOption = None,
-    limit: LimitOption = None,
-    lengths: Annotated[str | None, typer.Option(help="In tokens, comma-separated.", show_default="the paper's")] = None,
-    token_budget: BudgetOption = None,
-    chat_template: ChatTemplateOption = None,
-    out: Annotated[Path | None, typer.Option(help="Results folder.", show_default="none")] = None,
-    data_dir: DataDirOption = None,
-    protocol_dir: ProtocolDirOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-) -> None:
-    """Run a paper's table with the methods available here, and print its figures next to ours.
-
-    Without --out nothing is kept, and an interrupted run cannot be resumed.
-    """
-    from eval.comparison import compare, figures_of_run, length_in_place, paper_table, runnable_methods
-    from eval.session import Processes
-    from eval.store import read_records
-    from eval.summary import summarise
-    from eval.tables import read_table
-
-    overrides = {
-        "model": model,
-        "limit": limit,
-        "lengths": integers("--lengths", lengths),
-        "token_budget": integers("--token-budget", token_budget),
-        "chat_template": chat_template,
-        "data_dir": data_dir,
-        "protocol_dir": protocol_dir,
-        "dtype": dtype,
-        "device": device,
-    }
-    with harness_errors():
-        wanted = read_table(name)
-        if out is None and Processes.current().world_size > 1:
-            raise EvalError("--out is missing: several processes need a folder in common")
-        as_printed = read_sweep(wanted.path, {})
-        runs = [
-            replace(run, method=tuple(runnable_methods(run.method)[0])) for run in read_sweep(wanted.path, overrides)
-        ]
-        distinct = [run for number, run in enumerate(runs) if run not in runs[:number]]
-        comparisons = []
-        with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder:
-            folders = run_all(distinct, Path(folder), name, keeps=out is not None)
-            for printed, run in zip(as_printed, runs, strict=True):
-                records = read_records(folders[distinct.index(run)] / "rows.jsonl")
-                figures, in_place = figures_of_run(wanted.figures, printed), length_in_place(printed, run)
-                comparisons += compare(figures, summarise(records), run.model, in_place)
-        print_table(paper_table(comparisons, wanted.paper), WIDTH)
 
 
 @app.command()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
 from eval.config import RunConfig
 from eval.summary import geometric_mean
-from eval.tables import Figure, Paper
+from eval.table_runs import Refusal, Row, TableRun
+from eval.tables import Figure
 from hf_sparse_attn import METHODS
-from hf_sparse_attn.cli.terminal import literal
-
-_NOTHING = "–"  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -23,6 +19,7 @@ class Comparison:
     """A paper's figure, and the measurement to compare with it."""
 
     figure: Figure
+    """Without a value, it is a row of ours that the paper has no figure for."""
     model: str
     """The model that was run here."""
     ours: float | None
@@ -30,20 +27,68 @@ class Comparison:
     samples: int = 0
     errors: int = 0
     """Number of failed samples, which are not in ``ours``."""
-    length: int | None = None
-    """The length that was run here, in tokens."""
+    lengths: tuple[int | None, ...] = ()
+    """The lengths that were run here, in tokens."""
+    row: Row | None = None
+    """The row that was run here; None for the figure's own."""
+    why: str = ""
+    """Why there is no measurement, or why samples failed; empty if it is not known."""
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the paper's, in points of percent or of perplexity; None if not measured."""
-        return None if self.ours is None else self.ours - self.figure.value
+        """Ours minus the paper's, in the figure's unit; None if there is only one of them."""
+        value = self.figure.value
+        return None if self.ours is None or value is None else self.ours - value
 
     @property
     def status(self) -> str:
         """Text shown instead of a missing figure of ours; empty if it exists."""
         if self.ours is not None:
             return ""
-        return "not measured" if self.figure.method in METHODS else "not here yet"
+        if self.figure.method not in METHODS:
+            return "not here yet"
+        return "cannot run" if self.why else "not measured"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was run for a table's run."""
+
+    model: str
+    entries: Sequence[Mapping[str, Any]]
+    """The entries of ``eval.summary.summarise`` for records of ``model``."""
+    rows: Mapping[Row, Row] = field(default_factory=dict)
+    """The rows that ran for those of the paper; a row that is not among them stands for itself."""
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """The lengths that ran for those of the paper."""
+    own_lengths: tuple[int, ...] = ()
+    """All lengths that ran; empty if each sample had its own."""
+    refusals: Sequence[Refusal] = ()
+
+    @classmethod
+    def of(cls, run: TableRun, entries: Sequence[Mapping[str, Any]], refusals: Sequence[Refusal]) -> Measured:
+        """Return what was run for a table's run."""
+        return cls(run.config.model, entries, run.rows, run.lengths, run.config.lengths, refusals)
+
+    def row_of(self, figure: Figure) -> Row:
+        """Return the row that ran for a figure's."""
+        row = figure.method, figure.token_budget, figure.variant
+        return self.rows.get(row, row)
+
+    def lengths_of(self, figure: Figure) -> tuple[int | None, ...]:
+        """Return the lengths that ran for a figure's, several for a mean."""
+        if figure.length is not None:
+            return (self.lengths.get(figure.length, figure.length),)
+        if figure.lengths and self.lengths:
+            return tuple(self.lengths.get(length, length) for length in figure.lengths)
+        return self.own_lengths or (None,)
+
+    def why(self, row: Row, task: str | None, lengths: Sequence[int | None]) -> str:
+        """Return the reason why a row lacks samples; empty if there is none."""
+        for refusal in self.refusals:
+            if any(refusal.concerns(row, task, length) for length in lengths):
+                return refusal.reason
+        return ""
 
 
 def figures_of_run(figures: Iterable[Figure], run: RunConfig) -> list[Figure]:
@@ -51,128 +96,137 @@ def figures_of_run(figures: Iterable[Figure], run: RunConfig) -> list[Figure]:
     return [figure for figure in figures if (figure.model, figure.benchmark) == (run.model, run.benchmark)]
 
 
-def runnable_methods(config_methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a file's methods into implemented and missing ones, each in the file's order."""
-    runnable = [method for method in config_methods if method in METHODS]
-    return runnable, [method for method in config_methods if method not in METHODS]
-
-
-def length_in_place(printed: RunConfig, run: RunConfig) -> dict[int, int]:
-    """Return the length that was run in place of the paper's, if there is one of each and they differ."""
-    if len(printed.lengths) == len(run.lengths) == 1 and printed.lengths != run.lengths:
-        return {printed.lengths[0]: run.lengths[0]}
-    return {}
-
-
-def compare(
-    figures: Iterable[Figure],
-    summary_entries: Sequence[Mapping[str, Any]],
-    model: str,
-    lengths: Mapping[int, int] | None = None,
-) -> list[Comparison]:
+def compare(figures: Iterable[Figure], measured: Measured) -> list[Comparison]:
     """Compare our results with a paper's figures: one comparison for each figure, in order, measured or not.
+
+    If the paper has figures of the model that was run, only those are compared. Otherwise it is compared with all
+    figures, which ``eval.comparison_table.paper_table`` points out.
+    """
+    figures = list(figures)
+    in_paper = any(figure.model == measured.model for figure in figures)
+    return [
+        _compare_one(figure, measured, is_compared=figure.model == measured.model or not in_paper) for figure in figures
+    ]
+
+
+def rows_of_ours(run: RunConfig, measured: Measured, compared: Sequence[Comparison] = ()) -> list[Comparison]:
+    """Return the rows of a run that no figure is compared with: measured ones, their means, and those that cannot run.
 
     Parameters
     ----------
-    figures : iterable of Figure
-    summary_entries : sequence of dict
-        The entries of ``eval.summary.summarise`` for records of ``model``.
-    model : str
-        The model that was run. If the paper has figures of it, only those are compared. Otherwise it is compared with
-        all figures, which ``paper_table`` points out.
-    lengths : mapping, optional
-        Lengths that were run in place of the paper's, which ``paper_table`` points out too.
+    run : RunConfig
+        The run as printed, whose model names the rows.
+    measured : Measured
+    compared : sequence of Comparison
+        Comparisons of the run's figures.
     """
-    figures = list(figures)
-    in_paper = any(figure.model == model for figure in figures)
-    return [
-        _compare_one(figure, summary_entries if figure.model == model or not in_paper else (), model, lengths or {})
-        for figure in figures
+    shown = {place for comparison in compared for place in _places(comparison, measured.entries)}
+    figures = []
+    for entry in measured.entries:
+        place = (entry["task"], entry["length"], *_row_of_entry(entry))
+        if place not in shown:
+            figures.append(_figure_of(run, entry, task=entry["task"]))
+    tasks = tuple(dict.fromkeys(entry["task"] for entry in measured.entries))
+    if len(tasks) > 1 and figures:
+        averaged = {(figure.length, figure.method, figure.token_budget, figure.variant): figure for figure in figures}
+        figures += [
+            Figure(run.benchmark, method, run.model, None, length, token_budget, variant, tasks=tasks)
+            for length, method, token_budget, variant in averaged
+            if (None, length, method, token_budget, variant) not in shown
+        ]
+    ours = Measured(measured.model, measured.entries, own_lengths=measured.own_lengths, refusals=measured.refusals)
+    found = [_compare_one(figure, ours, is_compared=True) for figure in figures]
+    found = [each for each in found if each.ours is not None or each.why]
+    named = {each.row for each in (*compared, *found) if each.row is not None}
+    refused = [
+        each
+        for each in measured.refusals
+        if each.task is None and not any(each.concerns(row, None, None) for row in named)
+    ]
+    return found + [
+        Comparison(
+            Figure(run.benchmark, each.method, run.model, token_budget=each.token_budget, variant=each.variant or ""),
+            measured.model,
+            ours=None,
+            why=each.reason if each.method in METHODS else "",
+        )
+        for each in refused
     ]
 
 
-def paper_table(comparisons: Sequence[Comparison], paper: Paper | None = None) -> Table:
-    """Format comparisons as a table for the terminal, with ``paper`` as title and its note as caption."""
-    title = f"{paper.title} (arXiv {paper.arxiv}), {paper.table}" if paper else None
-    note = f"\n{paper.note}" if paper else ""
-    caption = f"{_caption(comparisons)}{note}"
-    table = Table(
-        title=title and literal(title, "table.title"),
-        caption=literal(caption, "table.caption"),
-        caption_justify="left",
-    )
-    for header in ("model in the paper", "benchmark", "task", "length", "method", "budget"):
-        table.add_column(header, overflow="fold")
-    for header in ("paper", "ours", "difference", "samples"):
-        table.add_column(header, justify="right")
-    group = None
-    for comparison in comparisons:
-        figure = comparison.figure
-        if group not in (None, (figure.model, figure.length)):
-            table.add_section()
-        group = (figure.model, figure.length)
-        difference, samples = comparison.difference, comparison.samples
-        table.add_row(
-            literal(figure.model.rpartition("/")[2]),
-            literal(figure.benchmark),
-            literal(figure.task or "mean"),
-            f"{figure.length:,}" if figure.length else _NOTHING,
-            literal(figure.method),
-            f"{figure.token_budget:,}" if figure.token_budget else _NOTHING,
-            f"{figure.value:.2f}",
-            comparison.status if comparison.ours is None else f"{comparison.ours:.2f}",
-            _NOTHING if difference is None else f"{difference:+.2f}",
-            f"{samples - comparison.errors:,}" if samples else _NOTHING,
-        )
-    return table
+def refusals_of(records: Iterable[Mapping[str, Any]]) -> list[Refusal]:
+    """Return the first error of each row, task and length."""
+    found: dict[tuple[Any, ...], Refusal] = {}
+    for record in records:
+        if record["error"] is not None:
+            method, token_budget, variant = _row_of_entry(record)
+            refusal = Refusal(method, record["error"], token_budget, variant, record["task"], record["length"])
+            found.setdefault((refusal.task, refusal.length, method, token_budget, variant), refusal)
+    return list(found.values())
 
 
-def _caption(comparisons: Sequence[Comparison]) -> str:
-    figures = [comparison.figure for comparison in comparisons]
-    if not figures:
-        return "There are no figures of a paper to compare with."
-    lines = []
-    if any(figure.score is not None for figure in figures):
-        lines.append("Scores in percent; difference: ours minus the paper's.")
-    if any(figure.perplexity is not None for figure in figures):
-        lines.append("Perplexity: lower is better.")
-    others = sorted({comparison.figure.model for comparison in comparisons if comparison.ours is not None})
-    for model in sorted({comparison.model for comparison in comparisons}):
-        if different := [other for other in others if other != model]:
-            lines.append(f"Another model than the paper's: ours is {model}, the paper's {', '.join(different)}.")
-    moved = {(each.figure.length, each.length) for each in comparisons if each.length != each.figure.length}
-    for printed, run in sorted(moved, key=str):
-        lines.append(f"Another length than the paper's: ours is {run:,} tokens, the paper's {printed:,}.")
-    if any(comparison.errors for comparison in comparisons):
-        lines.append("Some samples failed; they are excluded from our figures and from the number of samples.")
-    if missing := runnable_methods(sorted({figure.method for figure in figures}))[1]:
-        lines.append(f"Methods of the paper that are not here yet: {', '.join(missing)}.")
-    return "\n".join(lines)
+def _row_of_entry(entry: Mapping[str, Any]) -> Row:
+    return entry["method"], entry["token_budget"], entry["variant"]
 
 
-def _compare_one(
-    figure: Figure, entries: Sequence[Mapping[str, Any]], model: str, lengths: Mapping[int, int]
-) -> Comparison:
-    length = None if figure.length is None else lengths.get(figure.length, figure.length)
-    wanted = (figure.benchmark, length, figure.method, figure.token_budget)
+def _places(comparison: Comparison, entries: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the tasks and None for their mean, the lengths, and the row, that a comparison shows."""
+    if comparison.ours is None or comparison.row is None:
+        return []
+    figure = comparison.figure
+    all_tasks = figure.tasks or tuple(entry["task"] for entry in entries)
+    tasks = (None, *all_tasks) if figure.task is None else (figure.task,)
+    return [(task, length, *comparison.row) for task in tasks for length in comparison.lengths]
+
+
+def _figure_of(run: RunConfig, entry: Mapping[str, Any], task: str | None) -> Figure:
+    method, token_budget, variant = _row_of_entry(entry)
+    return Figure(run.benchmark, method, run.model, task, entry["length"], token_budget, variant)
+
+
+def _compare_one(figure: Figure, measured: Measured, *, is_compared: bool) -> Comparison:
+    row, lengths = measured.row_of(figure), measured.lengths_of(figure)
     tasks = figure.tasks if figure.task is None else (figure.task,)
     matching = [
         entry
-        for entry in entries
-        if tuple(entry[name] for name in ("benchmark", "length", "method", "token_budget")) == wanted
+        for entry in (measured.entries if is_compared else ())
+        if entry["benchmark"] == figure.benchmark
+        and entry["length"] in lengths
+        and _row_of_entry(entry) == row
         and (not tasks or entry["task"] in tasks)
     ]
-    kind = "perplexity" if figure.score is None else "score"
+    kind = _kind(figure, matching)
     values = [entry[kind] for entry in matching]
-    complete = set(tasks) <= {entry["task"] for entry in matching}
-    # A mean over only some of the tasks is not comparable with the paper's.
-    if not values or not complete or None in values:
-        return Comparison(figure, model, ours=None, length=length)
+    wanted = {(task, length) for task in tasks or {entry["task"] for entry in matching} for length in lengths}
+    complete = wanted <= {(entry["task"], entry["length"]) for entry in matching}
+    errors = sum(entry["errors"] for entry in matching)
+    is_measured = bool(values) and complete and None not in values  # else the mean is not comparable with the paper's
+    lacks = is_compared and figure.method in METHODS and (errors or not is_measured)
+    why = measured.why(row, figure.task, lengths) if lacks else ""
+    if not is_measured:
+        return Comparison(figure, measured.model, ours=None, lengths=lengths, row=row, why=why)
     return Comparison(
         figure,
-        model,
-        ours=geometric_mean(values) if kind == "perplexity" else 100 * fmean(values),
+        measured.model,
+        ours=_mean(kind, values),
         samples=sum(entry["samples"] for entry in matching),
-        errors=sum(entry["errors"] for entry in matching),
-        length=length,
+        errors=errors,
+        lengths=lengths,
+        row=row,
+        why=why,
     )
+
+
+def _kind(figure: Figure, entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the field of an entry that is in a figure's unit."""
+    if figure.seconds is not None:
+        return "ttft_seconds"
+    if figure.value is None:
+        return "score" if all(entry["perplexity"] is None for entry in entries) else "perplexity"
+    return "score" if figure.score is not None else "perplexity"
+
+
+def _mean(kind: str, values: Sequence[float]) -> float:
+    if kind == "perplexity":
+        return geometric_mean(values)
+    return 100 * fmean(values) if kind == "score" else fmean(values)

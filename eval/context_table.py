@@ -19,13 +19,13 @@ def context_table(report: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", caption=preparation(report), caption_justify="left")
     for number, heading in enumerate(HEAD):
         table.add_column(heading, justify="right" if number else "left")
-    for cells in side_rows(report):
+    for cells in side_lines(report):
         table.add_row(*cells)
     return table
 
 
 def context_markdown(name: str, report: dict[str, Any], table: str) -> str:
-    """Return a report as Markdown, around the table of :func:`side_rows`."""
+    """Return a report as Markdown, around the table of :func:`side_lines`."""
     settings, machine = report["settings"], report["machine"]
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     options = (
@@ -45,7 +45,7 @@ def context_markdown(name: str, report: dict[str, Any], table: str) -> str:
     )
 
 
-def side_rows(report: dict[str, Any]) -> list[list[str]]:
+def side_lines(report: dict[str, Any]) -> list[list[str]]:
     """Return the cells of each side under ``HEAD``."""
     return [
         [

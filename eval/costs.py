@@ -51,7 +51,7 @@ def sparse_reads(model: PreTrainedModel, cache: SparseCache) -> Reads:
     if stats.decode_steps == 0:
         return Reads()
     per_layer = [
-        counted.tokens_read / (counted.decode_steps * layer.keys.shape[0] * layer.keys.shape[1])
+        counted.tokens_read / (counted.decode_steps * layer.keys.shape[0] * layer.storage.kv_heads)
         for layer_idx, (counted, layer) in enumerate(zip(stats.layers, cache.layers, strict=True))
         if layer_idx >= cache.method.dense_layers and not layer.is_sliding
     ]

@@ -17,8 +17,10 @@ from eval.continuations import (
     DensePath,
     answer_sample,
     dense_path,
+    ends_of_texts,
     follow_dense,
     force_sample,
+    prediction_of,
     same_answer,
 )
 from eval.costs import dense_reads, device_name, sparse_reads, versions
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with its hyperparameters; ``token_budget`` is None for dense attention."""
+    """A method with its hyperparameters; ``token_budget`` is None for methods that read everything."""
 
     method: SparseMethod
     token_budget: int | None
@@ -55,10 +57,11 @@ class Variant:
         """Whether the material's prefill is dense, so that one prefill serves all such variants.
 
         A method with a fixed context is sparse in the prefill of the question alone. One that needs attention weights
-        must see the prefill itself.
+        must see the prefill itself. One that assigns positions, or has a RoPE of its own, rotates keys in its own way.
         """
-        is_dense = "prefill" not in self.method.sparse_phases or self.method.reads_prefix
-        return is_dense and not self.method.needs_weights
+        method = self.method
+        is_dense = "prefill" not in method.sparse_phases or method.reads_prefix
+        return is_dense and not (method.needs_weights or method.rotates_keys or method.changes_rope)
 
 
 def make_variants(config: RunConfig) -> list[Variant]:
@@ -77,11 +80,11 @@ def make_variants(config: RunConfig) -> list[Variant]:
         variants = [Variant(make_method(DENSE), None)]
         for method, varied in zip(methods, varied_parameters(methods), strict=True):
             name = ", ".join(f"{key}={value}" for key, value in varied.items() if key != "token_budget")
-            variants.append(Variant(method, method.token_budget, name))
+            variants.append(Variant(method, _budget(method), name))
         for given in config.variants:
             parameters = {key: value for key, value in given.items() if key != "method"}
             for method in make_methods([given["method"]], (), parameters, known):
-                variants.append(Variant(method, method.token_budget, _named(method, parameters)))
+                variants.append(Variant(method, _budget(method), _named(method, parameters)))
     except (ValueError, TypeError) as error:
         raise EvalError(str(error)) from error
     keys = [(variant.method.name, variant.token_budget, variant.name) for variant in variants]
@@ -89,6 +92,10 @@ def make_variants(config: RunConfig) -> list[Variant]:
         if keys.count(key) > 1:
             raise EvalError(f"variants: {' '.join(str(part) for part in key if part)} is given twice")
     return variants
+
+
+def _budget(method: SparseMethod) -> int | None:
+    return method.token_budget if method.sparse_phases else None
 
 
 def _named(method: SparseMethod, given: Iterable[str]) -> str:
@@ -233,7 +240,9 @@ class Engine:
     def _walk_densely(self, sample: Sample, prefix: _Context) -> DensePath:
         started = time.perf_counter()
         caches = prefix.cache.fork(DENSE), prefix.cache.fork(DENSE)
-        path = dense_path(self.model, sample, caches, self._feeds_tokens(sample), self._ends_of(sample))
+        feeds, ends = self._feeds_tokens(sample), self._ends_of(sample)
+        is_ended = ends_of_texts(self.tokenizer, sample)
+        path = dense_path(self.model, sample, caches, feeds, ends, is_ended)
         self.model_seconds += time.perf_counter() - started
         return path
 
@@ -284,7 +293,7 @@ class Engine:
         """Return the result of a variant that has followed dense attention and now answers by itself."""
         known = same_answer(sample, path, followed)
         if known is not None:
-            return {"prediction": self.tokenizer.decode(known, skip_special_tokens=True), "new_tokens": len(known)}
+            return {"prediction": prediction_of(self.tokenizer, sample, known), "new_tokens": len(known)}
         answered = self._continue(sample, context.cache.fork(variant.method), None)
         return {**answered.result, "new_tokens": answered.new_tokens}
 

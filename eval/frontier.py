@@ -96,7 +96,7 @@ def frontiers(folder: Path) -> list[Frontier]:
     Raises
     ------
     EvalError
-        A file of rows is malformed.
+        A file of records is malformed.
     """
     by_model: dict[str, list[Record]] = defaultdict(list)
     for path in sorted(folder.rglob("rows.jsonl")):
@@ -119,7 +119,7 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
         return None
     for name in ("device", "dtype"):
         if len({record[name] for found in shared for record in found.values()}) > 1:
-            raise EvalError(f"rows of {records[0]['model']} differ in their {name}: they cannot be compared")
+            raise EvalError(f"records of {records[0]['model']} differ in their {name}: they cannot be compared")
     one = next(iter(shared[0].values()))
     samples = [next(iter(found.values())) for found in shared]
     needles = sum(is_needle(record) for record in samples)
@@ -166,7 +166,7 @@ def _mean(name: str, records: Sequence[Record]) -> Mean | None:
     return Mean(fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0)
 
 
-def rows(frontier: Frontier) -> list[list[str]]:
+def lines(frontier: Frontier) -> list[list[str]]:
     """Return a line of text for each point, under :data:`HEAD`."""
 
     def divergence(mean: Mean | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.frontier import HEAD, Frontier, frontiers, rows
+from eval.frontier import HEAD, Frontier, frontiers, lines
 from eval.store import read_json
 from eval.terminal import number
 
@@ -74,7 +74,7 @@ def frontier_markdown(folder: Path, table: Table, figures: bool = True) -> str:
                 "Divergence from dense attention, and needles found, against KV bytes read; the table has the numbers"
             )
             parts.append(f"![{label}.](assets/{figure_name(folder.name, place)})\n")
-        parts.append(table(HEAD, rows(frontier), 1))
+        parts.append(table(HEAD, lines(frontier), 1))
     return "\n".join(parts)
 
 

@@ -17,6 +17,7 @@ from hf_sparse_attn.methods import make_method
 _LEAST_BUDGET = 32
 _LEAST_SHARE = 2**-10
 _LEAST_THRESHOLD = 2**-6
+_LEAST_MARGIN = 0.25
 ANY_LENGTH = 1 << 20
 """Longer than any prompt that is searched for the first time: for checks before prompts are known."""
 
@@ -55,8 +56,14 @@ def _sparsities(longest: int) -> list[float]:
     return [*(1 - share for share in _shares(_LEAST_SHARE, 1.0)), 0.0]
 
 
+def _margins(longest: int) -> list[float]:
+    """Powers of two and their midpoints, in nats, and one by which scores never differ."""
+    return [*_shares(_LEAST_MARGIN, 64.0), 1024.0]
+
+
 BUDGET = Knob("token_budget", _budgets)
 KNOBS: dict[str, Knob] = {
+    "infinigen": Knob("alpha", _margins),
     "psa": Knob("threshold", _thresholds),
     "rabitqcache": Knob("top_p", _thresholds),
     "squeezed": Knob("target_sparsity", _sparsities),
@@ -112,6 +119,9 @@ class Ladders:
         for name, value in self.parameters.items():
             if isinstance(value, (list, tuple)):
                 raise EvalError(f"parameters: {name}={list(value)} is not allowed: a search takes one value")
+        for name in self.names:
+            if not METHODS[name].sparse_phases:
+                raise EvalError(f"method: {name} reads everything, so there is nothing to search")
         for name in self.steps:
             if name not in self.names:
                 raise EvalError(f"steps: {name!r} is not among the searched methods {', '.join(self.names)}")

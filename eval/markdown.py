@@ -9,13 +9,15 @@ from statistics import fmean
 from typing import Any
 
 from eval import budget_table, throughput_table
+from eval.comparison_table import report_markdown
 from eval.config import DENSE
-from eval.context_table import HEAD, context_markdown, side_rows
+from eval.context_table import HEAD, context_markdown, side_lines
 from eval.errors import EvalError
 from eval.frontier_page import details, diverges, frontier_markdown
 from eval.position_table import by_position, run_summaries
 from eval.store import read_json
 from eval.summary import column_order
+from eval.table_command import REPORT
 from eval.terminal import number
 
 _NOTHING = "-"
@@ -29,8 +31,8 @@ def results_tables(results: Path) -> str:
     results : Path
         Holds a folder for each sweep, named after its file in ``eval/configs``, ``speed`` with reports of
         ``python -m eval speed``, ``contexts`` with reports of ``python -m eval context-speed``, ``throughput`` with
-        reports of ``python -m eval throughput``, and ``budgets`` with folders of ``python -m eval budget``. A sweep's
-        ``note.txt`` is included.
+        reports of ``python -m eval throughput``, ``budgets`` with folders of ``python -m eval budget``, and ``tables``
+        with those of ``python -m eval table``. A sweep's ``note.txt`` is included.
 
     Raises
     ------
@@ -73,17 +75,21 @@ def frontier_tables(results: Path, sweep: str) -> str:
 
 
 def _context(name: str, report: dict[str, Any]) -> str:
-    return context_markdown(name, report, _table(HEAD, side_rows(report), left=1))
+    return context_markdown(name, report, _table(HEAD, side_lines(report), left=1))
 
 
 def _throughput(name: str, report: dict[str, Any]) -> str:
-    table = _table(throughput_table.head(report), throughput_table.rows(report), left=1)
+    table = _table(throughput_table.head(report), throughput_table.lines(report), left=1)
     return throughput_table.throughput_markdown(name, report, table)
 
 
 def _budget(name: str, report: dict[str, Any]) -> str:
-    table = _table(budget_table.head(report), budget_table.rows(report), left=1)
+    table = _table(budget_table.head(report), budget_table.lines(report), left=1)
     return budget_table.budget_markdown(report, table)
+
+
+def _paper(name: str, report: dict[str, Any]) -> str:
+    return report_markdown(report, _table)
 
 
 def position_tables(results: Path, sweep: str) -> str:
@@ -96,6 +102,27 @@ def position_tables(results: Path, sweep: str) -> str:
     """
     found = [part for each in run_summaries(results / sweep) for part in by_position(each, _cells(each), _table)]
     return "\n".join(found) or f"No measurements of `eval/configs/{sweep}.yaml` are in this checkout.\n"
+
+
+def storage_table(results: Path) -> str:
+    """Return a table of the throughput with keys and values in host memory; a sentence if it was not measured.
+
+    Raises
+    ------
+    EvalError
+        A report cannot be read or has the wrong content.
+    """
+    found, devices, what = [], set(), "a report of `python -m eval throughput`"
+    for path in sorted((results / "throughput").glob("*.json")):
+        report = read_json(path, what)
+        with _named(path, what):
+            if lines := throughput_table.storage_lines(report):
+                found += lines
+                devices.add(report["machine"]["device"])
+    if not found:
+        return "No measurements with keys and values in host memory are in this checkout.\n"
+    listed = ", ".join(sorted(devices))
+    return f"{listed}; weights, keys and values are random.\n\n{_table(throughput_table.STORAGE_HEAD, found, left=3)}"
 
 
 @contextmanager
@@ -283,7 +310,7 @@ def _speed(name: str, report: dict[str, Any]) -> str:
     budgets = ",".join(str(budget) for budget in settings["token_budget"])
     budget_option = f" --token-budget {budgets}" if budgets else ""
     versions = ", ".join(f"{key} {value}" for key, value in machine.items() if key not in ("device", "date"))
-    rows = [
+    lines = [
         [
             f"{result['context']:,}",
             side["name"],
@@ -306,7 +333,7 @@ def _speed(name: str, report: dict[str, Any]) -> str:
             f"{budget_option}`\n",
             f"{versions}; {machine['date'][:10]}. Medians and quartiles of {settings['repeats']} runs of "
             f"{settings['new_tokens']} tokens. TTFT covers {report['ttft_covers']}.\n",
-            _table(head, rows, left=2),
+            _table(head, lines, left=2),
         ]
     )
 
@@ -338,10 +365,10 @@ def _percent(share: float | None) -> str:
     return number(None if share is None else 100 * share, "{:.1f}")
 
 
-def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: int) -> str:
+def _table(head: Iterable[str], lines: Sequence[Sequence[str]], left: int) -> str:
     names = list(head)
     rule = ["---" if number < left else "---:" for number in range(len(names))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *rows)) + "\n"
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rule, *lines)) + "\n"
 
 
 _REPORTS: tuple[tuple[str, str, str, Callable[[str, dict[str, Any]], str]], ...] = (
@@ -349,5 +376,6 @@ _REPORTS: tuple[tuple[str, str, str, Callable[[str, dict[str, Any]], str]], ...]
     ("contexts", "*.json", "context-speed", _context),
     ("throughput", "*.json", "throughput", _throughput),
     ("budgets", f"**/{budget_table.RESULT}", "budget", _budget),
+    ("tables", f"*/{REPORT}", "table", _paper),
 )
 """Folder, files, command, and the function that formats a file's name and content."""

@@ -10,6 +10,9 @@ from typing import Any
 
 import yaml
 
+TURNS_FUNCTION = "create_multiturn_prompt"
+"""The function of SCBench that builds the prompts of all turns."""
+
 
 def _read_json(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
@@ -18,6 +21,13 @@ def _read_json(file: Path) -> Any:
 def read_json_by_stem(files: Sequence[Path]) -> dict[str, Any]:
     """Return the contents of JSON files by the files' names without suffix."""
     return {file.stem: _read_json(file) for file in files}
+
+
+def read_longbench_v2_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    """Read the prompt of LongBench v2, and the most new tokens of its code."""
+    template, code = files
+    new_tokens = _default_of(ast.parse(code.read_text(encoding="utf-8")), "query_llm", "max_new_tokens")
+    return {"prompts": {"0shot": template.read_text(encoding="utf-8"), "max_new_tokens": new_tokens}}
 
 
 def read_infinitebench_packed(files: Sequence[Path]) -> dict[str, Any]:
@@ -52,6 +62,61 @@ def read_ruler_upstream(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
+def read_babilong_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    """Read BABILong's template, each task's instruction and examples, its possible answers, and the most new tokens."""
+    prompts, scores, run = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
+    parts = {name: _assigned(prompts, name) for name in ("TASK_TEMPLATE", "USER_TEMPLATE")}
+    (main,) = [node for node in run.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    return {
+        "prompts": {
+            "template": _assigned(prompts, "DEFAULT_TEMPLATE").format(**parts),
+            "tasks": _assigned(prompts, "DEFAULT_PROMPTS"),
+            "labels": _assigned(scores, "TASK_LABELS"),
+            "max_new_tokens": _entry(main, "generate_kwargs", "max_new_tokens"),
+        }
+    }
+
+
+def read_scbench_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    """Read SCBench's templates, answer lengths, and the wording that its code adds to some prompts."""
+    code = ast.parse(files[0].read_text(encoding="utf-8"))
+    names = {
+        "max_new_tokens": "DATA_NAME_TO_MAX_NEW_TOKENS",
+        "first_turn": "multiturn_templates",
+        "requests": "multiturn_templates_scdq",
+        "follow_up": "multiturn_follow_up_templates",
+        "in_chat": "multiturn_follow_up_templates_in_chat_tempate",
+    }
+    values = {name: _assigned(code, variable) for name, variable in names.items()}
+    values["requests"] = {
+        task: list(template) if isinstance(template, tuple) else template
+        for task, template in values["requests"].items()
+    }
+    (turns,) = [each for each in code.body if isinstance(each, ast.FunctionDef) and each.name == TURNS_FUNCTION]
+    asked = [
+        _literal(node.value)
+        for node in ast.walk(turns)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.JoinedStr)
+    ]
+    starts = [
+        node.right.value
+        for node in ast.walk(turns)
+        if isinstance(node, ast.BinOp) and isinstance(node.right, ast.Constant) and isinstance(node.right.value, str)
+    ]
+    if len(set(asked)) != 1 or len(starts) != 1:
+        raise LookupError(f"no single question about numbers, or beginning of a summary, in {TURNS_FUNCTION}")
+    return {"prompts": values | {"asked_number": asked[0], "summary_start": starts[0]}}
+
+
+def read_gsm8k_upstream(files: Sequence[Path]) -> dict[str, Any]:
+    """Read the settings of GSM8K's tasks that change prompts and scores."""
+    names = ("doc_to_text", "doc_to_target", "num_fewshot", "filter_list", "generation_kwargs", "metric_list")
+    tasks = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
+    kept = [{name: task[name] for name in names} for task in tasks]
+    shots = [{"shots": task.get("fewshot_config", {}).get("samples", [])} for task in tasks]
+    return {"tasks": {task["task"]: each | shot for task, each, shot in zip(tasks, kept, shots, strict=True)}}
+
+
 def read_quest_upstream(files: Sequence[Path]) -> dict[str, Any]:
     """Read the wording of Quest's passkey test, and the number of characters that it feeds token by token."""
     code = ast.parse(files[0].read_text(encoding="utf-8"))
@@ -69,6 +134,17 @@ def _assigned(code: ast.Module | ast.FunctionDef, name: str) -> Any:
         ):
             return _literal(statement.value)
     raise LookupError(f"no assignment to {name}")
+
+
+def _entry(code: ast.FunctionDef, name: str, key: str) -> Any:
+    """Return a literal in the dict that a function assigns to a name."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            assert isinstance(node.value, ast.Dict)
+            for place, value in zip(node.value.keys, node.value.values, strict=True):
+                if isinstance(place, ast.Constant) and place.value == key:
+                    return _literal(value)
+    raise LookupError(f"no {name}[{key!r}]")
 
 
 def _default_of(code: ast.Module, function: str, argument: str) -> Any:

@@ -12,18 +12,19 @@ from typing import Any
 import yaml
 
 from eval.errors import EvalError
+from eval.fetch import fetch_file, github_url
 from eval.protocol_files import (
+    read_babilong_upstream,
+    read_gsm8k_upstream,
     read_infinitebench_packed,
     read_infinitebench_upstream,
     read_json_by_stem,
+    read_longbench_v2_upstream,
     read_quest_upstream,
     read_ruler_upstream,
+    read_scbench_upstream,
 )
-from eval.sources import is_offline
 from hf_sparse_attn.cli.models import cache_dir
-
-FETCH_TIMEOUT = (4.0, 10.0)
-"""Seconds to connect and to wait for data, without a retry."""
 
 _Reader = Callable[[Sequence[Path]], dict[str, Any]]
 
@@ -61,7 +62,7 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     Parameters
     ----------
     name : str
-        ``"longbench"``, ``"infinitebench"``, ``"ruler"`` or ``"questpasskey"``.
+        ``"longbench"``, ``"longbench_v2"``, ``"infinitebench"``, ``"ruler"`` or ``"questpasskey"``.
     protocol_dir : Path, optional
         A folder with the values as JSON (``<name>/*.json``), or with the official files under their paths in the
         official repository, directly or in a subfolder ``<name>``. Default: the official files, fetched once into
@@ -70,7 +71,8 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     Returns
     -------
     Protocol
-        ``values`` has the keys ``dataset2prompt`` and ``dataset2maxlen`` (longbench), ``prompts`` with ``templates``,
+        ``values`` has the keys ``dataset2prompt`` and ``dataset2maxlen`` (longbench), ``prompts`` with ``0shot`` and
+        ``max_new_tokens`` (longbench_v2), ``prompts`` with ``templates``,
         ``max_new_tokens`` and ``truncation`` (infinitebench), ``tasks`` and ``chat_templates`` (ruler), or ``passkey``
         (questpasskey).
 
@@ -124,28 +126,16 @@ def _find(name: str, source: _Source, protocol_dir: Path) -> tuple[list[Path], _
 
 def _fetch(name: str, source: _Source) -> list[Path]:
     folder = cache_dir() / "protocols" / name / source.commit
-    files = [folder / path for path in source.upstream]
-    for path, file in zip(source.upstream, files, strict=True):
-        if not file.is_file():
-            _download(name, f"https://raw.githubusercontent.com/{source.repository}/{source.commit}/{path}", file)
-    return files
-
-
-def _download(name: str, url: str, file: Path) -> None:
-    help_text = f"put the file at {file}, or name a folder that has it with --protocol-dir"
-    if is_offline():
-        raise EvalError(f"protocol {name!r}: {url} is not fetched because HF_HUB_OFFLINE is set; {help_text}")
-
-    import pooch
-    import requests
-
-    downloader = pooch.HTTPDownloader(progressbar=False, timeout=FETCH_TIMEOUT)
-    try:
-        # The file's hash is not checked: the values are, at every load.
-        pooch.retrieve(url, known_hash=None, fname=file.name, path=file.parent, downloader=downloader)
-    except (requests.RequestException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EvalError(f"protocol {name!r}: {url} cannot be fetched: {reason}; {help_text}") from error
+    # The files' hashes are not checked: those of the values are, at every load.
+    return [
+        fetch_file(
+            f"protocol {name!r}",
+            github_url(source.repository, source.commit, path),
+            folder / path,
+            "name a folder that has it with --protocol-dir",
+        )
+        for path in source.upstream
+    ]
 
 
 # sha256 is values_sha256 of the protocol's values. The JSON layout has one key per file, the file's stem, and only the
@@ -158,6 +148,15 @@ _SOURCES: dict[str, _Source] = {
         upstream=("LongBench/config/dataset2prompt.json", "LongBench/config/dataset2maxlen.json"),
         packed=("dataset2prompt.json", "dataset2maxlen.json"),
         read_upstream=read_json_by_stem,
+        read_packed=read_json_by_stem,
+    ),
+    "longbench_v2": _Source(
+        repository="THUDM/LongBench",
+        commit="2e00731f8d0bff23dc4325161044d0ed8af94c1e",
+        sha256="c3b9ed599a860cb838b1da1762727ed98df1f671fe9edbfd029f84e73f0b2abe",
+        upstream=("prompts/0shot.txt", "pred.py"),
+        packed=("prompts.json",),
+        read_upstream=read_longbench_v2_upstream,
         read_packed=read_json_by_stem,
     ),
     "infinitebench": _Source(
@@ -176,6 +175,33 @@ _SOURCES: dict[str, _Source] = {
         upstream=("scripts/data/synthetic/constants.py", "scripts/synthetic.yaml", "scripts/data/template.py"),
         packed=("tasks.json", "chat_templates.json"),
         read_upstream=read_ruler_upstream,
+        read_packed=read_json_by_stem,
+    ),
+    "babilong": _Source(
+        repository="booydar/babilong",
+        commit="7a6efee29f5cac03c3c410e6799c80fd2ffe3610",
+        sha256="6bd8e1c2f07158ee3d49ff454f77993d206d69a70316a6f239c789de0532deb6",
+        upstream=("babilong/prompts.py", "babilong/metrics.py", "scripts/run_model_on_babilong.py"),
+        packed=("prompts.json",),
+        read_upstream=read_babilong_upstream,
+        read_packed=read_json_by_stem,
+    ),
+    "scbench": _Source(
+        repository="microsoft/MInference",
+        commit="fb56c917f618e8645f1cfc37535afd7424d78f0d",
+        sha256="d4e5ae186ddadfb56de359148f42de64db61762bf017a78fcf85686ce98ab7d3",
+        upstream=("scbench/eval_utils.py",),
+        packed=("prompts.json",),
+        read_upstream=read_scbench_upstream,
+        read_packed=read_json_by_stem,
+    ),
+    "gsm8k": _Source(
+        repository="EleutherAI/lm-evaluation-harness",
+        commit="4e7e0d47f33bc71070c1d38394bafbb52b117163",
+        sha256="da80c30c2dd8fa114eaa7523ee3637db5d90e8e2d6f0cc71dce4bc75f9f9bb0d",
+        upstream=("lm_eval/tasks/gsm8k/gsm8k-cot.yaml", "lm_eval/tasks/gsm8k/gsm8k-cot-zeroshot.yaml"),
+        packed=("tasks.json",),
+        read_upstream=read_gsm8k_upstream,
         read_packed=read_json_by_stem,
     ),
     "questpasskey": _Source(

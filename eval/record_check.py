@@ -34,6 +34,7 @@ class Record(BaseModel):
     sample_id: str = ""
     length: _Whole | None = None
     depth: _Share | None = None
+    categories: dict[str, str] | None = None
     method: str = ""
     token_budget: _Whole | None = None
     variant: str = ""

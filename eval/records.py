@@ -62,6 +62,7 @@ def make_record(config: RunConfig, item: Item, variant: Variant, measured: dict[
             "sample_id": item.sample_id,
             "length": item.length,
             "depth": item.depth,
+            "categories": dict(item.categories) or None,
             "method": variant.method.name,
             "token_budget": variant.token_budget,
             "variant": variant.name,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks import BENCHMARKS
 from eval.config import RunConfig, with_dense
-from eval.engine import make_variants
+from eval.engine import Variant, make_variants
 from eval.errors import EvalError
-from eval.session import ModelSource, Processes, key_of, open_session, write_result
+from eval.run_check import ModelSource, OnRefusal
+from eval.session import Processes, key_of, open_session, write_result
 from eval.store import read_json
-from eval.summary import group_means, summarise
+from eval.summary import category_means, category_scores, group_means, summarise
 
 
 def run(
@@ -25,6 +26,9 @@ def run(
     processes: Processes,
     on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
     on_start: Callable[[float], None] = lambda seconds: None,
+    *,
+    variants: Sequence[Variant] | None = None,
+    on_refusal: OnRefusal | None = None,
 ) -> dict[str, Any]:
     """Run a benchmark, append each record to ``out`` as it finishes, and write and return the summary.
 
@@ -42,9 +46,12 @@ def run(
         The processes that share the items.
     on_record : callable
         Called with this process's number of finished records, its total number of records, and the newest record.
-
     on_start : callable
         Called before the first sample of a long run, with an estimate of its seconds.
+    variants : sequence of Variant, optional
+        The run's variants, dense attention first; those of ``config`` by default.
+    on_refusal : callable, optional
+        Called with each variant that cannot be used with the model, and the reason; the others run. None raises it.
 
     Raises
     ------
@@ -52,9 +59,10 @@ def run(
         The run is invalid. No record is written.
     """
     config = with_dense(config)
-    variants = make_variants(config)
+    wanted_variants = make_variants(config) if variants is None else variants
     former = _former_times(out / "summary.json")
-    with open_session(config, variants, out, source, processes) as session:
+    with open_session(config, wanted_variants, out, source, processes, on_refusal=on_refusal) as session:
+        variants = session.variants
         wanted = [(item, variants) for item in session.items]
         expected = session.expected_seconds(wanted)
         if expected is not None:
@@ -76,7 +84,11 @@ def run(
                 "errors": sum(record["error"] is not None for record in records),
                 "finished": len(records) == len(items) * len(variants),
                 "table": (table := summarise(records)),
-                "averages": group_means(table, BENCHMARKS[config.benchmark].averages),
+                "averages": [
+                    *group_means(table, BENCHMARKS[config.benchmark].averages),
+                    *category_means(records),
+                ],
+                "categories": category_scores(records),
             }
             write_result(out / "summary.json", summary)
         processes.wait()

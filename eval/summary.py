@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -116,6 +117,49 @@ def group_means(entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Seque
                 score = math.fsum(shares[task] * entry["score"] for task, entry in found.items())
                 means.append({"group": group, **dict(zip(shared, column, strict=True)), "score": score, **counts})
     return means
+
+
+def category_scores(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Aggregate the scores of each category of the samples.
+
+    Returns
+    -------
+    list of dict
+        For each kind of category, its values, and each entry of ``summarise`` with such samples: ``category``,
+        ``value``, the entry's key, ``score`` (0 to 1), ``samples`` and ``errors``. Without scores there is none.
+    """
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for record in records:
+        for category, value in (record.get("categories") or {}).items():
+            groups[category, value].append(record)
+    kept = (*_KEY, "score", "samples", "errors")
+    return [
+        {"category": category, "value": value, **{name: entry[name] for name in kept}}
+        for (category, value), members in sorted(groups.items(), key=lambda group: _natural(group[0]))
+        for entry in summarise(members)
+        if entry["score"] is not None
+    ]
+
+
+def category_means(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Average the scores of each category over its tasks, every task with the same weight; as ``group_means``."""
+    shared = [name for name in _KEY if name != "task"]
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for entry in category_scores(records):
+        groups[(f"{entry['category']}: {entry['value']}", *(entry[name] for name in shared))].append(entry)
+    return [
+        {
+            **dict(zip(("group", *shared), key, strict=True)),
+            "score": fmean(entry["score"] for entry in members),
+            **{name: sum(entry[name] for entry in members) for name in ("samples", "errors")},
+        }
+        for key, members in groups.items()
+    ]
+
+
+def _natural(names: tuple[str, str]) -> tuple[Any, ...]:
+    """Return a sort key by which numbers within names are in the order of numbers."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", " ".join(names)))
 
 
 def _shares(name: str, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:

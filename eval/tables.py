@@ -33,12 +33,17 @@ class Paper:
     table: _Text
     """Table or figure of the paper."""
     note: _Text
-    """Source of the figures, or the reason for their absence, and differences from the paper's setting."""
+    """Source of the figures, and differences from the paper's setting."""
+    missing: _Text | None = None
+    """Why figures of the table are not in the file; None if all are."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Figure:
-    """One figure printed in the paper: either a ``score`` or a ``perplexity``."""
+    """One figure printed in the paper, or a row without one, which shows ours alone.
+
+    A figure is one of ``score``, ``perplexity`` and ``seconds``.
+    """
 
     benchmark: _Text
     method: _Text
@@ -47,21 +52,25 @@ class Figure:
     task: _Text | None = None
     """None for the mean over ``tasks``."""
     length: _Positive | None = None
-    """In tokens; None if each sample has its own."""
+    """In tokens; None for the mean over ``lengths``."""
     token_budget: _Positive | None = None
-    """In tokens; None for dense attention and for methods without one."""
+    """In tokens; None for dense attention, and for the method's default."""
+    variant: str = ""
+    """Name of the method's variant in the run, such as ``vote=head``; see ``eval.engine.Variant``."""
     score: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """In percent."""
     perplexity: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """To the first token."""
     tasks: tuple[str, ...] = ()
     """Tasks averaged by a mean, those of the file's run; empty for all measured tasks."""
+    lengths: tuple[_Positive, ...] = ()
+    """Lengths averaged by a mean, those of the file's run; empty if each sample has its own."""
 
     @property
-    def value(self) -> float:
-        """The score in percent, or the perplexity."""
-        value = self.perplexity if self.score is None else self.score
-        assert value is not None  # _read_figure rejects figures with neither
-        return value
+    def value(self) -> float | None:
+        """The score in percent, the perplexity, or the seconds; None if the paper has no figure."""
+        return next((value for value in (self.score, self.perplexity, self.seconds) if value is not None), None)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -81,12 +90,12 @@ def config_names(folder: Path = CONFIGS) -> list[str]:
 
 
 def table_names(folder: Path = CONFIGS) -> list[str]:
-    """List the names of the files that have figures of a paper, which ``read_table`` reads."""
-    return [name for name in config_names(folder) if read_yaml(folder / f"{name}.yaml").get("figures")]
+    """List the names of the files that reproduce a paper's table or figure, which ``read_table`` reads."""
+    return [name for name in config_names(folder) if read_yaml(folder / f"{name}.yaml").get("paper")]
 
 
 def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
-    """Read and check the file of a table that has figures of a paper.
+    """Read and check the file of a paper's table.
 
     Parameters
     ----------
@@ -96,15 +105,15 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     Raises
     ------
     EvalError
-        Unknown table (the message lists the known ones), a file without figures, or a malformed paper, figure or run
-        (the message names file and entry).
+        Unknown table (the message lists the known ones), a file of no paper, or a malformed paper, figure or run (the
+        message names file and entry).
     """
     if name in config_names(folder):
         table = read_paper_file(folder / f"{name}.yaml")
-        if table.figures:
+        if table.paper is not None:
             return table
         raise EvalError(
-            f"table {name!r} is not allowed: {table.path.name} has no figures of a paper to compare with. Run it with "
+            f"table {name!r} is not allowed: {table.path.name} is of no paper. Run it with "
             f"python -m eval run --config eval/configs/{table.path.name}; tables: {', '.join(table_names(folder))}"
         )
     known = table_names(folder)
@@ -129,12 +138,14 @@ def read_paper_file(path: Path) -> PaperTable:
         raise EvalError(f"{path}: figures must be a list, got {type(listed).__name__}")
     if listed and paper is None:
         raise EvalError(f"{path}: paper is missing; it must name the source of the figures")
+    if paper is not None and not listed and paper.missing is None:
+        raise EvalError(f"{path}: paper: missing is missing; without figures it must say why there are none")
     figures = [_read_figure(entry, f"{path}: figure {number}", runs) for number, entry in enumerate(listed, start=1)]
     return PaperTable(name=path.stem, paper=paper, figures=tuple(figures), path=path)
 
 
 def _read_paper(values: Any, path: Path) -> Paper:
-    names = ", ".join(field.name for field in fields(Paper))
+    names = ", ".join(field.name for field in fields(Paper) if field.name != "missing")
     if not isinstance(values, dict):
         raise EvalError(f"{path}: paper={values!r} is not allowed: a mapping of {names}")
     try:
@@ -145,24 +156,23 @@ def _read_paper(values: Any, path: Path) -> Paper:
         raise EvalError(f"{path}: paper: {first_problem(error)}; it needs {names}, each as text") from error
 
 
-def _on_one_line(value: Any) -> Any:
-    return " ".join(value.split()) if isinstance(value, str) else value
-
-
 def _read_figure(entry: Any, place: str, runs: Sequence[RunConfig]) -> Figure:
-    names = ", ".join(field.name for field in fields(Figure) if field.name != "tasks")
+    names = ", ".join(field.name for field in fields(Figure) if field.name not in ("tasks", "lengths"))
     if not isinstance(entry, dict):
         raise EvalError(f"{place}: {entry!r} is not a mapping of {names}")
     given = {name: value for name, value in entry.items() if value is not None}
-    of_run = [run.tasks for run in runs if (run.benchmark, run.model) == (given.get("benchmark"), given.get("model"))]
-    tasks = () if "task" in given or not of_run else of_run[0]
+    own = next(
+        (run for run in runs if (run.benchmark, run.model) == (given.get("benchmark"), given.get("model"))), None
+    )
+    tasks = () if "task" in given or own is None else own.tasks
+    lengths = () if "length" in given or own is None else own.lengths
     try:
-        figure = Figure(**{"tasks": tasks, **given})
+        figure = Figure(**{"tasks": tasks, "lengths": lengths, **given})
     except (ValidationError, TypeError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
         raise EvalError(f"{place}: {problem} in {entry}; known: {names}") from error
-    if (figure.score is None) == (figure.perplexity is None):
-        raise EvalError(f"{place}: exactly one of score and perplexity is needed in {entry}")
-    if not of_run:
+    if sum(value is not None for value in (figure.score, figure.perplexity, figure.seconds)) != 1:
+        raise EvalError(f"{place}: exactly one of score, perplexity and seconds is needed in {entry}")
+    if own is None:
         raise EvalError(f"{place}: no run of the file has benchmark and model of {entry}")
     return figure

@@ -23,12 +23,58 @@ TRAFFIC_HEAD = ("held already, %", "loaded per step, MiB", "stalled per step, ms
 """Further columns if a method is offloaded: see :func:`~eval.costs.traffic_per_step`."""
 
 
+STORAGE_HEAD = (
+    "workload",
+    "method",
+    "keys and values",
+    "tokens per second",
+    "on the device",
+    "between tokens, ms",
+    "held already, %",
+    "loaded per step, MiB",
+    "over the link, GB/s",
+)
+
+
+def storage_lines(report: dict[str, Any]) -> list[list[str]]:
+    """Return the cells under ``STORAGE_HEAD`` of every side whose keys and values are in host memory."""
+    return [_storage_cells(side, report) for side in report["sides"] if side["error"] is None and side.get("traffic")]
+
+
+def _storage_cells(side: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    settings, traffic = report["settings"], side["traffic"]
+    resident = [
+        other["tokens_per_second"]
+        for other in report["sides"]
+        if other["error"] is None and not other.get("traffic") and _choice(other) == _choice(side)
+    ]
+    is_read_there = side["kv_storage"] == "host"
+    milliseconds = side["between_tokens_ms"]["mean"]
+    return [
+        f"{settings['shape']}, {settings['batch']} x {settings['context']:,}",
+        f"{side['method']} {side['token_budget'] or ''}".strip(),
+        "host memory, read by kernels" if is_read_there else "pool on the device",
+        f"{side['tokens_per_second']:,.1f}",
+        f"{max(resident):,.1f}" if resident else "-",
+        f"{milliseconds:.2f}",
+        f"{100 * traffic['pool_hits']:.1f}",
+        f"{traffic['bytes_loaded'] / 2**20:,.0f}",
+        f"{traffic['bytes_loaded'] / milliseconds / 1e6:.1f}",
+    ]
+
+
+def _choice(side: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides which tokens a side reads."""
+    places = ("offload", "gpu_cache_tokens", "eviction")
+    return {"method": side["method"]} | {k: v for k, v in side["hyperparameters"].items() if k not in places}
+
+
 def head(report: dict[str, Any]) -> tuple[str, ...]:
     """Return the column headings."""
     return HEAD + (TRAFFIC_HEAD if _has_traffic(report) else ())
 
 
-def rows(report: dict[str, Any]) -> list[list[str]]:
+def lines(report: dict[str, Any]) -> list[list[str]]:
     """Return the cells of each side under :func:`head`."""
     with_traffic = _has_traffic(report)
     return [[*_cells(side), *(_traffic_cells(side) if with_traffic else ())] for side in report["sides"]]
@@ -77,13 +123,13 @@ def throughput_table(report: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", caption=setting(report), caption_justify="left")
     for number, heading in enumerate(head(report)):
         table.add_column(heading, justify="right" if number else "left")
-    for cells in rows(report):
+    for cells in lines(report):
         table.add_row(*cells)
     return table
 
 
 def throughput_markdown(name: str, report: dict[str, Any], table: str) -> str:
-    """Return a report as Markdown, around the table of :func:`rows`."""
+    """Return a report as Markdown, around the table of :func:`lines`."""
     settings, machine = report["settings"], report["machine"]
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     budgets = ",".join(str(budget) for budget in settings["token_budget"])
@@ -92,6 +138,7 @@ def throughput_markdown(name: str, report: dict[str, Any], table: str) -> str:
         f"--method {','.join(settings['method'])}",
         *([f"--token-budget {budgets}"] if budgets else []),
         *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
+        *(["--kv-storage host"] if settings.get("kv_storage") == "host" else []),
         *([f"--rate {settings['rate']:g}"] if settings["rate"] is not None else []),
         f"--requests {settings['requests']} --new-tokens {settings['new_tokens']}",
     ]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from eval.budget_table import RESULT, criterion, head, rows, setting, title
+from eval.budget_table import RESULT, criterion, head, lines, setting, title
 from eval.errors import EvalError
 from eval.report.plots import Picture
-from eval.report.style import Styles, legend_below, panels
+from eval.report.style import Styles, add_legend, panels
 from eval.report.tables import Table
 from eval.store import read_json
 
@@ -32,7 +32,7 @@ def load_budgets(directory: Path) -> list[dict[str, Any]]:
         what = "the result of `python -m eval budget`"
         report = read_json(path, what)
         try:
-            rows(report), head(report), title(report), criterion(report)
+            lines(report), head(report), title(report), criterion(report)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EvalError(f"{path} is not {what}: {type(error).__name__}: {error}") from error
         reports.append(report)
@@ -41,7 +41,7 @@ def load_budgets(directory: Path) -> list[dict[str, Any]]:
 
 def budget_section(report: dict[str, Any]) -> tuple[str, Table]:
     """Return a search's title and table for the page."""
-    return title(report), Table(list(head(report)), rows(report), text_columns=1)
+    return title(report), Table(list(head(report)), lines(report), text_columns=1)
 
 
 def budget_picture(report: dict[str, Any], name: str) -> Picture | None:
@@ -69,7 +69,7 @@ def budget_picture(report: dict[str, Any], name: str) -> Picture | None:
     axis.set_xlim(-0.7, len(places) - 0.3)
     axis.grid(visible=False, axis="x")
     axis.set_ylabel("KV cache read (% of dense)")
-    legend_below(figure, [axis])
+    add_legend(figure, [axis])
     caption = f"KV cache read at each method's smallest setting with {criterion(report)}"
     said = "; ".join(
         f"{_place(entry)}, {entry['method']}: {setting(entry)}"

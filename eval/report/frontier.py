@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from eval.config import DENSE
 from eval.frontier import Frontier, Mean, Point
 from eval.report.plots import LEAST_DIVERGENCE, Picture
-from eval.report.style import Styles, legend_below, panels, percent_ticks, score_axis
+from eval.report.style import Styles, add_legend, panels, percent_ticks, score_axis
 
 _EMPHASISED = "keycodes"
 
@@ -42,7 +42,7 @@ def frontier_picture(frontier: Frontier, name: str) -> Picture | None:
         score_axis(axes[1], "needles found (%)")
     for axis in axes:
         axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
-    legend_below(figure, axes)
+    add_legend(figure, axes)
     caption = f"{frontier.model}: divergence from dense attention, and needles found, against KV bytes read"
     said = "; ".join(_said(point) for point in sparse)
     return Picture(name, caption, f"{caption}. {said}.", figure)

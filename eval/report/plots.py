@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from eval.config import DENSE
 from eval.report.records import Record
 from eval.report.sections import Column, Section, label
-from eval.report.style import Styles, from_zero, legend_below, log2_ticks, panels, percent_ticks, score_axis, wrapped
+from eval.report.style import Styles, add_legend, from_zero, log2_ticks, panels, percent_ticks, score_axis, wrapped
 from eval.summary import aggregate, column_order
 
 _DOTS_PER_INCH = 160
@@ -92,7 +92,7 @@ def score_by_budget(section: Section, styles: Styles) -> Picture | None:
         score_axis(axis, section.figure_name)
         if length is not None:
             axis.set_title(f"{length:,} tokens", fontsize="medium")
-    legend_below(figure, axes)
+    add_legend(figure, axes)
     said = "; ".join(f"{length_name(length)}: {_list(average)}" for length, average in averages.items())
     what = section.figure_name.partition(" ")[0]
     caption = f"Average {what} against token budget{_better(section)}"
@@ -116,7 +116,7 @@ def score_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     percent_ticks(axis, [read for read, _ in points.values()])
     axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
     score_axis(axis, section.figure_name)
-    legend_below(figure, [axis])
+    add_legend(figure, [axis])
     caption = f"Average {section.figure_name.partition(' ')[0]} against KV cache read{_better(section)}"
     said = "; ".join(f"{label(column)}: {read:.1f} % read, {figure_:.2f}" for column, (read, figure_) in points.items())
     shown = f"{caption}; {'numbers are token budgets' if len(points) <= _MOST_NOTES else 'a point for each budget'}"
@@ -143,7 +143,7 @@ def divergence_by_kv_read(section: Section, styles: Styles) -> Picture | None:
     axis.set_xlabel("KV cache read per decode step, metadata included (% of dense)")
     axis.set_yscale("log")
     axis.set_ylabel("mean KL from dense attention (nats)")
-    legend_below(figure, [axis])
+    add_legend(figure, [axis])
     caption = "Divergence from dense attention along its answers against KV cache read (lower is better)"
     said = "; ".join(f"{label(column)}: {read:.1f} % read, {value:.4f}" for column, (read, value) in points.items())
     return Picture(f"{section.slug}-divergence", caption, f"{caption}. {said}.", figure)
@@ -166,7 +166,7 @@ def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     axis.set_xlabel("position (tokens)")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_ylabel("perplexity")
-    legend_below(figure, [axis])
+    add_legend(figure, [axis])
     caption = "Perplexity by position (lower is better)"
     overall = {column: _perplexity([v for values in nll[column].values() for v in values]) for column in nll}
     return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
@@ -189,12 +189,12 @@ def divergence_by_position(section: Section, styles: Styles) -> Picture | None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_ylabel("KL from dense attention (nats a token)")
     axis.set_ylim(bottom=0)
-    legend_below(figure, [axis])
-    caption = "Divergence from dense attention along its answers (lower is better)"
+    add_legend(figure, [axis])
+    caption = "Divergence from dense attention by position in its answers (lower is better)"
     said = ", ".join(
         f"{label(column)} {fmean(v for values in found[column].values() for v in values):.4f}" for column in found
     )
-    return Picture(f"{section.slug}-divergence", caption, f"{caption}. Over all positions: {said}.", figure)
+    return Picture(f"{section.slug}-divergence-position", caption, f"{caption}. Over all positions: {said}.", figure)
 
 
 def _perplexity(losses: Sequence[float]) -> float:
@@ -288,7 +288,7 @@ def latency_by_length(section: Section, styles: Styles) -> Picture | None:
             "prompt (tokens)" if section.lengths != [None] else "prompt (tokens, to the nearest power of two)"
         )
         axis.set_ylabel(title)
-    legend_below(figure, axes)
+    add_legend(figure, axes)
     caption = "Median time per output token and time to first token against prompt length"
     said = "; ".join(
         f"{label(column)} at {tokens:,} tokens: "

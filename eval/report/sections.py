@@ -14,7 +14,7 @@ from eval.benchmarks import BENCHMARKS
 from eval.config import DENSE
 from eval.report.names import with_variant_names
 from eval.report.records import Record
-from eval.summary import aggregate, column_order, geometric_mean, group_means, summarise
+from eval.summary import aggregate, category_means, column_order, geometric_mean, group_means, summarise
 
 Column = tuple[str, "int | None"]
 """A method and its token budget."""
@@ -107,7 +107,8 @@ class Section:
         """Return the averages that the benchmark names: name, length, and each column's in percent."""
         benchmark = BENCHMARKS.get(self.records[0]["benchmark"])
         found: dict[tuple[str, int | None], dict[Column, float]] = defaultdict(dict)
-        for entry in group_means(list(self.entries.values()), benchmark.averages if benchmark else {}):
+        averages = benchmark.averages if benchmark else {}
+        for entry in [*group_means(list(self.entries.values()), averages), *category_means(self.records)]:
             column = entry["method"], entry["token_budget"]
             found[entry["group"], entry["length"]][column] = 100 * entry["score"]
         return [(name, length, figures) for (name, length), figures in found.items()]

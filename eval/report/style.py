@@ -14,8 +14,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from eval.config import DENSE
 from eval.report.sections import Column, label
 
-# Okabe and Ito's colours, which colour-blind people can tell apart, without their yellow, too pale on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours, which colour-blind people can tell apart, without their yellow, too pale on white; then
+# darker ones for reports of more methods, which markers tell apart as well.
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#332288", "#882255", "#999933", "#6B4A2B", "#7F7F7F", "#AA4499"),
+)
 _DENSE_COLOUR = "#222222"
 _DENSE_MARKER = "X"
 _MARKERS = ("o", "s", "^", "D", "v", "P", "*")
@@ -23,6 +27,7 @@ _DASHES = ("-", "--", "-.", ":")
 _PERCENT_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _FACE = "#ffffff"
 _LEGEND_MARK_INCHES, _LETTER_INCHES, _LINE_INCHES = 0.6, 0.09, 0.24
+_MOST_LINES_BELOW = 8
 PAGE_INCHES = 11.0
 """Maximum width of a figure: the page's width at its pixels per inch."""
 
@@ -128,8 +133,8 @@ def from_zero(axis: Axes, values: Sequence[float]) -> None:
     axis.set_ylim(0, (1.1 * max(values)) or 1)
 
 
-def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Draw one legend for all panels below them."""
+def add_legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Draw one legend for all panels: below them, or beside a single panel if it would be higher than that."""
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -141,6 +146,11 @@ def legend_below(figure: Figure, axes: Sequence[Axes]) -> None:
     longest = max(len(line) for name in names for line in name.split("\n"))
     columns = max(1, min(len(names), int(width / (_LEGEND_MARK_INCHES + _LETTER_INCHES * longest))))
     lines = -(-len(names) // columns) * max(name.count("\n") + 1 for name in names)
+    beside = _LEGEND_MARK_INCHES + _LETTER_INCHES * longest
+    if lines > _MOST_LINES_BELOW and len(axes) == 1 and width + beside <= PAGE_INCHES:
+        figure.set_size_inches(width + beside, max(height, _LINE_INCHES * (lines + 1)))
+        figure.legend(list(handles.values()), names, loc="outside center right", frameon=False)
+        return
     figure.set_size_inches(width, height + _LINE_INCHES * (lines - 1))  # the panels keep their height
     figure.legend(list(handles.values()), names, loc="outside lower center", ncols=columns, frameon=False)
 

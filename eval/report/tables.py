@@ -25,7 +25,7 @@ class Table:
     """A table of text cells; the first ``text_columns`` columns are words, the others numbers."""
 
     header: list[str]
-    rows: list[list[str]]
+    lines: list[list[str]]
     footer: list[list[str]] = field(default_factory=list)
     text_columns: int = 1
 
@@ -34,11 +34,11 @@ def score_table(section: Section) -> Table:
     """Tabulate tasks and lengths against methods and budgets, with averages below."""
     by_length = section.lengths != [None]
     header = ["task", *(["length"] if by_length else []), "samples", "errors", *map(label, section.columns)]
-    rows = []
+    lines = []
     for place in section.places:
         entries = [entry for column in section.columns if (entry := section.entries.get((place, column)))]
         samples = sorted({entry["samples"] for entry in entries})
-        rows.append(
+        lines.append(
             [
                 place[0],
                 *([_count(place[1])] if by_length else []),
@@ -47,7 +47,7 @@ def score_table(section: Section) -> Table:
                 *(_cell(section, place, column) for column in section.columns),
             ]
         )
-    return Table(header, rows, [*_benchmark_averages(section, by_length), *_averages(section, by_length)])
+    return Table(header, lines, [*_benchmark_averages(section, by_length), *_averages(section, by_length)])
 
 
 def _benchmark_averages(section: Section, by_length: bool) -> list[list[str]]:
@@ -96,10 +96,10 @@ def cost_table(section: Section) -> Table:
     keeps_selections = any(entry["selection_hit_rate"] is not None for _, _, entry in costs)
     header += ["selections kept (%)"] if keeps_selections else []
     dense = {length: entry["tpot_ms"] for length, column, entry in costs if column[0] == DENSE}
-    rows = []
+    lines = []
     for length, column, entry in costs:
         tpot, dense_tpot = entry["tpot_ms"], dense.get(length)
-        rows.append(
+        lines.append(
             [
                 label(column),
                 length_name(length).removesuffix(" tokens"),
@@ -115,7 +115,7 @@ def cost_table(section: Section) -> Table:
                 *([_number(entry["selection_hit_rate"], ".1f", 100)] if keeps_selections else []),
             ]
         )
-    return Table(header, rows, text_columns=1)
+    return Table(header, lines, text_columns=1)
 
 
 def divergence_table(section: Section) -> Table | None:
@@ -123,7 +123,7 @@ def divergence_table(section: Section) -> Table | None:
     costs = [(length, column, entry) for length, column, entry in section.costs() if entry["divergence"] is not None]
     if not costs:
         return None
-    rows = [
+    lines = [
         [
             label(column),
             length_name(length).removesuffix(" tokens"),
@@ -144,7 +144,7 @@ def divergence_table(section: Section) -> Table | None:
         "same token (%)",
         "KV read (% of dense)",
     ]
-    return Table(header, rows, text_columns=1)
+    return Table(header, lines, text_columns=1)
 
 
 def agreement_table(section: Section) -> Table | None:
@@ -155,7 +155,7 @@ def agreement_table(section: Section) -> Table | None:
             pairs[sparse["method"], sparse["token_budget"]].append((sparse, dense))
     if not pairs:
         return None
-    rows = []
+    lines = []
     for column in section.columns:
         if column in pairs:
             counts: Counter[str] = Counter()
@@ -165,8 +165,8 @@ def agreement_table(section: Section) -> Table | None:
                 counts["better"] += sparse["score"] > dense["score"]
             paired = len(pairs[column])
             same = f"{counts['same']} ({100 * counts['same'] / paired:.0f} %)"
-            rows.append([label(column), str(paired), same, str(counts["worse"]), str(counts["better"])])
-    return Table(["method", "samples beside dense", "same answer", "scored lower", "scored higher"], rows)
+            lines.append([label(column), str(paired), same, str(counts["worse"]), str(counts["better"])])
+    return Table(["method", "samples beside dense", "same answer", "scored lower", "scored higher"], lines)
 
 
 def lost_samples(section: Section) -> list[dict[str, str]]:

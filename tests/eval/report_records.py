@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hf_sparse_attn.methods import make_method
 
 HOSTILE = "</td></table><script>document.title='broken'</script><img src=x onerror=alert(1)> & \u2028 more"
 COLUMNS: list[tuple[str, int | None]] = [("full", None), ("quest", 256), ("quest", 1024), ("window", 256)]
@@ -119,3 +122,42 @@ def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+
+
+METHOD_NAMES = (
+    "quest",
+    "double_sparsity",
+    "h2o",
+    "infllm",
+    "keycodes",
+    "oracle_topk",
+    "snapkv",
+    "streaming_llm",
+    "tokenselect",
+    "tova",
+)
+
+
+def ten_methods(benchmark: str = "needle") -> list[dict[str, Any]]:
+    """Create records of ten methods with their real parameters, baselines included, Quest in two variants."""
+    chosen = [(make_method("full"), None)]
+    for name in METHOD_NAMES:
+        others: tuple[dict[str, Any], ...] = ({}, {"bounds_dtype": "model"}) if name == "quest" else ({},)
+        for budget in (256, 1024):
+            chosen += [(make_method(name, token_budget=budget, **other), budget) for other in others]
+    records = []
+    for place, (method, budget) in enumerate(chosen):
+        parameters = {each.name: getattr(method, each.name) for each in dataclasses.fields(method)}
+        for length in (2000, 4000, 8000):
+            for depth_index, depth in enumerate((0.1, 0.5, 0.9)):
+                score = 1.0 if budget is None else ((place * 7 + depth_index * 3 + length // 1000) % 11) / 10
+                fields: dict[str, Any] = {"length": length, "depth": depth, "score": score, "parameters": parameters}
+                if budget is not None:
+                    fields |= {
+                        "divergence": 0.3 / place,
+                        "divergence_by_position": [[at, 0.3 / place + at / 9000] for at in (0, 250, 500)],
+                        "kv_fraction": budget / length * (0.6 + 0.04 * place),
+                        "tpot_ms": 20 + place + length / 400,
+                    }
+                records.append(record(benchmark, "book", depth_index, method.name, budget, **fields))
+    return records

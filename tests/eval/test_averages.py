@@ -17,7 +17,7 @@ from eval.config import make_config
 from eval.engine import make_variants
 from eval.report.sections import make_sections
 from eval.report.tables import score_table
-from eval.summary import group_means
+from eval.summary import category_means, category_scores, group_means
 from hf_sparse_attn.cli.models import load_model
 from tests.eval.report_records import record
 
@@ -51,6 +51,27 @@ def test_an_average_needs_all_its_tasks_in_each_column() -> None:
     assert (found["method"], found["score"], found["samples"], found["errors"]) == ("quest", 0.75, 8, 2)
     assert Ruler.averages == {"mean of the 13 tasks": Ruler.tasks}
     assert len(Ruler.tasks) == 13
+
+
+def categorised(task: str, number: int, score: float | None, **categories: str) -> dict[str, Any]:
+    error = None if score is not None else "broken"
+    return record("b", task, number, "quest", 64, score=score, error=error, categories=categories or None)
+
+
+def test_categories_are_averaged_within_tasks_and_then_over_them() -> None:
+    records = [
+        *(categorised("a", number, score, turn="2") for number, score in enumerate((1.0, 0.0, 0.5, None))),
+        categorised("b", 0, 0.0, turn="2"),
+        categorised("a", 9, 1.0, turn="10", difficulty="hard"),
+        categorised("c", 0, 0.25),
+    ]
+    scores = {(each["category"], each["value"], each["task"]): each for each in category_scores(records)}
+    assert list(scores) == [("difficulty", "hard", "a"), ("turn", "2", "a"), ("turn", "2", "b"), ("turn", "10", "a")]
+    assert (scores["turn", "2", "a"]["score"], scores["turn", "2", "a"]["errors"]) == (0.5, 1)
+    means = {each["group"]: (each["score"], each["samples"], each["errors"]) for each in category_means(records)}
+    assert means == {"difficulty: hard": (1.0, 1, 0), "turn: 2": (0.25, 5, 1), "turn: 10": (1.0, 1, 0)}
+    (section,) = make_sections(records)
+    assert section.benchmark_averages()[1] == ("turn: 2", None, {("quest", 64): 25.0})
 
 
 def test_the_report_has_the_averages_of_the_benchmark() -> None:

@@ -52,3 +52,16 @@ def test_a_run_uses_the_file_and_its_folder_belongs_to_its_content(
     assert again.exit_code == 2
     assert "chat_template_sha256 was" in again.output
     assert before <= 400
+
+
+def test_a_search_of_budgets_takes_a_template(model_dir: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.jinja", tmp_path / "out"
+    file.write_text("{{ bos_token }}<<{{ messages[0]['content'] }}>>")
+    (tmp_path / "PaulGrahamEssays.json").write_text('{"text": "' + "A long walk home. " * 200 + '"}')
+    words = ["budget", "needle", "--model", model_dir, "--tasks", "essay", "--lengths", "400", "--limit", "1"]
+    words += ["--method", "quest", "--steps", "quest=[64]", "--divergence", "1", "--data-dir", str(tmp_path)]
+    for name, more in (("plain", []), ("own", ["--chat-template", str(file)])):
+        result = CliRunner().invoke(app, [*words, "--out", str(out / name), *more])
+        assert result.exit_code == 0, result.output
+    assert "chat_template_sha256" not in read_json(out / "plain" / "config.json", "")
+    assert len(read_json(out / "own" / "config.json", "")["chat_template_sha256"]) == 64

@@ -8,7 +8,7 @@ import torch
 
 from eval import context_speed
 from eval.context_speed import ContextSpeedConfig, measure_context_speed
-from eval.context_table import HEAD, context_markdown, context_table, side_rows
+from eval.context_table import HEAD, context_markdown, context_table, side_lines
 from eval.errors import EvalError
 from hf_sparse_attn import Squeezed
 
@@ -38,9 +38,9 @@ def test_a_report_has_both_sides_and_what_the_preparation_took(report):
 
 
 def test_tables_show_every_side(report):
-    rows = side_rows(report)
-    assert [row[0] for row in rows] == ["stock", "squeezed"]
-    assert all(len(row) == len(HEAD) for row in rows)
+    lines = side_lines(report)
+    assert [line[0] for line in lines] == ["stock", "squeezed"]
+    assert all(len(line) == len(HEAD) for line in lines)
     assert context_table(report).row_count == 2
     text = context_markdown("tiny", report, "| table |")
     assert "`python -m eval context-speed --shape tiny --context 150 --question 12 --new-tokens 9 --repeats 2`" in text

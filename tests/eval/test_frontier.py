@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval.errors import EvalError
-from eval.frontier import HEAD, frontiers, is_needle, rows
+from eval.frontier import HEAD, frontiers, is_needle, lines
 from eval.frontier_page import frontier_figures
 from eval.markdown import frontier_tables, results_tables
 from eval.report.frontier import frontier_picture
@@ -24,7 +24,7 @@ VARIANTS = [
 ]
 
 
-def rows_of(benchmark: str, task: str, samples: int, **fields: Any) -> list[dict[str, Any]]:
+def records_of(benchmark: str, task: str, samples: int, **fields: Any) -> list[dict[str, Any]]:
     """Return records of every variant; the divergence is a hundredth of the sample's number plus the variant's."""
     made = []
     for sample in range(samples):
@@ -66,8 +66,8 @@ def sweep(folder, *runs):
 
 @pytest.fixture
 def results(tmp_path):
-    others = [each | {"score": None} for each in rows_of("longbench", "lcc", 2)]
-    return sweep(tmp_path, rows_of("passkey", "book", 4, length=4000), others)
+    others = [each | {"score": None} for each in records_of("longbench", "lcc", 2)]
+    return sweep(tmp_path, records_of("passkey", "book", 4, length=4000), others)
 
 
 def test_a_point_averages_every_sample_and_needles_and_others_apart(results):
@@ -83,12 +83,20 @@ def test_a_point_averages_every_sample_and_needles_and_others_apart(results):
     assert quest.divergence_others.value == pytest.approx(0.015)
     assert quest.divergence.value == pytest.approx((4 * 0.025 + 2 * 0.015) / 6)
     assert (quest.found.value, quest.agreement, quest.kv_percent) == (0.5, pytest.approx(0.9), pytest.approx(5.0))
-    assert rows(frontier)[0] == ["dense", "100.0", "-", "-", "-", "100.0 ± 0.0", "100.0"]
-    assert rows(frontier)[3] == ["quest 256", "5.0", "0.0250 ± 0.0065", "0.0150 ± 0.0050", "90.0", "50.0 ± 28.9", "5.0"]
+    assert lines(frontier)[0] == ["dense", "100.0", "-", "-", "-", "100.0 ± 0.0", "100.0"]
+    assert lines(frontier)[3] == [
+        "quest 256",
+        "5.0",
+        "0.0250 ± 0.0065",
+        "0.0150 ± 0.0050",
+        "90.0",
+        "50.0 ± 28.9",
+        "5.0",
+    ]
 
 
 def test_only_samples_of_every_variant_count_and_a_variant_that_always_failed_is_said(tmp_path):
-    records = rows_of("passkey", "book", 3, length=4000)
+    records = records_of("passkey", "book", 3, length=4000)
     records[1] |= {"error": "RuntimeError: no", "divergence": None, "score": None}  # one sample of one variant
     for each in records:
         if each["variant"] == "bits=2":
@@ -100,10 +108,10 @@ def test_only_samples_of_every_variant_count_and_a_variant_that_always_failed_is
 
 
 def test_models_have_frontiers_of_their_own_and_devices_are_not_mixed(tmp_path):
-    large, small = (rows_of("passkey", "book", 2, length=4000, model=name) for name in ("large", "small"))
+    large, small = (records_of("passkey", "book", 2, length=4000, model=name) for name in ("large", "small"))
     assert [frontier.model for frontier in frontiers(sweep(tmp_path, large, small) / SWEEP)] == ["large", "small"]
     other = [each | {"task": "filler", "device": "another"} for each in large]
-    with pytest.raises(EvalError, match="rows of large differ in their device"):
+    with pytest.raises(EvalError, match="records of large differ in their device"):
         frontiers(sweep(tmp_path, large, other) / SWEEP)
 
 
@@ -129,15 +137,15 @@ def test_the_figure_has_a_line_for_each_method_and_dense_attention_s_finds(resul
 
 
 def test_a_sweep_without_needles_has_one_panel(tmp_path):
-    [frontier] = frontiers(sweep(tmp_path, rows_of("longbench", "lcc", 2, score=None)) / SWEEP)
+    [frontier] = frontiers(sweep(tmp_path, records_of("longbench", "lcc", 2, score=None)) / SWEEP)
     assert len(frontier_picture(frontier, "name").figure.axes) == 1
-    assert rows(frontier)[1][HEAD.index("found, %")] == "-"
+    assert lines(frontier)[1][HEAD.index("found, %")] == "-"
 
 
 def test_the_page_has_the_table_its_figure_and_each_task_below(results):
     text = results_tables(results)
     [frontier] = frontiers(results / SWEEP)
-    for line in rows(frontier):
+    for line in lines(frontier):
         assert f"| {' | '.join(line)} |" in text
     figures = frontier_figures(results)
     assert list(figures) == [f"frontier-{SWEEP}-1.svg"]
@@ -153,5 +161,5 @@ def test_without_results_a_page_says_so_and_has_no_figure(tmp_path):
         "No measurements of `eval/configs/results-none.yaml` are in this checkout.\n"
     )
     assert frontier_figures(tmp_path) == {}
-    scores = [each | {"divergence": None, "top_agreement": None} for each in rows_of("passkey", "book", 2)]
+    scores = [each | {"divergence": None, "top_agreement": None} for each in records_of("passkey", "book", 2)]
     assert frontiers(sweep(tmp_path, scores) / SWEEP) == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import use_impl
 from hf_sparse_attn_kernels.codes import ROTATED_UNITS, UNITS
 
 from eval.studies.codes import QUERY_UNITS
 from eval.studies.key_codes import CHOICES, KeyCodesStudy
 from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
 from tests.models import random_ids, shared_model
+
+pytestmark = pytest.mark.usefixtures("exact")
 
 SMALL = {"token_budget": 48, "page_size": 16}
 PROMPT, STEPS = 150, 24
@@ -29,12 +30,6 @@ AXES = [
     {"granularity": "page"},
     {"rerank": 2},
 ]
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    with use_impl("reference"):
-        yield
 
 
 class Run:

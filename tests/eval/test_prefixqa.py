@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from eval import metrics
 from eval.benchmarks import Setup
-from eval.benchmarks.prefixqa import MAX_NEW_TOKENS, PrefixQA, read_rows
+from eval.benchmarks.prefixqa import MAX_NEW_TOKENS, PrefixQA, read_contexts
 from eval.cli import app
 from eval.config import make_config
 from eval.engine import Engine, make_variants
 from eval.errors import EvalError
-from eval.prefixqa_data import longbench_rows, make_prefixqa, squad_rows
+from eval.prefixqa_data import longbench_contexts, make_prefixqa, squad_contexts
 from eval.runner import run
 from eval.session import Processes, by_material
 from eval.store import read_records, record_key
@@ -149,7 +149,7 @@ def test_prompts_of_a_context_share_their_material_and_fit(qa_dir: Path, chat: b
 def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: Any, said: str) -> None:
     folder = write_rows(tmp_path, row("fine", FACTS), "", line)
     with pytest.raises(EvalError, match=rf"prefixqa\.jsonl:3.*{said}"):
-        read_rows(folder)
+        read_contexts(folder)
 
 
 def test_missing_data_and_impossible_settings_are_errors(tmp_path: Path, qa_dir: Path) -> None:
@@ -190,7 +190,7 @@ def squad_file(path: Path, **of_question: Any) -> Path:
 
 
 def test_an_article_of_squad_is_the_context_of_its_answerable_questions(tmp_path: Path) -> None:
-    (made,) = squad_rows(squad_file(tmp_path / "dev.json"))
+    (made,) = squad_contexts(squad_file(tmp_path / "dev.json"))
     assert made == {
         "title": "T",
         "context": "Of a.\nOf b.",
@@ -203,16 +203,16 @@ def test_rows_of_longbench_with_one_document_are_one_context(tmp_path: Path) -> 
     lines = [json.dumps({"context": text, "input": asked, "answers": right}) for text, asked, right in rows]
     path = tmp_path / "qasper.jsonl"
     path.write_text("\n".join(lines))
-    assert longbench_rows(path) == [
+    assert longbench_contexts(path) == [
         row("doc", [("First?", ["1"]), ("Third?", ["3"])]),
         row("other", [("Second?", ["2", "two"])]),
     ]
-    assert make_prefixqa(tmp_path / "prefixqa.jsonl", [path]) == longbench_rows(path)[:1]
+    assert make_prefixqa(tmp_path / "prefixqa.jsonl", [path]) == longbench_contexts(path)[:1]
     with pytest.raises(EvalError, match="least_questions=3 questions or more; the most is 2"):
         make_prefixqa(tmp_path / "prefixqa.jsonl", [path], least_questions=3)
     path.write_text(lines[0] + "\n" + json.dumps({"context": "c", "input": "", "answers": ["x"]}))
     with pytest.raises(EvalError, match=r"qasper\.jsonl:2: question 1: question='' is not allowed"):
-        longbench_rows(path)
+        longbench_contexts(path)
 
 
 def test_only_the_longest_contexts_are_kept_in_their_order(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from eval.errors import EvalError
 from eval.protocols import _SOURCES, load_protocol, render_prompt, values_sha256
 from tests.eval.own_protocols import FIGURES
 
-NAMES = ("longbench", "infinitebench", "ruler", "questpasskey")
+NAMES = ("longbench", "infinitebench", "ruler", "questpasskey", "longbench_v2", "babilong", "gsm8k", "scbench")
 
 
 def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path]:
@@ -37,6 +37,44 @@ def write_upstream(folder: Path, name: str, values: dict[str, Any]) -> list[Path
             f"def truncate_input(input, max_length, manner={manner!r}):\n    return input[:max_length]\n"
         )
         texts = [code, utilities]
+    elif name == "longbench_v2":
+        prompts = values["prompts"]
+        signature = f"prompt, model, temperature=0.5, max_new_tokens={prompts['max_new_tokens']}, stop=None"
+        texts = [prompts["0shot"], f"import openai\n\ndef query_llm({signature}):\n    return ''\n"]
+    elif name == "babilong":
+        prompts = values["prompts"]
+        head, middle, tail = prompts["template"].partition("\n[\n")
+        texts = [
+            f"TASK_TEMPLATE = {head!r}\nUSER_TEMPLATE = {middle + tail!r}\n"
+            "DEFAULT_TEMPLATE = f'{TASK_TEMPLATE}{USER_TEMPLATE}'\n"
+            f"DEFAULT_PROMPTS = {pformat(prompts['tasks'])}\n",
+            f"TASK_LABELS = {pformat(prompts['labels'])}\n",
+            "def main(model):\n    generate_kwargs = {'num_beams': 1, "
+            f"'max_new_tokens': {prompts['max_new_tokens']}, 'pad': model.pad}}\n",
+        ]
+    elif name == "gsm8k":
+        tasks = {task: dict(each) for task, each in values["tasks"].items()}
+        shots = {task: each.pop("shots") for task, each in tasks.items()}
+        official = [
+            {"task": task, "dataset_path": "somewhere", **each}
+            | ({"fewshot_config": {"sampler": "first_n", "samples": shots[task]}} if shots[task] else {})
+            for task, each in tasks.items()
+        ]
+        texts = [yaml.safe_dump(each) for each in official]
+    elif name == "scbench":
+        prompts = values["prompts"]
+        requests = {task: tuple(each) if isinstance(each, list) else each for task, each in prompts["requests"].items()}
+        asked = prompts["asked_number"]
+        texts = [
+            f"import torch\n\nDATA_NAME_TO_MAX_NEW_TOKENS = {pformat(prompts['max_new_tokens'])}\n"
+            f"multiturn_templates = {pformat(prompts['first_turn'])}\n"
+            f"multiturn_templates_scdq = {pformat(requests)}\n"
+            f"multiturn_follow_up_templates = {pformat(prompts['follow_up'])}\n"
+            f"multiturn_follow_up_templates_in_chat_tempate = {pformat(prompts['in_chat'])}\n\n"
+            f"def create_multiturn_prompt(eg, tok):\n    prefix = f{asked!r}\n"
+            f"    for i in eg:\n        prefix = f{asked!r}\n"
+            f"    return [tok(i).replace('', '') + {prompts['summary_start']!r} for i in eg]\n"
+        ]
     elif name == "questpasskey":
         wording = values["passkey"]
         plain = {key: text for key, text in wording.items() if key not in ("information_line", "question_chars")}
@@ -79,7 +117,7 @@ def test_both_formats_have_the_same_values_and_the_pinned_hash(name: str, protoc
 
 
 def test_values_have_the_agreed_shape(protocols: Path) -> None:
-    longbench, infinitebench, ruler, _ = (load_protocol(name, protocols).values for name in NAMES)
+    longbench, infinitebench, ruler, *_ = (load_protocol(name, protocols).values for name in NAMES)
     assert set(longbench["dataset2prompt"]) == set(longbench["dataset2maxlen"])
     assert infinitebench["prompts"]["truncation"] == "middle"
     assert set(infinitebench["prompts"]["templates"]["kimi_templates"]) == set(
@@ -105,6 +143,12 @@ def test_a_changed_value_is_refused_with_both_hashes(name: str, protocols: Path,
         values["dataset2maxlen"]["trec"] += 1
     elif name == "infinitebench":
         values["prompts"]["truncation"] = "left"
+    elif name == "scbench":
+        values["prompts"]["summary_start"] += " that"
+    elif name in ("longbench_v2", "babilong"):
+        values["prompts"]["max_new_tokens"] += 1
+    elif name == "gsm8k":
+        values["tasks"]["gsm8k_cot"]["num_fewshot"] += 1
     elif name == "questpasskey":
         values["passkey"]["question_chars"] += 1
     else:
@@ -146,7 +190,7 @@ def test_damaged_files_are_named(damage: str, protocols: Path, tmp_path: Path) -
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(EvalError, match="'helm' is unknown; known: longbench, infinitebench, ruler"):
+    with pytest.raises(EvalError, match="'helm' is unknown; known: longbench, longbench_v2, infinitebench, ruler"):
         load_protocol("helm", None)
 
 

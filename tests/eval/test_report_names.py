@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from eval.report.names import with_variant_names
 from eval.report.plots import draw
 from eval.report.sections import Section, make_sections
 from eval.report.style import Styles
-from tests.eval.report_records import record
+from tests.eval.report_records import record, ten_methods
 
 BASE: dict[str, Any] = {"page_size": 16, "levels": 1, "group_reduce": "max", "sink_tokens": 4}
 
@@ -71,12 +72,18 @@ def ten_variants() -> Section:
     return section
 
 
-def test_ten_variants_keep_their_axes_and_whole_legends() -> None:
-    section = ten_variants()
-    assert len(section.columns) == 10
+def ten_methods_in_two_budgets() -> Section:
+    (section,) = make_sections(ten_methods())
+    return section
+
+
+@pytest.mark.parametrize(("make", "columns"), [(ten_variants, 10), (ten_methods_in_two_budgets, 1 + 2 * 11)])
+def test_ten_variants_keep_their_axes_and_whole_legends(make: Callable[[], Section], columns: int) -> None:
+    section = make()
+    assert len(section.columns) == columns
     assert all(len(method) < 50 for method, _ in section.columns)
     pictures = draw(section, Styles(section.columns))
-    assert len(pictures) >= 4
+    assert len({picture.name for picture in pictures}) == len(pictures) >= 4  # names are those of files
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns if there is no room for an axis
         for picture in pictures:
@@ -87,6 +94,8 @@ def test_ten_variants_keep_their_axes_and_whole_legends() -> None:
             box = legend.get_window_extent()
             assert -1 <= box.x0 <= box.x1 <= width + 1, picture.name
             assert -1 <= box.y0 <= box.y1 <= height + 1, picture.name
+            if len(picture.figure.axes) == 1:  # a long legend stands beside the panel, which keeps its size
+                assert picture.figure.axes[0].get_window_extent().height > 0.4 * height, picture.name
         for axis in picture.figure.axes[:-1]:
             assert axis.get_window_extent().height > 0.1 * height / len(picture.figure.axes), picture.name
 

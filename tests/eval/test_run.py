@@ -143,6 +143,29 @@ def test_the_material_is_prefilled_once_for_all_methods_with_a_dense_prefill(tmp
     hook.remove()
 
 
+def test_dense_methods_that_extend_the_positions_run_beside_others(tmp_path, loaded, model_dir):
+    """They prefill the prompt themselves, beyond the model's 1024 positions, and have no budget."""
+    parameters = {"ntk.factor": 2, "self_extend.window": 256, "self_extend.group_size": 4}
+    settings = {"method": ["ntk", "quest", "self_extend"], "token_budget": [64, 128], "parameters": parameters}
+    go(tmp_path, loaded, model_dir, limit=1, lengths=[1500], **settings)
+    records = read_records(tmp_path / "rows.jsonl")
+    assert [(record["method"], record["token_budget"]) for record in records] == [
+        ("full", None),
+        ("ntk", None),
+        ("quest", 64),
+        ("quest", 128),
+        ("self_extend", None),
+    ]
+    for record in records[1::3]:
+        assert record["error"] is None
+        assert record["kv_fraction"] == 1.0
+        assert record["prefill_seconds"] != records[0]["prefill_seconds"]
+    settings |= {"method": ["ntk", "self_extend"], "parameters": {**parameters, "ntk.factor": 1.25}}
+    go(tmp_path / "too-long", loaded, model_dir, limit=1, lengths=[1500], **settings)
+    (record,) = (each for each in read_records(tmp_path / "too-long" / "rows.jsonl") if each["method"] == "ntk")
+    assert "1024 positions (max_position_embeddings=1024); ntk extends them to 1280 tokens" in record["error"]
+
+
 @pytest.mark.parametrize(("threshold", "kept"), [(-1, 1.0), (1, 0.0)])
 def test_kept_selections_are_counted_beyond_the_models_positions_too(tmp_path, loaded, model_dir, threshold, kept):
     parameters = {"k": 48, "n_init": 4, "n_local": 12, "selection_cache_threshold": threshold}
@@ -419,20 +442,6 @@ def test_list_names_every_benchmark_and_table():
         "quest-1",
     ):
         assert name in text
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_table_prints_the_papers_figures_and_ours(tmp_path, model_dir, protocols, monkeypatch, keeps):
-    monkeypatch.chdir(tmp_path)
-    result = invoke(
-        "table", "quest-1", "--model", model_dir, "--lengths", "60", "--token-budget", "64", "--limit", "1",
-        "--protocol-dir", str(protocols), *(("--out", str(tmp_path / "out")) if keeps else ()),
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert bool(list(tmp_path.iterdir())) == keeps  # nothing is written unless a folder is named
-    assert "2406.10774" in result.stdout
-    assert "not measured" in result.stdout
-    assert {"quest", "h2o", "tova", "streaming_llm"} <= set(result.stdout.split())
 
 
 class BadLogits:

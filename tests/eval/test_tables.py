@@ -1,24 +1,25 @@
+"""Files of papers' tables: their runs, their figures, and what is refused."""
+
 from __future__ import annotations
 
-import io
 import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 from eval.benchmarks import BENCHMARKS
-from eval.comparison import compare, figures_of_run, length_in_place, paper_table, runnable_methods
+from eval.comparison import figures_of_run
 from eval.config import QUESTION_MODES, read_sweep
 from eval.errors import EvalError
-from eval.summary import summarise
-from eval.tables import CONFIGS, Figure, Paper, config_names, read_paper_file, read_table, table_names
+from eval.table_runs import row_of, table_runs
+from eval.tables import CONFIGS, Figure, config_names, read_paper_file, read_table, table_names
 from hf_sparse_attn import METHODS
 
 NAMES = config_names()
-MODEL = "example/model-1b"
+TABLES = table_names()
 
 HEAD = """
 paper: {title: A paper, arxiv: "2406.10774", table: Table 1, note: read on page 5}
@@ -28,46 +29,28 @@ tasks: [vt, cwe]
 """
 
 
-def figure(**values: Any) -> Figure:
-    defaults: dict[str, Any] = {
-        "benchmark": "passkey",
-        "method": "quest",
-        "model": MODEL,
-        "length": 2000,
-        "score": 60.0,
-    }
-    return Figure(**defaults | values)
-
-
-def entry(**values: Any) -> dict[str, Any]:
-    defaults = {
-        "benchmark": "passkey",
-        "task": "passkey",
-        "length": 2000,
-        "method": "quest",
-        "token_budget": None,
-        "samples": 10,
-        "errors": 0,
-        "score": 0.75,
-        "perplexity": None,
-    }
-    return defaults | values
-
-
-def printed(table: Table) -> str:
-    console = Console(width=240, file=io.StringIO(), record=True)
-    console.print(table)
-    return console.export_text()
-
-
 def table_of(folder: Path, text: str) -> Any:
     (folder / "mine.yaml").write_text(HEAD + text, encoding="utf-8")
     return read_paper_file(folder / "mine.yaml")
 
 
 def test_the_papers_and_the_examples_exist() -> None:
-    assert table_names() == ["quest-1", "tokenselect-1", "tokenselect-2"]
-    assert {"quest-fig6", "quest-fig7", "squeezed-longbench", "psa-longbench", "smoke", "cpu-sweep"} <= {*NAMES}
+    assert TABLES == [
+        "psa-fig5",
+        "quest-1",
+        "quest-fig6",
+        "quest-fig7",
+        "squeezed-2",
+        "squeezed-3",
+        "squeezed-4",
+        "tokenselect-1",
+        "tokenselect-2",
+        "tokenselect-4",
+        "tokenselect-5",
+        "tokenselect-8",
+    ]
+    assert {"smoke", "cpu-sweep"} <= {*NAMES}
+    assert all(name in TABLES or name in ("smoke", "cpu-sweep") or name.startswith("results-") for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,18 +62,22 @@ def test_shipped_files_name_only_what_can_run(name: str) -> None:
         "needle",
         "ruler",
         "longbench",
+        "longbench_e",
+        "longbench_v2",
         "infinitebench",
+        "babilong",
+        "gsm8k",
         "pg19",
         "longanswer",
         "prefixqa",
+        "scbench",
     }
     assert {run.question for run in runs} <= set(QUESTION_MODES)
     for run in runs:
         benchmark = BENCHMARKS[run.benchmark]
         assert set(run.tasks) <= set(benchmark.tasks)
         assert set(run.options) <= set(benchmark.options)
-        runnable, _ = runnable_methods(run.method)
-        assert runnable, "a run without a method that exists would measure nothing"
+        assert set(run.method) & set(METHODS) or run.variants, "nothing would be measured"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,13 +91,17 @@ def test_shipped_papers_say_where_their_figures_are_from(name: str) -> None:
         return
     assert re.fullmatch(r"\d{4}\.\d{5}", table.paper.arxiv)
     assert table.paper.arxiv in table.paper.note
-    assert ("read in" if table.figures else "left out") in table.paper.note
+    if table.figures:
+        assert "read in the paper's own text" in table.paper.note
+        assert table.paper.missing is None
+    else:
+        assert "left out" in str(table.paper.missing)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_figures_belong_to_a_run_and_are_unique(name: str) -> None:
     figures = read_paper_file(CONFIGS / f"{name}.yaml").figures
-    places = [(f.model, f.benchmark, f.task, f.length, f.method, f.token_budget) for f in figures]
+    places = [(f.model, f.benchmark, f.task, f.length, f.method, f.token_budget, f.variant) for f in figures]
     assert len(set(places)) == len(places)
     models = {run.model for run in read_sweep(CONFIGS / f"{name}.yaml", {})}
     for found in figures:
@@ -129,125 +120,111 @@ def test_quest_1_has_both_parts_of_the_table() -> None:
     assert len(figures) == 40
 
 
-def test_tokenselect_averages_are_the_means_of_the_tasks_as_far_as_the_paper_keeps_to_it() -> None:
-    table = read_table("tokenselect-1")
-    deviating = []
-    for mean in (f for f in table.figures if f.task is None):
-        row = (mean.model, mean.method, mean.token_budget)
-        tasks = [f.value for f in table.figures if f.task and (f.model, f.method, f.token_budget) == row]
-        assert len(tasks) == len(mean.tasks) == 9
-        if abs(sum(tasks) / 9 - mean.value) > 0.011:
-            deviating.append((mean.model.split("/")[1], mean.method))
-    assert deviating == [("Meta-Llama-3-8B-Instruct", "tokenselect")]
-    assert table.paper is not None
-    assert "43.90" in table.paper.note
+@pytest.mark.parametrize("name", TABLES)
+def test_every_figure_has_the_row_that_its_run_measures(name: str) -> None:
+    table = read_table(name)
+    for run in table_runs(read_sweep(table.path, {}), {}):
+        assert {refusal.method for refusal in run.refusals}.isdisjoint(METHODS), (
+            "a row of the paper that cannot be made"
+        )
+        measured = {row_of(variant) for variant in run.variants}
+        for found in figures_of_run(table.figures, run.printed):
+            if found.method in METHODS:
+                assert run.rows[found.method, found.token_budget, found.variant] in measured
+            if found.length is not None:
+                assert found.length in run.config.lengths
+            if found.task is not None:
+                assert found.task in run.config.tasks
 
 
-def test_difference_is_ours_minus_the_papers_in_points() -> None:
-    (comparison,) = compare([figure()], [entry(errors=1)], MODEL)
-    assert comparison.ours == 75
-    assert comparison.difference == 15
-    assert (comparison.samples, comparison.errors, comparison.status) == (10, 1, "")
+def rows_of(figures: tuple[Figure, ...]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], float]]:
+    """Return each row's figures by task and length."""
+    rows: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = defaultdict(dict)
+    for found in figures:
+        assert found.value is not None
+        rows[found.model, found.method, found.token_budget, found.variant][found.task, found.length] = found.value
+    return rows
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("name", "rows", "cells", "total"),
     [
-        {"benchmark": "needle"},
-        {"length": 4000},
-        {"length": None},
-        {"method": "full"},
-        {"token_budget": 256},
-        {"score": None, "errors": 10},
+        ("quest-1", 40, 1, 1007),
+        ("tokenselect-1", 18, 10, 4197.87),
+        ("tokenselect-2", 17, 7, 5517.40),
+        ("tokenselect-4", 3, 6, 1008.41),
+        ("tokenselect-5", 8, 6, 2176.59),
     ],
-    ids=str,
 )
-def test_another_measurement_is_not_compared(other: dict[str, Any]) -> None:
-    (comparison,) = compare([figure()], [entry(**other)], MODEL)
-    assert comparison.ours is None
-    assert comparison.difference is None
-    assert comparison.status == "not measured"
+def test_rows_have_as_many_figures_as_the_paper_prints(name: str, rows: int, cells: int, total: float) -> None:
+    """``total`` sums the figures of the paper's text, so that none can be changed unseen."""
+    figures = read_table(name).figures
+    by_row = rows_of(figures)
+    assert len(by_row) == rows
+    assert {len(row) for row in by_row.values()} == {cells}
+    assert sum(found.value or 0 for found in figures) == pytest.approx(total, abs=0.005)
 
 
-def test_compares_what_summarise_gives() -> None:
-    record = dict.fromkeys(("kv_fraction", "realised_budget", "ttft_seconds", "tpot_ms", "peak_memory_bytes"))
-    record |= {"prompt_tokens": 2000, "error": None, "benchmark": "passkey", "task": "passkey", "length": 2000}
-    record |= {"method": "quest", "token_budget": 256}
-    entries = summarise([record | {"score": score} for score in (1.0, 0.0, 0.0, 1.0)])
-    (comparison,) = compare([figure(token_budget=256)], entries, MODEL)
-    assert (comparison.ours, comparison.difference, comparison.samples) == (50, -10, 4)
+def test_averages_over_tasks_are_means_as_far_as_the_paper_keeps_to_it() -> None:
+    table = read_table("tokenselect-1")
+    deviating = []
+    for (model, method, *_), row in rows_of(table.figures).items():
+        mean = row.pop((None, None))
+        assert len(row) == 9
+        if abs(fmean(row.values()) - mean) > 0.0101:  # rounded to two places, or cut off
+            deviating.append((model.split("/")[1], method))
+    assert deviating == [("Meta-Llama-3-8B-Instruct", "tokenselect")]
+    assert table.paper is not None
+    assert "43.90" in table.paper.note
+    assert {f.tasks for f in table.figures if f.task is None} == {read_sweep(table.path, {})[0].tasks}
 
 
-def test_mean_needs_all_of_the_papers_tasks() -> None:
-    mean = figure(benchmark="ruler", tasks=("vt", "cwe"))
-    entries = [entry(benchmark="ruler", task=task, score=score) for task, score in (("vt", 0.5), ("cwe", 0.9))]
-    other = entry(benchmark="ruler", task="fwe", score=0.0)
-    assert compare([mean], [*entries, other], MODEL)[0].ours == pytest.approx(70)
-    assert compare([mean], [entries[0], other], MODEL)[0].ours is None
-    assert compare([mean], [entries[0], entries[1] | {"score": None}], MODEL)[0].ours is None
+def test_averages_over_lengths_are_means() -> None:
+    table = read_table("tokenselect-2")
+    for row in rows_of(table.figures).values():
+        mean = row.pop((None, None))
+        assert len(row) == 6
+        assert fmean(row.values()) == pytest.approx(mean, abs=0.0101)  # rounded to two places, or cut off
+    assert {f.lengths for f in table.figures if f.length is None} == {(4096, 8192, 16384, 32768, 65536, 131072)}
 
 
-def test_mean_of_perplexities_is_geometric() -> None:
-    mean = figure(benchmark="pg19", score=None, perplexity=7.0)
-    entries = [entry(benchmark="pg19", task=task, score=None, perplexity=p) for task, p in (("a", 4.0), ("b", 9.0))]
-    (comparison,) = compare([mean], entries, MODEL)
-    assert comparison.ours == pytest.approx(6)
-    assert comparison.difference == pytest.approx(-1)
-    assert "lower is better" in printed(paper_table([comparison]))
+def test_the_same_setting_has_the_same_figures_in_all_of_tokenselects_tables() -> None:
+    """Tables 1, 4 and 5 share 2K+512 with the soft vote on Qwen2; they have some tasks in common."""
+    qwen2 = [
+        {f.task: f.value for f in read_table(name).figures if (f.method, f.token_budget, f.variant) == row}
+        for name, row in {
+            "tokenselect-4": ("tokenselect", 2688, ""),
+            "tokenselect-5": ("tokenselect", 2688, ""),
+        }.items()
+    ]
+    first = {
+        f.task: f.value for f in read_table("tokenselect-1").figures if f.method == "tokenselect" and "Qwen2" in f.model
+    }
+    for other in qwen2:
+        assert len(other) == 6
+        assert other.items() <= first.items()
 
 
-def test_missing_methods_are_shown_without_our_figure() -> None:
-    figures = [figure(), figure(method="ntk", score=3.0)]
-    comparisons = compare(figures, [entry(), entry(method="full")], MODEL)
-    assert [comparison.ours for comparison in comparisons] == [75, None]
-    text = printed(paper_table(comparisons, Paper("A [bold] title", "2406.10774", "Table 1", "read on [page] 5")))
-    row = next(line for line in text.splitlines() if "ntk" in line)
-    assert "3.00" in row
-    assert "not here yet" in row
-    assert "not here yet: ntk" in text
-    assert "+15.00" in text
-    assert "A [bold] title (arXiv 2406.10774), Table 1" in text
-    assert "read on [page] 5" in text
-    assert "Another model" not in text
+def test_times_grow_with_the_length() -> None:
+    times = rows_of(read_table("tokenselect-8").figures)
+    assert {row[1]: len(seconds) for row, seconds in times.items()} == {"full": 5, "minference": 5, "tokenselect": 7}
+    for (_, method, *_), seconds in times.items():
+        at_length = [seconds[None, length] for length in sorted(length for _, length in seconds)]
+        beyond = at_length[1:] if method == "minference" else at_length  # its first prompt is shorter than its patterns
+        assert beyond == sorted(beyond)
 
 
-def test_another_model_is_compared_with_all_figures_and_named() -> None:
-    figures = [figure(), figure(model="example/model-2b", score=90.0)]
-    other = compare(figures, [entry()], "smollm2")
-    assert [comparison.difference for comparison in other] == [15, -15]
-    text = " ".join(printed(paper_table(other)).split())
-    assert "ours is smollm2, the paper's example/model-1b, example/model-2b" in text
-
-
-def test_a_model_of_the_paper_is_compared_with_its_own_figures_only() -> None:
-    figures = [figure(), figure(model="example/model-2b", score=90.0)]
-    assert [comparison.ours for comparison in compare(figures, [entry()], MODEL)] == [75, None]
-
-
-def test_another_length_is_compared_and_named() -> None:
-    (printed, _), (run, _) = (
-        read_sweep(CONFIGS / "quest-1.yaml", overrides) for overrides in ({}, {"lengths": [2000], "model": "smollm2"})
-    )
-    lengths = length_in_place(printed, run)
-    assert lengths == {10_000: 2000}
-    assert length_in_place(printed, printed) == {}
-    (comparison,) = compare([figure(length=10_000)], [entry()], MODEL, lengths)
-    assert comparison.difference == 15
-    assert "ours is 2,000 tokens, the paper's 10,000" in " ".join(printed_text([comparison]).split())
-
-
-def printed_text(comparisons: Any) -> str:
-    return printed(paper_table(comparisons))
-
-
-def test_failed_samples_are_counted_apart() -> None:
-    text = printed(paper_table(compare([figure()], [entry(samples=10, errors=4)], MODEL)))
-    assert "Some samples failed" in text
-    assert re.search(r"\+15\.00\W+6\W", text)
-
-
-def test_table_without_figures_says_so() -> None:
-    assert "no figures" in printed(paper_table([], read_paper_file(CONFIGS / "quest-fig6.yaml").paper))
+def test_budgets_count_every_token_that_a_step_reads() -> None:
+    """The paper's k + n_local, beside 128 first tokens, and a block of InfLLM's on its way out of the window."""
+    budgets = defaultdict(set)
+    for name in ("tokenselect-1", "tokenselect-2"):
+        for run in table_runs(read_sweep(read_table(name).path, {}), {}):
+            for variant in run.variants:
+                budgets[variant.method.name].add(variant.token_budget)
+    two, four = 2048, 4096
+    assert budgets["tokenselect"] == {two + 128 + 512, four + 128 + 4096}
+    assert budgets["infllm"] == {two + 128 + 512 + 128, four + 128 + 4096 + 128}
+    assert budgets["streaming_llm"] == {128 + 4096}
 
 
 def test_figures_are_found_by_run() -> None:
@@ -262,32 +239,17 @@ def test_no_figure_is_without_a_run() -> None:
     table = read_table("tokenselect-2")
     runs = read_sweep(table.path, {})
     assert sum(len(figures_of_run(table.figures, run)) for run in runs) == len(table.figures)
-    assert all({f.length for f in figures_of_run(table.figures, run)} == set(run.lengths) for run in runs)
-
-
-@pytest.mark.parametrize("name", ["tokenselect-1", "tokenselect-2"])
-def test_tokenselect_runs_with_the_budget_that_its_figures_have(name: str) -> None:
-    table = read_table(name)
-    for run in read_sweep(table.path, {}):
-        methods = runnable_methods(run.method)[0]
-        assert "tokenselect" in methods
-        (budget,) = run.token_budget
-        assert (budget, METHODS["tokenselect"]().token_budget) == (2688, 2688)
-        figures = [f for f in figures_of_run(table.figures, run) if f.method == "tokenselect"]
-        assert budget in {f.token_budget for f in figures} <= {budget, 4096 + 128 + 4096}
-
-
-def test_runnable_methods_keep_the_order() -> None:
-    assert runnable_methods(["selfextend", "quest", "ntk", "full"]) == (["quest", "full"], ["selfextend", "ntk"])
+    for run in runs:
+        assert {f.length for f in figures_of_run(table.figures, run)} == {*run.lengths, None}  # None: their average
 
 
 def test_unknown_table_lists_the_known() -> None:
-    with pytest.raises(EvalError, match=r"'quest-2' is unknown \(did you mean 'quest-1'\?\); known: quest-1, token"):
+    with pytest.raises(EvalError, match=r"'quest-2' is unknown \(did you mean 'quest-1'\?\); known: psa-fig5, quest-1"):
         read_table("quest-2")
 
 
-def test_a_file_without_figures_is_no_table_and_says_how_to_run_it() -> None:
-    with pytest.raises(EvalError, match=r"'smoke' is not allowed: .* no figures .* --config eval/configs/smoke.yaml"):
+def test_a_file_of_no_paper_is_no_table_and_says_how_to_run_it() -> None:
+    with pytest.raises(EvalError, match=r"'smoke' is not allowed: .* of no paper.* --config eval/configs/smoke.yaml"):
         read_table("smoke")
 
 
@@ -302,7 +264,7 @@ def test_mean_is_over_the_tasks_of_the_figures_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry_text", "problem"),
     [
-        ("benchmark: ruler, method: quest, model: example/model-1b", "exactly one of score and perplexity"),
+        ("benchmark: ruler, method: quest, model: example/model-1b", "exactly one of score, perplexity and seconds"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: 1, perplexity: 7", "exactly one of score"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: 101", "score=101 .*at most 100"),
         ("benchmark: ruler, method: quest, model: example/model-1b, score: .nan", "score=nan is not allowed"),

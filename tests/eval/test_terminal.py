@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from eval.comparison import paper_table
+from eval.comparison_table import paper_table
 from eval.speed_table import speed_table
 from eval.tables import Paper
 from eval.terminal import on_record, progress, summary_table

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from eval import speed_check, throughput
 from eval.cli import app
 from eval.errors import EvalError
-from eval.markdown import results_tables
+from eval.markdown import results_tables, storage_table
 from eval.serving import Served, arrivals, serve
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import Work
 from eval.speed_shapes import SHAPES, build_model
 from eval.throughput import ThroughputConfig, measure_throughput
-from eval.throughput_table import HEAD, TRAFFIC_HEAD, head, rows, setting, throughput_table
+from eval.throughput_table import HEAD, TRAFFIC_HEAD, head, lines, setting, throughput_markdown, throughput_table
 
 CONFIG = ThroughputConfig(
     "tiny",
@@ -138,8 +138,8 @@ def test_a_side_that_does_not_fit_in_memory_has_an_error_alone(monkeypatch, fail
     found = measure_throughput(SHORT, lambda what: None)
     assert {side["name"]: side["error"] for side in found["sides"] if side["error"]} == {failing: "out of memory"}
     assert found["best_dense"] != failing
-    assert [row[1] for row in rows(found)].count("out of memory") == 1
-    assert {len(row) for row in rows(found)} == {len(HEAD)}
+    assert [row[1] for row in lines(found)].count("out of memory") == 1
+    assert {len(row) for row in lines(found)} == {len(HEAD)}
 
 
 def test_no_dense_side_in_memory_is_an_error(monkeypatch):
@@ -152,7 +152,7 @@ def test_no_dense_side_in_memory_is_an_error(monkeypatch):
 
 
 def test_tables_show_every_side(report, tmp_path):
-    assert [row[0] for row in rows(report)] == [side["name"] for side in report["sides"]]
+    assert [row[0] for row in lines(report)] == [side["name"] for side in report["sides"]]
     assert throughput_table(report).row_count == 5
     assert "4 requests (all there from the start), each with 160 cached tokens and 4 new ones" in setting(report)
     (tmp_path / "throughput").mkdir()
@@ -219,8 +219,8 @@ def test_an_offloaded_method_runs_beside_itself_on_the_device():
     assert 0 < offloaded["traffic"]["pool_hits"] < 1
     assert offloaded["traffic"]["bytes_loaded"] > 0
     assert head(report) == HEAD + TRAFFIC_HEAD
-    assert {len(row) for row in rows(report)} == {len(head(report))}
-    assert rows(report)[3][-3:] == ["-", "-", "-"] != rows(report)[4][-3:]
+    assert {len(row) for row in lines(report)} == {len(head(report))}
+    assert lines(report)[3][-3:] == ["-", "-", "-"] != lines(report)[4][-3:]
 
 
 def test_an_offloaded_method_with_other_tokens_is_an_error(monkeypatch):
@@ -248,6 +248,44 @@ def test_methods_run_in_host_memory_beside_themselves_on_the_device():
     assert resident["kv_fraction"] == on_host["kv_fraction"]
     assert 0 < on_host["traffic"]["pool_hits"] < 1
     assert on_host["traffic"]["bytes_loaded"] > 0
+    assert "--kv-storage host" in throughput_markdown("a run", report, "")
+
+
+def test_host_memory_and_pools_stand_in_one_table(tmp_path):
+    def side(**changes):
+        return {
+            "name": "psa", "method": "psa", "token_budget": 64, "hyperparameters": {"offload": False, "threshold": 0.9},
+            "kv_storage": "device", "error": None, "traffic": None, "tokens_per_second": 50.0,
+            "between_tokens_ms": {"mean": 20.0},
+        } | changes  # fmt: skip
+
+    moved = {"pool_hits": 0.25, "bytes_loaded": 4 << 20, "stall_ms": 0.0}
+    report = {
+        "machine": {"device": "Example GPU"},
+        "settings": {"shape": "tiny", "batch": 2, "context": 4096},
+        "sides": [
+            side(method="full", token_budget=None, hyperparameters={}),
+            side(error="out of memory", tokens_per_second=None),
+            side(),
+            side(hyperparameters={"offload": True, "threshold": 0.9}, traffic=moved, tokens_per_second=25.0),
+            side(kv_storage="host", traffic=moved, tokens_per_second=40.0),
+            side(hyperparameters={"offload": True, "threshold": 0.5}, traffic=moved),
+        ],
+    }
+    nothing = storage_table(tmp_path)
+    assert nothing.startswith("No measurements with keys and values in host memory")
+    (tmp_path / "throughput").mkdir()
+    (tmp_path / "throughput/a.json").write_text(json.dumps(report))
+    text = storage_table(tmp_path)
+    assert text.startswith("Example GPU; weights, keys and values are random.")
+    assert text.splitlines()[-3:] == [
+        "| tiny, 2 x 4,096 | psa 64 | pool on the device | 25.0 | 50.0 | 20.00 | 25.0 | 4 | 0.2 |",
+        "| tiny, 2 x 4,096 | psa 64 | host memory, read by kernels | 40.0 | 50.0 | 20.00 | 25.0 | 4 | 0.2 |",
+        "| tiny, 2 x 4,096 | psa 64 | pool on the device | 50.0 | - | 20.00 | 25.0 | 4 | 0.2 |",
+    ]
+    (tmp_path / "throughput/a.json").write_text(json.dumps({"sides": [{}]}))
+    with pytest.raises(EvalError, match=r"a\.json is not a report"):
+        storage_table(tmp_path)
 
 
 def test_a_method_that_cannot_use_host_memory_is_an_error():
