@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels/benchmarks")]
 from op_bench import overview, performance  # noqa: E402
 
 from eval.frontier_page import frontier_figures  # noqa: E402
-from eval.markdown import frontier_tables, results_tables  # noqa: E402
+from eval.markdown import frontier_tables, position_tables, results_tables, storage_table  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "build/notebooks"
@@ -42,6 +42,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "results": lambda: results_tables(ROOT / "eval/results"),
     "performance": lambda: performance.tables(ROOT),
     "frontier": lambda sweep: frontier_tables(ROOT / "eval/results", sweep),
+    "positions": lambda sweep: position_tables(ROOT / "eval/results", sweep),
+    "storages": lambda: storage_table(ROOT / "eval/results"),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),
     "times": lambda method: overview.times_table(ROOT, method),
 }

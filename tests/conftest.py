@@ -36,6 +36,15 @@ def fail_unwanted_skip(report: pytest.TestReport | pytest.CollectReport) -> None
         report.longrepr = f"{report.nodeid} was skipped in CI: {reason}"
 
 
+@pytest.fixture
+def exact() -> Generator[None, None, None]:
+    """Run the ops' references, which take float64, on CUDA too."""
+    from hf_sparse_attn_kernels import use_impl
+
+    with use_impl("reference"):
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

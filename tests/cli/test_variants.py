@@ -17,6 +17,11 @@ def test_each_method_comes_with_each_budget_and_dense_attention_with_none() -> N
     assert column_names(methods) == ["quest 64", "quest 128", "tokenselect 64", "tokenselect 128"]
 
 
+def test_a_method_that_reads_everything_comes_once_for_all_budgets() -> None:
+    methods = make_methods(("ntk", "quest", "self_extend"), (64, 128), {"factor": [2.0, 4.0]})
+    assert column_names(methods) == ["ntk factor=2.0", "ntk factor=4.0", "quest 64", "quest 128", "self_extend"]
+
+
 def test_a_method_that_occurs_once_has_its_bare_name() -> None:
     methods = make_methods(("quest", "tokenselect"))
     assert methods == [Quest(), TokenSelect()]

@@ -13,7 +13,7 @@ from hf_sparse_attn import METHODS, sparse_attention, sparse_attention_stats
 from tests.models import COVERING, POSITIONS, SPARSE, make_model, random_ids
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
-SPARSE_METHODS = [name for name, method in METHODS.items() if method.sparse_phases]
+SPARSE_METHODS = [name for name, method in METHODS.items() if "decode" in method.sparse_phases]
 sparse_methods = pytest.mark.parametrize("method_name", SPARSE_METHODS)
 FORGETFUL = [name for name, method in METHODS.items() if method.evicts and not method.keeps_generated]
 """Methods that evict in decode steps, which a rejected draft cannot take back."""

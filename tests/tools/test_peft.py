@@ -124,7 +124,7 @@ def test_a_learned_prefix_is_refused_where_keys_are_cached_before_rope():
     assert not is_patched(model)
 
 
-@pytest.mark.parametrize("method_name", ["streaming_llm", "tova", "snapkv"])
+@pytest.mark.parametrize("method_name", ["streaming_llm", "tova", "snapkv", "duo_attention"])
 def test_a_learned_prefix_is_evicted_like_other_tokens(method_name):
     model, prompt = wrap("prefix"), one_prompt()
     check_tool(lambda: model.generate(**prompt, **GREEDY), model, method_name)

@@ -1,0 +1,79 @@
+"""The runs of a sweep, one after another, with progress and summaries on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from eval.config import RunConfig
+from eval.options import result_folders
+from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
+from hf_sparse_attn.cli.terminal import one_line, print_table
+
+if TYPE_CHECKING:
+    from eval.engine import Variant
+    from eval.models import Models
+    from eval.run_check import OnRefusal
+    from eval.session import Processes
+
+
+def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> None:
+    """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
+
+    Raises
+    ------
+    typer.Exit
+        All records of a run are errors.
+    """
+    from eval.models import Models
+    from eval.session import Processes
+
+    processes = Processes.current()
+    models = Models(processes)
+    for config, folder in zip(configs, result_folders(configs, out, sweep_name), strict=True):
+        summary = run_one(config, folder, models, processes)
+        if processes.is_main and summary["errors"] == summary["rows"]:
+            raise typer.Exit(1)
+
+
+def run_one(
+    config: RunConfig,
+    folder: Path,
+    models: Models,
+    processes: Processes,
+    *,
+    keeps: bool = True,
+    variants: Sequence[Variant] | None = None,
+    on_refusal: OnRefusal | None = None,
+) -> dict[str, Any]:
+    """Run a configuration in a folder, and print and return its summary.
+
+    ``keeps`` says whether the folder lasts, and is named on the terminal. The other arguments are those of
+    :func:`eval.runner.run`.
+    """
+    from eval.runner import run
+
+    label = f"{config.benchmark} -> {folder}" if keeps else config.benchmark
+    with progress(label, processes.is_main) as update:
+        say_expected = partial(on_start, config.benchmark) if processes.is_main else (lambda seconds: None)
+        summary = run(
+            config,
+            folder,
+            models,
+            processes,
+            on_record(update),
+            say_expected,
+            variants=variants,
+            on_refusal=on_refusal,
+        )
+    if processes.is_main:
+        print_table(summary_table(summary, str(folder) if keeps else folder.name), WIDTH)
+        if summary["errors"]:
+            where = f"; see {folder}/rows.jsonl" if keeps else ""
+            message = f"{summary['errors']} of {summary['rows']} records are errors{where}"
+            typer.echo(one_line(message), err=True)
+    return summary
