@@ -284,9 +284,6 @@ class EvictingStorage(GrowingStorage):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Undo a forward pass."""
-        if "keys" not in state:  # the pass was the first
-            self.kept = self.weights = self.finished_at = None
-            return
         self.__dict__.clear()
         self.__dict__.update(state)
 

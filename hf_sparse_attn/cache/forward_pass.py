@@ -126,7 +126,7 @@ class ForwardPass:
         for layer, queries in self._queries:
             layer.prompt_queries = queries
         for storage, stored in self._storages:
-            if stored is not None:
+            if stored is not None and self.cached:  # else the cut to 0 undoes it, also in buffers for other rows
                 storage.restore(stored)
         for layer, state in self._windows:
             layer.__dict__.clear()

@@ -121,12 +121,6 @@ class SplitStorage(EvictingStorage):
             super().cut(length)
             self.whole.cut(length)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Undo a forward pass."""
-        super().restore(state)
-        if "keys" not in state:
-            self.whole = None
-
 
 def evicting_storage(
     heads: tuple[int, ...] | None, initial_capacity: int = 0, max_tokens: int | None = None

@@ -189,7 +189,7 @@ class Storage(ABC):
         return None
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - called only with a state
-        """Undo a forward pass, before rows are cut back; ``state`` is that before the pass."""
+        """Undo a forward pass over cached tokens, before rows are cut back; ``state`` is that before the pass."""
 
     @property
     def least_length(self) -> int:

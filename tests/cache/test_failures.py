@@ -58,6 +58,23 @@ def test_a_pass_that_fails_midway_leaves_the_cache_as_it_was(method_name, max_ca
     torch.testing.assert_close(*logits)
 
 
+@every_method
+@kinds_of_storage
+@torch.inference_mode()
+def test_a_first_pass_that_fails_in_buffers_for_fewer_rows(method_name, max_cache_len):
+    model, ids = make(method_name), random_ids(2, 120)
+    used, fresh = SparseCache.for_model(model, max_cache_len), SparseCache.for_model(model, max_cache_len)
+    model(random_ids(2, 90, seed=5), past_key_values=used)
+    used.reset()
+    Interrupt(model.model.layers[1].mlp, RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ids[:1], past_key_values=used)
+    assert used.get_seq_length() == 0
+    for tokens in (ids, random_ids(2, 1, seed=3)):
+        logits = [model(tokens, past_key_values=cache).logits for cache in (used, fresh)]
+        torch.testing.assert_close(*logits)
+
+
 @torch.inference_mode()
 def test_a_failed_chunk_undoes_its_whole_prompt():
     model, ids = make("tokenselect"), random_ids(1, 150)
