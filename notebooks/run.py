@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import nbformat
@@ -72,13 +74,16 @@ def execute(
         client.execute(env={**os.environ, **QUIET, **(environment or {})})
 
 
-def run(path: Path, timeout: float) -> tuple[float, str | None]:
-    """Execute one notebook, write it to ``TARGET``, and return its duration in seconds and its failure, if any."""
+def run(path: Path, timeout: float, threads: int | None = None) -> tuple[float, str | None]:
+    """Execute one notebook, write it to ``TARGET``, and return its duration in seconds and its failure, if any.
+
+    ``threads`` are those of PyTorch, None for its own choice.
+    """
     notebook = nbformat.read(path, as_version=4)
     started = time.perf_counter()
     failure = None
     try:
-        execute(notebook, timeout)
+        execute(notebook, timeout, {} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     except CellTimeoutError:
         failure = f"took more than {timeout:.0f} s"
     except (CellExecutionError, DeadKernelError) as error:
@@ -96,18 +101,22 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for each notebook")
+    parser.add_argument("--jobs", type=int, default=1, help="notebooks at a time, which share the processor's cores")
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
     if unknown := sorted(set(arguments.names) - set(known)):
         parser.error(f"unknown notebook {', '.join(unknown)}; known: {', '.join(known)}")
     console = Console(highlight=False)
-    failed = []
-    for name in arguments.names or known:
-        with console.status(f"{name} ..."):
-            seconds, failure = run(known[name], arguments.timeout)
-        console.print(f"{name:20} {seconds:6.1f} s  {'failed' if failure else 'ok'}")
-        if failure:
-            failed.append(name)
-            console.print(Text.from_ansi(failure), soft_wrap=True)
+    names, failed = arguments.names or list(known), []
+    threads = None if arguments.jobs == 1 else max(1, (os.cpu_count() or 1) // arguments.jobs)
+    with ProcessPoolExecutor(arguments.jobs) as pool, console.status("notebooks ..."):
+        outcomes = pool.map(run, [known[name] for name in names], repeat(arguments.timeout), repeat(threads))
+        for name, (seconds, failure) in zip(names, outcomes, strict=True):
+            console.print(f"{name:20} {seconds:6.1f} s  {'failed' if failure else 'ok'}")
+            if failure:
+                failed.append(name)
+                console.print(Text.from_ansi(failure), soft_wrap=True)
     console.print(f"{len(failed)} failed; outputs are in {TARGET}")
     return 1 if failed else 0
 

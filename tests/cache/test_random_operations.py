@@ -629,11 +629,11 @@ def test_any_sequence_of_operations_in_host_memory(method, device, is_static, mo
 @storages
 @on_devices(IN_HOST_MEMORY)
 def test_many_sequences_of_operations_in_host_memory(method, device, is_static, monkeypatch):
-    run(method, is_static, device, monkeypatch, examples=200, kv_storage="host")
+    run(method, is_static, device, monkeypatch, examples=100, kv_storage="host")
 
 
 @pytest.mark.grid
 @storages
 @on_devices(METHODS | MORE_METHODS)
 def test_many_sequences_of_operations(method, device, is_static, monkeypatch):
-    run(method, is_static, device, monkeypatch, examples=200)
+    run(method, is_static, device, monkeypatch, examples=100)
