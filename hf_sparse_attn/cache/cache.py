@@ -528,7 +528,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         forward_pass = self._pass
         if forward_pass is not None:
             self._stages.end_pass()
-        if failed:
+        if (
+            failed and not self.is_parked
+        ):  # a pass over a parked cache has changed nothing: it did not fit on the device
             self.recover()
         self._pass = self.shared.padding = None
         self.forget_step()

@@ -1,7 +1,6 @@
-"""Parked caches: they free the device's memory, come back by themselves, and continue as caches that were not parked."""
+"""Parked caches: they free the device's memory, come back by themselves, and continue as if never parked."""
 
 import copy
-import gc
 import weakref
 from dataclasses import replace
 
@@ -76,14 +75,14 @@ def device_tensors(cache):
     return found
 
 
-def park(cache):
-    """Park a cache, and check that nothing holds what it had on the device."""
-    keys = [weakref.ref(tensor.untyped_storage()) for tensor in device_tensors(cache)]
+def park(cache, shares=False):
+    """Park a cache, and check that nothing but a fork that ``shares`` buffers holds what it had on the device."""
+    if cache.is_parked:
+        return
     tensors = [weakref.ref(tensor) for tensor in device_tensors(cache)]
     cache.park()
-    gc.collect()
-    assert not any(reference() is not None for reference in tensors)
-    assert keys
+    assert tensors
+    assert shares or not any(reference() is not None for reference in tensors)
     assert cache.is_parked
     assert {tensor.device.type for tensor in device_tensors(cache)} == {"meta"}
 
@@ -172,7 +171,7 @@ def test_a_fork_is_parked_without_the_other(method, parks_fork, model):
         filled(model, cache)
         fork = cache.fork(method)
         idle, used = (fork, cache) if parks_fork else (cache, fork)
-        idle.park()
+        park(idle, shares=True)
         assert not used.is_parked
         assert torch.equal(turns(model, used, mask, lambda cache: None), expected)
         assert idle.is_parked
@@ -185,8 +184,8 @@ def test_both_of_a_cache_and_its_fork_can_be_parked(model):
         cache = SparseCache.for_model(model)
         mask = filled(model, cache)
         fork = cache.fork(KeyCodes(token_budget=48, page_size=16))
-        cache.park()
-        fork.park()
+        park(cache, shares=True)
+        park(fork)
         fork.unpark()
         assert cache.is_parked
         expected = SparseCache.for_model(model)
@@ -239,8 +238,9 @@ def test_every_use_of_an_offloaded_layer_brings_it_back(room, use):
     assert ours.held == theirs.held
     assert torch.equal(ours.keys[:, :, : ours.held], theirs.keys[:, :, : ours.held])
     assert torch.equal(ours.values[:, :, : ours.held], theirs.values[:, :, : ours.held])
-    for name, tensor in theirs.metadata.items():
-        assert torch.equal(ours.metadata[name], tensor)
+    for name, shape in theirs.metadata_shapes(ours.held).items() if ours.held else ():  # that of no tokens is undefined
+        part = tuple(slice(size) for size in shape)
+        assert torch.equal(ours.metadata[name][part], theirs.metadata[name][part])
 
 
 @pytest.mark.parametrize("use", ["save", "fork", "copy", "crop", "reorder", "reset", "length"])
@@ -304,7 +304,7 @@ def test_generate_continues_from_a_parked_cache(model):
 def test_the_prefix_of_a_prepared_context_stays_with_it(model):
     method = Squeezed(target_sparsity=0.8, clusters=0.1, window=8)
     with sparse_attention(model, method):
-        context = prepare_context(model, random_ids(1, 60))
+        context = prepare_context(model, random_ids(1, 130))
         cache = context.cache(2)
         question = random_ids(2, 9, seed=3)
         expected = turns(model, context.cache(2), torch.ones_like(question)[:, :0], lambda cache: None)
