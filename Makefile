@@ -13,7 +13,7 @@ SOURCES := hf_sparse_attn kernels eval notebooks tests docs
 CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/context tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
-.PHONY: help install demo notebooks test test-more test-quantized test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
+.PHONY: help install demo notebooks test test-more test-quantized versions test-lowest test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
 
 help:
 	@echo "make demo      compare dense attention, Quest and KeyCodes on SmolLM2-135M, on CPU or CUDA"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-more the rest of the large grids, the contracts as another processor rounds, and test-quantized;"
 	@echo "               CI runs it too"
 	@echo "make test-quantized  torchao's and bitsandbytes' weights, with both installed beside .venv"
+	@echo "make versions  the contracts on the installed versions, as a row of docs/compatibility.md (SELECT=: a part of them)"
+	@echo "make test-lowest  the same on the lowest versions that pyproject.toml allows, in an environment of its own"
 	@echo "make test-gpu  the tests that need CUDA (-j4: side by side; PYTHON=python3 uses that interpreter and installs nothing)"
 	@echo "make bench     time the kernels and generate() on CUDA, beside dense attention (PYTHON= as above)"
 	@echo "make docs      build the documentation into build/site, strictly, and look at it in a browser"
@@ -84,6 +86,20 @@ test-quantized: $(STAMP)
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) --no-deps --upgrade --target $(QUANTIZED) bitsandbytes torchao
 	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "grid or not grid" \
 		tests/tools/test_quantized.py
+
+# A row of tests/versions.json. SELECT is a part of the contracts: pytest's -k expression.
+SELECT ?= all
+versions: $(STAMP)
+	$(BIN)/python -m tests.versions -k "$(SELECT)"
+
+# The lower bounds in pyproject.toml decide, not the pins.
+LOWEST := build/lowest
+lowest = "$(1)==$$(sed -nE 's/^    "$(1)>=([0-9.]+).*/\1/p' pyproject.toml)"
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(BOOTSTRAP) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install $(call lowest,torch)
+	$(LOWEST)/bin/python -m pip install $(call lowest,torch) $(call lowest,transformers) accelerate hypothesis numpy pytest
+	PYTHONPATH=.:kernels/torch-ext $(LOWEST)/bin/python -m tests.versions -k "$(SELECT)"
 
 ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests

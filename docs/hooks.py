@@ -26,6 +26,7 @@ from op_bench import overview, performance  # noqa: E402
 
 from eval.frontier_page import frontier_figures  # noqa: E402
 from eval.markdown import frontier_tables, position_tables, results_tables, storage_table  # noqa: E402
+from tests import versions  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "build/notebooks"
@@ -44,6 +45,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "frontier": lambda sweep: frontier_tables(ROOT / "eval/results", sweep),
     "positions": lambda sweep: position_tables(ROOT / "eval/results", sweep),
     "storages": lambda: storage_table(ROOT / "eval/results"),
+    "versions": lambda: versions.table(),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),
     "times": lambda method: overview.times_table(ROOT, method),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.blocks import SharedBlocks
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from hf_sparse_attn.cache.padding import can_be_left_out, rows_with_holes
+from hf_sparse_attn.cache.parked import Exchange, ParkedTensors
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
@@ -114,6 +116,9 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         self.shared = Shared()
         self._pass: ForwardPass | None = None
+        self.is_parked = False
+        """Whether the contents are in host memory; see :meth:`park`."""
+        self._parked_windows: dict[Any, ParkedTensors] = {}
         self.finished_at = 0
         """Tokens cached when the method last finished a prompt, or when a pass that reopened it began."""
         self.closed_from: int | None = None
@@ -284,7 +289,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 "cache of its own"
             )
         fork = copy.copy(self)
-        fork.method = new_method
+        fork.method, fork._parked_windows = new_method, {}
         fork.shared = Shared()
         fork.shared.prompt_is_open = self.shared.prompt_is_open
         fork.shared.lengths = {device: lengths.copy() for device, lengths in self.shared.lengths.items()}
@@ -411,6 +416,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                     f"{self.method.name!r} has evicted tokens of this cache, so only a model patched with it can "
                     "continue: call patch_model(model, cache.method) first"
                 )
+            self.unpark()
             self._stages.end_pass()
         visible: tuple[torch.Tensor, torch.Tensor]
         visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -522,7 +528,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         forward_pass = self._pass
         if forward_pass is not None:
             self._stages.end_pass()
-        if failed:
+        if (
+            failed and not self.is_parked
+        ):  # a pass over a parked cache has changed nothing: it did not fit on the device
             self.recover()
         self._pass = self.shared.padding = None
         self.forget_step()
@@ -530,13 +538,70 @@ class SparseCache(Cache):  # type: ignore[misc]
             self.reopen_prompt()
         return forward_pass
 
+    def check_present(self) -> None:
+        """Raise ``ValueError`` if the cache is parked: a compiled step cannot move it back."""
+        if self.is_parked:
+            raise ValueError("the cache is parked, and a compiled step cannot move it back: call cache.unpark() first")
+
     def expect_step(self) -> None:
         """Announce a decode step of a patched model, whose token the method's ``decode`` writes."""
         for lengths in self.lengths:
             lengths.expects_step = True
 
+    def park(self) -> None:
+        """Move the contents to host memory, and free the device's, until the cache is used again.
+
+        A server that keeps a cache for each chat parks those that are not in use. Keys, values, metadata and the
+        prompt's queries go to host memory, which is pinned for CUDA devices. Whatever uses the cache next moves them
+        back first: a forward pass, ``generate()``, or a method such as :meth:`crop`, :meth:`save` or :meth:`fork`.
+        :meth:`unpark` does so ahead of time. Tokens, lengths and statistics stay as they were.
+
+        Keys and values that are in host memory already stay there: then the device's metadata moves, and its pool of
+        blocks is freed. A prefix stays on the device, for the prepared context that it belongs to.
+
+        Buffers that a fork shares stay on the device for the fork, and the parked cache comes back with its own. A
+        static cache comes back at other addresses, so compiled steps record their CUDA graph again.
+
+        Raises
+        ------
+        RuntimeError
+            Host memory does not suffice. The cache is then as it was.
+        """
+        if self.is_parked:
+            return
+        self.recover()
+        self._stages.end_pass()
+        try:
+            self.is_parked = True
+            for layer in self.sparse_layers:
+                layer.offload()
+            for layer in self.layers:
+                if layer.is_sliding and layer.is_initialized:
+                    self._parked_windows[layer] = ParkedTensors(partial(_exchange_window, layer))
+        except BaseException:
+            self.unpark()
+            raise
+
+    def unpark(self) -> None:
+        """Move a parked cache back to its devices. Does nothing to another one.
+
+        Raises
+        ------
+        torch.OutOfMemoryError, RuntimeError
+            A device's memory does not suffice. The cache stays parked, and can be used once there is enough.
+        """
+        if not self.is_parked:
+            return
+        for layer in self.sparse_layers:
+            layer.prefetch()
+        for layer, parked in list(self._parked_windows.items()):
+            parked.restore(partial(_exchange_window, layer), before=lambda: None)
+            del self._parked_windows[layer]
+        self.is_parked = False
+
     def recover(self) -> None:
-        """Undo a forward pass that failed or was interrupted."""
+        """Undo a forward pass that failed or was interrupted; move a parked cache back."""
+        self.unpark()
         for layer in self.sparse_layers:
             layer.settle()
         cached, forward_pass = self.length, self._pass
@@ -639,6 +704,11 @@ class SparseCache(Cache):  # type: ignore[misc]
         """Keep only the rows in ``indices``."""
         self.recover()
         super().batch_select_indices(indices)
+
+
+def _exchange_window(layer: Any, change: Exchange) -> None:
+    """Replace the tensors of Transformers' layer with a sliding window."""
+    layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
 def _counters(layers: list[Any]) -> list[LayerCounter]:

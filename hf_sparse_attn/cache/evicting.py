@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.storage import GrowingStorage, Rows, Storage
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.parked import Exchange
 
 
 class Kept(NamedTuple):
@@ -263,6 +266,12 @@ class EvictingStorage(GrowingStorage):
         with lasting_tensors():
             self.kept = None if self.kept is None else self.kept.map(change)
             self.weights = None if self.weights is None else change(self.weights)
+
+    def exchange(self, change: Exchange, tokens: int) -> None:
+        """Replace all tensors that lie on the device; the buffers are moved whole, since their slots may be few."""
+        super().exchange(change, self.capacity)
+        self.kept = None if self.kept is None else self.kept.map(change)
+        self.weights = None if self.weights is None else change(self.weights)
 
     def fork(self, tokens: int, size: Any = None) -> Storage:
         """Return a storage over the same keys and values, or over copies of what is kept after an eviction."""

@@ -20,6 +20,13 @@ def mark_static(tensor: torch.Tensor, dynamic_dims: Iterable[int] = ()) -> torch
     return tensor
 
 
+def mark_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor that takes the place of another one as that one is marked."""
+    if hasattr(other, "_dynamo_static_input_type"):
+        mark_static(tensor, getattr(other, "_dynamo_weak_dynamic_indices", ()))
+    return tensor
+
+
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
     """Create tensors that may be written both inside and outside ``torch.inference_mode()``."""

@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.reads import ReadAhead
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
+from hf_sparse_attn.cache.parked import Exchange, ParkedTensors
 from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import PromptQueries, followed_by
 from hf_sparse_attn.cache.split import of_kind
@@ -93,6 +94,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self._leads = False
         self._token: tuple[torch.Tensor, torch.Tensor] | None = None
         self._held: int | None = 0
+        self._parked: ParkedTensors | None = None
 
     @property
     def keys(self) -> torch.Tensor:
@@ -328,8 +330,34 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.stage(self.lengths)
             self.method.update_metadata(self, self.length)
 
+    def offload(self) -> None:
+        """Move keys, values, metadata and the prompt's queries to host memory, and free them on the device.
+
+        The lengths and the counts of the stats stay: they take a few bytes. So does a prefix, which many caches may
+        share. Any later use moves everything back, but a compiled step; see :meth:`prefetch`. Until then the tensors of
+        the layer are placeholders without contents.
+        """
+        if not self.is_initialized or self._parked is not None:
+            return
+        self.settle()
+        self._parked = ParkedTensors(self._exchange)
+        self.storage.leave_device()
+
+    def prefetch(self) -> None:
+        """Move what :meth:`offload` has moved to host memory back to the device, to new addresses."""
+        if self._parked is not None:
+            self._parked.restore(self._exchange, before=self.storage.enter_device)
+            self._parked = None
+
+    def _exchange(self, change: Exchange) -> None:
+        """Replace all tensors that lie on the device, but for the lengths and the counts."""
+        self.storage.exchange(change, self.held)
+        if self.prompt_queries is not None:
+            self.prompt_queries = self.prompt_queries.map(change)
+
     def settle(self) -> None:
-        """Read the length from the device if compiled steps have advanced it there."""
+        """Bring back what is on the host; read the length from the device if compiled steps have advanced it there."""
+        self.prefetch()
         self._held = self.held
 
     def roll_back(self, keeps_metadata: bool) -> None:
@@ -350,6 +378,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check_update(self, batch: int, num_new: int) -> None:
         if not self.is_initialized or self.lengths.is_traced:
             return  # a compiled step knows no length
+        self.prefetch()
         if self._token is not None:
             raise ValueError("the cache holds a decode step's token that no attention function has processed")
         before = self.lengths.length - (0 if self._leads else num_new)
@@ -415,6 +444,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens; keep the buffers."""
+        self.prefetch()
         self._token = None
         if not self.is_initialized:
             return
@@ -433,6 +463,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         ValueError
             ``tokens_to_remove`` is positive or exceeds the cached tokens, or tokens were evicted at a greater length.
         """
+        self.prefetch()
         length = length_after_crop(self.held, tokens_to_remove)
         self.check_cut(length)
         self.cut(length)
@@ -501,6 +532,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if not self.is_initialized:
             return
+        self.prefetch()
         self._token = None
         if self._leads:
             self.lengths.map(change, self.storage.replace)

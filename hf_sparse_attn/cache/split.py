@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from hf_sparse_attn.cache.evicting import EvictingStorage
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.storage import MIN_CAPACITY, GrowingStorage, Storage
+
+if TYPE_CHECKING:
+    from hf_sparse_attn.cache.parked import Exchange
 
 
 class SplitStorage(EvictingStorage):
@@ -98,6 +101,18 @@ class SplitStorage(EvictingStorage):
         super().replace_all(change)
         if self.whole is not None:
             self.whole.replace_all(change)
+
+    def exchange(self, change: Exchange, tokens: int) -> None:
+        """Replace all tensors that lie on the device, of both groups."""
+        super().exchange(change, tokens)
+        if self.whole is not None:
+            self.whole.exchange(change, tokens)
+
+    def enter_device(self) -> None:
+        """Take note that the buffers of both groups are the storage's own."""
+        super().enter_device()
+        if self.whole is not None:
+            self.whole.enter_device()
 
     def fork(self, tokens: int, size: Any = None) -> Storage:
         """Return a storage over the same keys and values, or over copies of those that evict after an eviction."""

@@ -15,6 +15,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.traffic import Traffic
 
 if TYPE_CHECKING:
+    from hf_sparse_attn.cache.parked import Exchange
     from hf_sparse_attn.methods.base import Selection, SelectionSize
     from hf_sparse_attn.stats import LayerCounter
 
@@ -174,6 +175,22 @@ class Storage(ABC):
         with lasting_tensors():
             fresh = {**make(self), **{name: self.metadata[name] for name in kept}}
             self.metadata = {name: self.replace(old, fresh[name]) for name, old in self.metadata.items()}
+
+    def exchange(self, change: Exchange, tokens: int) -> None:
+        """Replace all tensors that lie on the device, to move them; the buffers hold ``tokens`` tokens."""
+        self.keys, self.values = change(self.keys, tokens), change(self.values, tokens)
+        self.exchange_metadata(change)
+
+    def exchange_metadata(self, change: Exchange) -> None:
+        """Replace the metadata, to move it."""
+        self.metadata = {name: change(tensor) for name, tensor in self.metadata.items()}
+
+    def leave_device(self) -> None:  # noqa: B027 - most storages have nothing on the device but what was moved
+        """Free what the device holds beside the tensors of :meth:`exchange`, once these have been moved to the host."""
+
+    def enter_device(self) -> None:
+        """Allocate what :meth:`leave_device` has freed. The tensors of :meth:`exchange` are the storage's own now."""
+        self.shared_tokens = 0
 
     def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
         """Return a storage over the same keys and values, without metadata; its rows share ``tokens`` tokens.

@@ -44,6 +44,7 @@ class DecoderHooks:
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
         if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
+            cache.check_present()
             # The prompt was checked; further checks would become part of the compiled step.
             cache.expect_step()
             return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)

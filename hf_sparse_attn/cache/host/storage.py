@@ -18,6 +18,7 @@ from hf_sparse_attn.cache.lengths import Lengths
 from hf_sparse_attn.cache.storage import GrowingStorage, Present, Rows, StaticStorage, Storage
 
 if TYPE_CHECKING:
+    from hf_sparse_attn.cache.parked import Exchange
     from hf_sparse_attn.methods.base import Selection, SelectionSize
     from hf_sparse_attn.stats import LayerCounter
 
@@ -177,6 +178,19 @@ class HostStorage(Storage):
                     self._copy_tokens(buffer, buffer, order)
         with lasting_tensors():
             self.metadata = {name: self.replace(old, change(old)) for name, old in self.metadata.items()}
+
+    def exchange(self, change: Exchange, tokens: int) -> None:
+        """Replace the metadata: keys and values lie on the host."""
+        self.exchange_metadata(change)
+
+    def leave_device(self) -> None:
+        """Free the slots for blocks, and staged tokens."""
+        self._stage.drop(self)
+        self._kept = None
+
+    def enter_device(self) -> None:
+        """Allocate empty slots."""
+        self._keep_blocks()
 
     def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
         """Return a storage over the same host memory, without metadata or slots; its rows share ``tokens`` tokens."""

@@ -96,19 +96,23 @@ class DeviceBlocks:
             if capacity > self.staging[0].shape[2]:
                 self._make_staging(capacity)
             return
-        for index in range(self.layers):
-            self._release_newest(index)
-        self.transfers.finish()
+        self.release()
         self.first_slot = shape.pairs - 1
         self.first_newest = self.first_slot + self.pool.slots
         total = self.first_newest + self.layers * shape.pairs
-        self.shape, self.staged, self._bounds = None, None, None
-        self.memory = self.staging = _nothing(self.device)  # frees the memory before more is allocated
         size = (total, self.offload.block_size, shape.head_dim)
         self.memory = self._allocate(f"the pool of gpu_cache_tokens={self.offload.gpu_cache_tokens}", size, shape.dtype)
         self.shape = shape
         self._make_staging(capacity)
         self.pool.lay_out(shape.pairs, blocks)
+
+    def release(self) -> None:
+        """Free the memory. The storages that share it lose their blocks, not their tokens."""
+        for index in range(self.layers):
+            self._release_newest(index)
+        self.transfers.finish()
+        self.shape, self.staged, self._bounds = None, None, None
+        self.memory = self.staging = _nothing(self.device)
 
     def _make_staging(self, capacity: int) -> None:
         assert self.shape is not None

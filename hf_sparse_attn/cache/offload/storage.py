@@ -19,6 +19,7 @@ from hf_sparse_attn.cache.storage import Rows, Storage, enlarged, grown_capacity
 from hf_sparse_attn.cache.traffic import Traffic
 
 if TYPE_CHECKING:
+    from hf_sparse_attn.cache.parked import Exchange
     from hf_sparse_attn.methods.base import SelectionSize
 
 
@@ -278,6 +279,20 @@ class OffloadStorage(BlockLoader):
             heads = self._shape.kv_heads
             self._memory.pool.reorder(self._table, (order[:, None] * heads + np.arange(heads)).reshape(-1))
         self._starts = tuple(self._starts[row] for row in order) if self._starts else ()
+        self._enter()
+
+    def exchange(self, change: Exchange, tokens: int) -> None:
+        """Replace the metadata: keys and values lie on the host."""
+        self.exchange_metadata(change)
+
+    def leave_device(self) -> None:
+        """Free the memory that the layers of the cache and its forks share, which then lose blocks, but no tokens."""
+        self._memory.release()
+        self._staging = None
+        self.keys, self.values = (torch.empty_like(tensor, device="meta") for tensor in (self.keys, self.values))
+
+    def enter_device(self) -> None:
+        """Allocate that memory again."""
         self._enter()
 
     def fork(self, tokens: int, size: SelectionSize | None = None) -> Storage:
