@@ -27,6 +27,7 @@ from op_bench import overview, performance  # noqa: E402
 from eval.frontier_page import frontier_figures  # noqa: E402
 from eval.markdown import frontier_tables, position_tables, results_tables, storage_table  # noqa: E402
 from tests import versions  # noqa: E402
+from tests.reliability import tables as reliability  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "build/notebooks"
@@ -48,6 +49,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "versions": lambda: versions.table(),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),
     "times": lambda method: overview.times_table(ROOT, method),
+    "faults": reliability.fault_table,
+    "soak": reliability.soak_table,
 }
 """Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.is_parked = False
         """Whether the contents are in host memory; see :meth:`park`."""
         self._parked_windows: dict[Any, ParkedTensors] = {}
+        self._is_recovering = False
+        self._cut_off: str | None = None
+        """The operation on all layers that is in progress, or failed midway."""
         self.finished_at = 0
         """Tokens cached when the method last finished a prompt, or when a pass that reopened it began."""
         self.closed_from: int | None = None
@@ -363,8 +367,11 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         Excludes tokens of a pass in progress, and of one that failed. Waits for the device after compiled steps.
         """
-        if self._pass is not None:
-            return self._pass.cached
+        return self._held if self._pass is None else self._pass.cached
+
+    @property
+    def _held(self) -> int:
+        """Tokens per row in every layer, those of a pass in progress included once all layers have them."""
         return min(int(layer.get_seq_length()) for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
@@ -528,14 +535,19 @@ class SparseCache(Cache):  # type: ignore[misc]
         forward_pass = self._pass
         if forward_pass is not None:
             self._stages.end_pass()
-        if (
-            failed and not self.is_parked
-        ):  # a pass over a parked cache has changed nothing: it did not fit on the device
-            self.recover()
+        if failed:
+            # A pass over a parked cache has changed nothing; after an operation cut off, only a reset helps.
+            if self._cut_off is None and not self.is_parked:
+                self.recover()
+        elif forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
+            forward_pass.has_finished = self.is_compileable
+            try:
+                self.reopen_prompt()
+            except BaseException:
+                self.recover()
+                raise
         self._pass = self.shared.padding = None
         self.forget_step()
-        if not failed and forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
-            self.reopen_prompt()
         return forward_pass
 
     def check_present(self) -> None:
@@ -600,25 +612,41 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.is_parked = False
 
     def recover(self) -> None:
-        """Undo a forward pass that failed or was interrupted; move a parked cache back."""
+        """Undo a forward pass that failed or was interrupted; move a parked cache back.
+
+        Raises
+        ------
+        ValueError
+            An operation such as :meth:`reorder_cache` failed midway, so that only :meth:`reset` helps.
+        """
+        if self._cut_off is not None:
+            raise ValueError(
+                f"{self._cut_off} failed midway, so the layers of this cache no longer agree: call reset() on it, and "
+                "feed its tokens again"
+            )
         self.unpark()
         for layer in self.sparse_layers:
             layer.settle()
+        # The layers' minimum without a pass only: during one, all may hold a prompt's first chunks.
         cached, forward_pass = self.length, self._pass
-        self._pass = self.shared.padding = self.attention_input = None
+        self.shared.padding = self.attention_input = None
         if forward_pass is not None:
             self._stages.end_pass()
             forward_pass.undo()
-            cached = forward_pass.cached  # not the layers' minimum: all may hold a prompt's first chunks
-        elif all(lengths.known_length in (None, cached) for lengths in self.lengths):
+        elif not self._is_recovering and all(lengths.known_length in (None, cached) for lengths in self.lengths):
             return
+        self._is_recovering = True
         for lengths in self.lengths:
             lengths.cut(cached)
-        keeps_metadata = forward_pass is not None and forward_pass.is_decode_step and not forward_pass.moved_rows
+        keeps_metadata = forward_pass is not None and forward_pass.keeps_metadata(self.method)
         for layer in self.sparse_layers:
             layer.roll_back(keeps_metadata)
-        if not keeps_metadata and cached:
+        if forward_pass is not None and (keeps_metadata or not cached):
+            forward_pass.restore_prompt()
+        elif cached:
             self.reopen_prompt()
+        # Not before: memory may run out here too, and the next use then begins anew.
+        self._pass, self._is_recovering = None, False
 
     def forget_step(self) -> None:
         """Undo :meth:`expect_step`."""
@@ -631,8 +659,16 @@ class SparseCache(Cache):  # type: ignore[misc]
         Without this call the prompt ends before the first decode step, however many passes it took.
         """
         self.recover()
-        if self.shared.prompt_is_open:
+        if not self.shared.prompt_is_open:
+            return
+        storages = [(layer.storage, layer.storage.state()) for layer in self.sparse_layers]
+        try:
             self._finish_prompt()
+        except BaseException:
+            for storage, state in storages:
+                if state is not None:
+                    storage.restore(state)
+            raise
 
     def reopen_prompt(self) -> None:
         """Let the method finish the prompt again: now if decode steps may be compiled, else before the next one."""
@@ -647,7 +683,14 @@ class SparseCache(Cache):  # type: ignore[misc]
                 by_method.setdefault(layer.method, []).append(layer)
         for method, layers in by_method.items():
             method.finish_prompt(layers)
-        self.shared.prompt_is_open, self.finished_at = False, self.length
+        self.shared.prompt_is_open, self.finished_at = False, self._held
+
+    @contextmanager
+    def _changing(self, operation: str) -> Iterator[None]:
+        """Remember an operation that changes layer after layer until it is complete."""
+        self._cut_off = operation
+        yield
+        self._cut_off = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.
@@ -671,39 +714,48 @@ class SparseCache(Cache):  # type: ignore[misc]
                 surplus = layer.get_seq_length() - length
                 if surplus or layer.record_past:
                     layer.crop(-surplus)
-        for layer in self.sparse_layers:
-            layer.cut(length)
-        self.left_out = left_out
-        if self.closed_from is not None and length <= self.closed_from:
-            self.closed_from = None
-        if length <= self.finished_at:
-            self.shared.prompt_is_open = False  # the unfinished prompt is gone
-            self.finished_at = length
+        with self._changing("crop"):
+            for layer in self.sparse_layers:
+                layer.cut(length)
+            self.left_out = left_out
+            if self.closed_from is not None and length <= self.closed_from:
+                self.closed_from = None
+            if length <= self.finished_at:
+                self.shared.prompt_is_open = False  # the unfinished prompt is gone
+                self.finished_at = length
 
     def reset(self) -> None:
-        """Remove all tokens; keep the buffers."""
-        self.recover()
-        super().reset()
-        for layer in self.layers:
-            if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
-                layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
-        self.closed_from, self.left_out = None, []
-        self.shared.prompt_is_open, self.finished_at = False, 0
+        """Remove all tokens; keep the buffers, unless an operation failed midway."""
+        if self._cut_off is None:
+            self.recover()
+        else:
+            for layer in self.sparse_layers:
+                layer.discard()
+        with self._changing("reset"):
+            super().reset()
+            for layer in self.layers:
+                if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
+                    layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
+            self.closed_from, self.left_out = None, []
+            self.shared.prompt_is_open, self.finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""
         self.recover()
-        super().reorder_cache(beam_idx)
+        with self._changing("reorder_cache"):
+            super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         self.recover()
-        super().batch_repeat_interleave(repeats)
+        with self._changing("batch_repeat_interleave"):
+            super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows in ``indices``."""
         self.recover()
-        super().batch_select_indices(indices)
+        with self._changing("batch_select_indices"):
+            super().batch_select_indices(indices)
 
 
 def _exchange_window(layer: Any, change: Exchange) -> None:

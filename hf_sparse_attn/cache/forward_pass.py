@@ -12,6 +12,7 @@ from hf_sparse_attn.cache.padding import LEFT_PADDING, Padding, disagrees, left_
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.cache import SparseCache
+    from hf_sparse_attn.methods import SparseMethod
 
 
 class ForwardPass:
@@ -33,6 +34,8 @@ class ForwardPass:
         self._cache = cache
         self.left_out = cache.left_out
         self._closed_from = cache.closed_from
+        self.has_finished = False
+        """Whether the method may have begun to finish a prompt with the tokens of the pass."""
         self.moved_rows = False
         """Whether the pass changed the start of a row that holds tokens."""
         self._recorder = cache.shared.recorder
@@ -46,8 +49,11 @@ class ForwardPass:
 
     def remember_layers(self) -> None:
         """Record what the layers hold, to return to it: before the pass, and once the prompt before it is finished."""
-        self._queries = [(layer, layer.prompt_queries) for layer in self._cache.sparse_layers]
-        self._storages = [(layer.storage, layer.storage.state()) for layer in self._cache.sparse_layers]
+        cache = self._cache
+        self._queries = [(layer, layer.prompt_queries) for layer in cache.sparse_layers]
+        storages = [(layer.storage, layer.storage.state()) for layer in cache.sparse_layers]
+        # In one step: storages in which a prompt was finished, beside one that is still open, would finish it twice.
+        self._storages, self._prompt = storages, (cache.shared.prompt_is_open, cache.finished_at)
 
     def take_mask(self, attention_mask: torch.Tensor | None) -> bool:
         """Check the mask of the pass and set the cache's padding. Changes nothing if it raises.
@@ -116,6 +122,15 @@ class ForwardPass:
             self.moved_rows |= moved
         if self.moved_rows:
             self._cache.reopen_prompt()
+
+    def keeps_metadata(self, method: SparseMethod) -> bool:
+        """Whether metadata is cut back with the rows to undo the pass, instead of being rebuilt."""
+        is_appended = method.appends_metadata and not self.has_finished
+        return self.cached > 0 and not self.moved_rows and (self.is_decode_step or is_appended)
+
+    def restore_prompt(self) -> None:
+        """Restore whether the prompt is open. A prompt that a decode step has finished stays finished."""
+        self._cache.shared.prompt_is_open, self._cache.finished_at = self._prompt
 
     def undo(self) -> None:
         """Undo the changes of the pass, except for tokens that layers have appended."""

@@ -211,13 +211,14 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate buffers for the batch size, heads, dtype and device of the first tokens."""
+        self.is_initialized = False  # until it is complete, so that the next use allocates anew if memory runs out
         if self._leads and key_states.device != self.device:
-            self._shared.lengths.pop(self.device)
+            self._shared.lengths.pop(self.device, None)
         self.dtype, self.device = key_states.dtype, key_states.device
         batch = key_states.shape[0]
         if self.device not in self._shared.lengths:
-            self._shared.lengths[self.device] = Lengths(batch, self.device, self.storage.is_compileable)
             self._leads = True
+            self._shared.lengths[self.device] = Lengths(batch, self.device, self.storage.is_compileable)
         elif self._leads:
             self.lengths.allocate(batch, self.device)
         self.lengths = self._shared.lengths[self.device]
@@ -363,7 +364,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def roll_back(self, keeps_metadata: bool) -> None:
         """Drop the tokens of a failed forward pass, once the lengths are cut back.
 
-        ``keeps_metadata`` after a decode step: the metadata is cropped by one token. Otherwise it is rebuilt.
+        With ``keeps_metadata`` the metadata is cut back with the rows. Otherwise it is rebuilt.
         """
         self._token = self.rehearsed_query = None
         if not self.is_initialized:
@@ -454,6 +455,14 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.prompt_queries = None
         self.storage.cut(0)
         self.storage.clear_metadata(self._make_metadata)
+
+    def discard(self) -> None:
+        """Remove all tokens and the buffers, which may be of different sizes."""
+        self._token = self.rehearsed_query = self.prompt_queries = None
+        self._held, self.storage.shared_tokens = 0, 0
+        if self._leads:
+            self.lengths.cut(0)
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row.

@@ -93,8 +93,8 @@ class SplitStorage(EvictingStorage):
                 moved = buffer.new_empty(batch, len(others), capacity, head_dim)
                 moved[:, :, :length] = buffer[:, others, :length]
                 setattr(whole, name, moved)
-                setattr(self, name, buffer[:, evicting, :length])
-        self.whole = whole
+            evicting_keys, evicting_values = self.keys[:, evicting, :length], self.values[:, evicting, :length]
+            self.keys, self.values, self.whole = evicting_keys, evicting_values, whole
 
     def replace_all(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``change`` to the rows of every buffer."""

@@ -217,12 +217,12 @@ class Storage(ABC):
         """Take note that tokens after ``length`` are gone: copy the buffers if they belong to another storage too."""
         if length >= self.shared_tokens:
             return
-        keys, values = self.keys, self.values
-        self.allocate(keys, values)
+        twin = copy.copy(self)
+        twin.allocate(self.keys, self.values)
         with lasting_tensors():
-            self.keys.copy_(keys)
-            self.values.copy_(values)
-        self.shared_tokens = 0
+            twin.keys.copy_(self.keys)
+            twin.values.copy_(self.values)
+        self.keys, self.values, self.shared_tokens = twin.keys, twin.values, 0
 
 
 class GrowingStorage(Storage):
@@ -247,8 +247,7 @@ class GrowingStorage(Storage):
         """Create empty buffers with room for at least these tokens."""
         capacity = self.first_capacity(key_states.shape[2])
         with lasting_tensors():
-            self.keys = _empty(key_states, capacity)
-            self.values = _empty(value_states, capacity)
+            self.keys, self.values = _empty(key_states, capacity), _empty(value_states, capacity)
 
     def first_capacity(self, tokens: int) -> int:
         """Return the initial capacity, or the number of tokens if that is larger."""
@@ -263,12 +262,13 @@ class GrowingStorage(Storage):
         """Grow the buffers if ``length`` does not fit."""
         if length is None or length <= self.capacity:
             return
-        capacity = max(length, grown_capacity(self.capacity))
-        self.shared_tokens = 0
+        larger = copy.copy(self)  # memory may run out at any of the buffers: all are replaced, or none
+        larger.shared_tokens = 0
         with lasting_tensors():
-            self.enlarge(capacity)
-            grown = make(self)
-            self.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
+            larger.enlarge(max(length, grown_capacity(self.capacity)))
+            grown = make(larger)
+            larger.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
+        self.__dict__.update(larger.__dict__)
 
     def enlarge(self, capacity: int) -> None:
         """Replace the buffers by larger ones with the same tokens."""

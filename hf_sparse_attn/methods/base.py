@@ -110,6 +110,9 @@ class SparseMethod:
     """Give decode steps ``layer.rehearsed_query``, made of the previous attention's input; not in the first layer."""
     lasting_metadata: ClassVar[tuple[str, ...]] = ()
     """Names of metadata that keys and values cannot give again: kept when the rest is rebuilt, and needed by a fork."""
+    appends_metadata: ClassVar[bool] = False
+    """Undo failed passes over several tokens by :meth:`crop_metadata`, since what they write for cached tokens stays
+    valid; if False, the metadata is rebuilt from the keys and the prompt finished anew."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 

@@ -31,6 +31,7 @@ class CodedMethod(SparseMethod, partial=True):
     field ``page_size``, may have ``bits`` and ``query_centre``, and chooses tokens by :meth:`estimate`.
     """
 
+    appends_metadata: ClassVar[bool] = True
     needs_queries: ClassVar[bool] = False
     shared_centre: ClassVar[bool] = False
     """Code all pages of a KV head around the mean of the prompt's keys, instead of each around its own mean."""

@@ -57,6 +57,7 @@ class InfiniGen(SparseMethod):
     summary: ClassVar[str] = "tokens near the highest score, rehearsed with the previous layer's input"
     paper: ClassVar[str] = "arXiv 2406.19707"
     rehearses: ClassVar[bool] = True
+    appends_metadata: ClassVar[bool] = True
 
     token_budget: int = None  # type: ignore[assignment]  # None: no maximum
     dense_layers: int = 1

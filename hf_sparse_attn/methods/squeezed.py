@@ -82,6 +82,7 @@ class Squeezed(SparseMethod):
     sparse_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     needs_mask: ClassVar[bool] = False
     reads_prefix: ClassVar[bool] = True
+    appends_metadata: ClassVar[bool] = True
 
     token_budget: int = None  # type: ignore[assignment]  # None: no maximum
     target_sparsity: float = 0.9

@@ -99,14 +99,16 @@ class HostStorage(Storage):
 
     def _replace_buffers(self, shape: Sequence[int], order: torch.Tensor | None = None) -> None:
         """Move the tokens to new buffers; row ``b`` becomes row ``order[b]`` of the old ones."""
-        former = self.keys, self.values
+        self._stage.drop()
+        twin = copy.copy(self)
         batch, kv_heads, capacity, head_dim = shape
-        self._place((batch, kv_heads, capacity, head_dim), self.keys.dtype, self.keys.device)
+        twin._place((batch, kv_heads, capacity, head_dim), self.keys.dtype, self.keys.device)
         with lasting_tensors():
-            for target, source in zip((self.keys, self.values), former, strict=True):
+            for target, source in ((twin.keys, self.keys), (twin.values, self.values)):
                 self._copy_tokens(target, source, order)
-        if self._kept is not None:
-            self._keep_blocks()
+        if twin._kept is not None:
+            twin._keep_blocks()
+        self.__dict__.update(twin.__dict__)
 
     def enlarge(self, capacity: int) -> None:
         """Move the tokens to larger buffers."""

@@ -91,14 +91,16 @@ class OffloadStorage(BlockLoader):
         if length is None or length <= self.capacity:
             return
         self._memory.transfers.finish()
-        self._capacity = max(length, grown_capacity(self.capacity))
+        larger = copy.copy(self)  # memory may run out at any of the buffers: all are replaced, or none
+        larger._capacity = max(length, grown_capacity(self.capacity))
         with lasting_tensors():
-            keys, values = self._host_buffers(self._capacity)
-            self._host = enlarged(self._host[0], keys), enlarged(self._host[1], values)
-            self.shared_tokens = 0
-            self._enter()
-            metadata = make(self)
-            self.metadata = {name: enlarged(old, metadata[name]) for name, old in self.metadata.items()}
+            keys, values = self._host_buffers(larger._capacity)
+            larger._host = enlarged(self._host[0], keys), enlarged(self._host[1], values)
+            larger._enter()
+            grown = make(larger)
+            metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
+        self._capacity, self._host, self.metadata, self.shared_tokens = larger._capacity, larger._host, metadata, 0
+        self._enter()
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Write a decode step's token to the newest blocks, other tokens to the host by way of the staging buffers."""

@@ -1,0 +1,70 @@
+"""Tables of the faults and of the long runs, for the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+OUTCOMES = {
+    "unchanged": "as before the call",
+    "rebuilt": "as before, prompt finished anew",
+    "complete": "as after the call",
+    "resumed": "same answer when resumed",
+    "refused": "asks for `reset()`",
+    "kept": "former file whole",
+    "harm": "harm",
+}
+
+
+def fault_table(results: Path = RESULTS) -> str:
+    """Return the number of faults by kind and outcome, over all methods and storages."""
+    report = json.loads((results / "faults.json").read_text(encoding="utf-8"))
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in report["counts"]:
+        counts[row["kind"], row["outcome"]] += row["cases"]
+    outcomes = [outcome for outcome in OUTCOMES if outcome == "harm" or any(at == outcome for _, at in counts)]
+    lines = [_row("fault", *(OUTCOMES[outcome] for outcome in outcomes)), _row("---", *["---:"] * len(outcomes))]
+    for kind in sorted({kind for kind, _ in counts}):
+        lines.append(_row(kind, *(f"{counts[kind, outcome] or ''}" for outcome in outcomes)))
+    totals = [sum(n for (_, at), n in counts.items() if at == outcome) for outcome in outcomes]
+    lines.append(_row("**all**", *map(str, totals)))
+    methods = sorted({row["method"] for row in report["counts"]})
+    names = ", ".join(f"`{name}`" for name in methods)
+    return "\n".join(lines) + f"\n\n{len(methods)} methods: {names}. {_machine(report)}"
+
+
+def soak_table(results: Path = RESULTS) -> str:
+    """Return what the long runs decoded, what they checked, and their memory after the warm-up and at the end."""
+    heads = ("method", "steps", "operations", "checks", "largest error", "resident MiB", "tensors", "objects", "flat")
+    lines, report = [_row(*heads), _row("---", *["---:"] * (len(heads) - 1))], {}
+    for path in sorted(results.glob("soak-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        first, last = report["samples"][len(report["samples"]) // 4], report["samples"][-1]
+        lines.append(
+            _row(
+                f"`{report['method']}`",
+                f"{report['tokens']:,}",
+                f"{sum(report['operations'].values()):,}",
+                f"{report['checks']:,}",
+                f"{report['largest_error']:.0e}",
+                f"{first['rss_bytes'] / 2**20:,.0f} to {last['rss_bytes'] / 2**20:,.0f}",
+                f"{first['tensors']:,} to {last['tensors']:,}",
+                f"{first['objects']:,} to {last['objects']:,}",
+                "yes" if report["flat"] else "**no**",
+            )
+        )
+    if not report:
+        raise ValueError(f"{results} holds no soak-*.json: run python -m tests.reliability soak")
+    return "\n".join(lines) + f"\n\n{_machine(report)}"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _machine(report: dict[str, dict[str, object]]) -> str:
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in dict(machine["versions"]).items() if version)
+    return f"Run on {machine['device']}, {machine['date']}, with {versions}."
