@@ -120,7 +120,7 @@ def generated(mark: str, page: str) -> str:
 
 
 def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, str]:
-    """Return the tables of model types, ``supported`` and ``refused``, of the results of ``python -m tests.families``."""
+    """Return the tables of supported and refused model types, of the results of ``python -m tests.families``."""
     supported: dict[tuple[str, ...], list[str]] = {}
     for model_type, found in results["supported"].items():
         answers = (found[name] for name in ("oracle_topk", "quest", "keycodes", "tokenselect", "infinigen"))

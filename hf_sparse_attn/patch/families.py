@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {
     **_families("apertus arcee aria_text bitnet cwm dots1 gemma granite granitemoe granitemoeshared hy_v3 hyperclovax"),
     **_families("internlm3 iquestcoder jais2 ministral mixtral phimoe qwen2_moe qwen3_moe seed_oss starcoder2"),
     **_families("cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium", INTERLEAVED, INTERLEAVED),
-    **_families("afmoe exaone4 exaone_moe kolibri1 smollm3", NOT_EVERYWHERE, NOT_EVERYWHERE),
+    **_families("afmoe beam exaone4 exaone_moe kolibri1 smollm3", NOT_EVERYWHERE, NOT_EVERYWHERE),
     **_families("hunyuan_v1_dense hunyuan_v1_moe nanochat", NORM_AFTER_ROPE, NORM_AFTER_ROPE),
     **_families("gemma3_text mellum", ROPE_BY_KIND),
     **_families("olmo3", ROPE_BY_KIND, NORM_OF_ALL_HEADS),
@@ -58,9 +58,9 @@ REFUSED: dict[str, str] = {
         "longcat_flash minicpm3 youtu"
     ),
     "some of its layers keep a state instead of keys and values, or beside them": (
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 "
-        "lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
-        "qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear "
+        "lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
     ),
     "some of its layers read the keys and values of others": (
         "gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant "
@@ -71,20 +71,19 @@ REFUSED: dict[str, str] = {
     "a token's attention mixes two softmaxes": "diffllama",
     "its query heads share key-value heads in another order": "jetmoe",
     "its layers have different numbers of heads": "laguna",
-    "it scales queries by their positions, and leaves the scale to the decoder": "beam",
     "its decoder does not pass arguments on to the attention function": "modernbert-decoder nemotron stablelm",
     "its attention adds biases by distance": "bloom falcon mpt",
     "it decodes beside an encoder, or attends to its output": (
-        "bart bigbird_pegasus blenderbot blenderbot-small blt git marian mbart mllama moshi musicgen musicgen_melody mvp "
-        "pegasus plbart prophetnet trocr whisper"
+        "bart bigbird_pegasus blenderbot blenderbot-small blt git marian mbart mllama moshi musicgen musicgen_melody "
+        "mvp pegasus plbart prophetnet trocr whisper"
     ),
     "its configuration has no num_key_value_heads": (
         "bert bert-generation biogpt camembert ctrl data2vec-text electra ernie gpt-sw3 gpt2 gpt_neox hrm_text opt "
         "persimmon roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
     ),
     "it does not call Transformers' attention interface": (
-        "big_bird codegen cpmant gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert roformer xglm "
-        "xlm xlnet"
+        "big_bird codegen cpmant gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert roformer "
+        "xglm xlm xlnet"
     ),
     "it has absolute positions instead of RoPE": "gpt_bigcode",
     "it reads more than text; its language model may be supported": (
