@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -51,6 +52,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "times": lambda method: overview.times_table(ROOT, method),
     "faults": reliability.fault_table,
     "soak": reliability.soak_table,
+    "families": lambda kind: family_tables(json.loads((ROOT / "docs/families.json").read_text()))[kind],
 }
 """Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
 
@@ -120,6 +122,29 @@ def generated(mark: str, page: str) -> str:
         return made.replace("](assets/", f"]({posixpath.relpath('assets', posixpath.dirname(page) or '.')}/")
     except Exception as error:
         raise PluginError(f"{page}: {mark!r} cannot be generated: {error}") from error
+
+
+def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, str]:
+    """Return the tables of supported and refused model types, of the results of ``python -m tests.families``."""
+    supported: dict[tuple[str, ...], list[str]] = {}
+    for model_type, found in results["supported"].items():
+        answers = (found[name] for name in ("oracle_topk", "quest", "keycodes", "tokenselect", "infinigen"))
+        *others, rotating, rehearsing = ("yes" if answer == "equal" else answer for answer in answers)
+        supported.setdefault(("yes" if set(others) == {"yes"} else "no", rotating, rehearsing), []).append(model_type)
+    refused: dict[tuple[str, ...], list[str]] = {}
+    for model_type, found in results["refused"].items():
+        refused.setdefault((found["reason"],), []).append(model_type)
+
+    def table(columns: list[str], rows: dict[tuple[str, ...], list[str]]) -> str:
+        lines = [["model types", *columns], ["---"] * (1 + len(columns))]
+        by_size = sorted(rows.items(), key=lambda row: -len(row[1]))
+        lines += [[", ".join(f"`{name}`" for name in names), *cells] for cells, names in by_size]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    return {
+        "supported": table(["most methods", "TokenSelect, InfLLM, SelfExtend", "InfiniGen"], supported),
+        "refused": table(["reason"], refused),
+    }
 
 
 def drawing(path: Path, label: str) -> str:

@@ -20,6 +20,8 @@ class Unpatched(Enum):
 
 
 UNPATCHED: Final = Unpatched.UNPATCHED
+CHANGE_WEIGHTS = ("s_aux", "sinks", "softcap", "position_bias")
+"""Arguments of attention functions that change the softmax, and that methods and SDPA would leave out."""
 
 
 def sparse_attention_forward(
@@ -65,13 +67,17 @@ def sparse_attention_forward(
     Raises
     ------
     ValueError
-        The module belongs to a model that is not patched; its configuration was copied from a patched one.
+        The module belongs to a model that is not patched; its configuration was copied from a patched one. Or it
+        passes attention sinks, a cap of the scores or a bias.
     """
     if sparse_cache is UNPATCHED:
         raise ValueError(
             f"this {type(module).__name__} belongs to a model that is not patched; its configuration was copied from a "
             "patched model: call patch_model(model), or model.set_attn_implementation('sdpa') for dense attention"
         )
+    for name in CHANGE_WEIGHTS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name!r} to its attention, which is not supported")
     layer_idx: Any = module.layer_idx
     layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
     if not isinstance(layer, SparseLayer):

@@ -160,6 +160,17 @@ def check_rope(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: s
             f"on the length of the sequence (dynamic NTK, LongRoPE) or are unknown; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
+    check_whole_heads(config, rotary, method_name)
+
+
+def check_whole_heads(config: PreTrainedConfig, rotary: torch.nn.Module, method_name: str) -> None:
+    """Check that a model's RoPE rotates all of a head's dimensions.
+
+    Raises
+    ------
+    ValueError
+        It rotates only a part of the head.
+    """
     rotated_dims = 2 * _half_tables(rotary, 1)[0].shape[-1]
     if rotated_dims != head_dim_of(config):
         raise ValueError(
@@ -194,7 +205,15 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether the frequencies of a model's RoPE are those of the longest sequence so far (dynamic NTK)."""
-    return _rope_settings(config).get("rope_type") == "dynamic"
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = settings.values() if has_rope_by_kind(config) else (settings,)
+    return any((kind or {}).get("rope_type") == "dynamic" for kind in kinds)
+
+
+def has_rope_by_kind(config: PreTrainedConfig) -> bool:
+    """Whether full-attention and sliding-window layers each have a RoPE of their own."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(kind, dict) for kind in settings.values())
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
@@ -204,4 +223,8 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def _rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+    """Return the settings of the RoPE, of the full-attention layers if each kind of layer has its own."""
+    settings: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if has_rope_by_kind(config):
+        settings = settings.get("full_attention") or {}
+    return settings

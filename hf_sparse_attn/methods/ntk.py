@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from hf_sparse_attn.methods.full import Full
-from hf_sparse_attn.rope import head_dim_of
+from hf_sparse_attn.rope import check_whole_heads, decoder_rotary, has_rope_by_kind, head_dim_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,14 +68,20 @@ class NTK(Full):
         Raises
         ------
         ValueError
-            The model's own RoPE is scaled already.
+            The model's own RoPE is scaled already, differs between layers, or rotates only a part of the head.
         """
+        if has_rope_by_kind(model.config):
+            raise ValueError(
+                f"{self.name} scales one RoPE, but the layers of {type(model).__name__} have different ones: "
+                f"rope_parameters={model.config.rope_parameters}"
+            )
         rope_type = (model.config.rope_parameters or {}).get("rope_type", "default")
         if rope_type != "default":
             raise ValueError(
                 f"{self.name} scales plain RoPE, but the model's is scaled already: rope_type={rope_type!r}; "
                 "supported: 'default'"
             )
+        check_whole_heads(model.config, decoder_rotary(model), self.name)
 
     def rope_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Return a copy of the configuration with NTK-aware RoPE."""

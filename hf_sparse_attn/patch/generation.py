@@ -133,9 +133,10 @@ def static_capacity(tokens: int) -> int:
 
 
 def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode: Any) -> bool:
-    """Whether ``generate()`` may compile: only decode steps are supported, on one device."""
+    """Whether ``generate()`` may compile: only decode steps are supported, on one device, of models that allow it."""
     return (
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        and model._can_compile_fullgraph
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies

@@ -90,8 +90,8 @@ def patch_model(
     Parameters
     ----------
     model
-        A Llama, Mistral, Qwen2 or Qwen3 model in evaluation mode, on any device, in fp32, bf16 or fp16; or a PEFT model
-        around one.
+        A model of a supported type (Llama, Qwen3, Gemma 3, ...; docs/compatibility.md lists them) in evaluation mode,
+        on any device, in fp32, bf16 or fp16; or a PEFT model around one.
     method
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
     kv_storage

@@ -26,14 +26,14 @@ def rehearse(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     previous, cache.attention_input = cache.attention_input, None
     layer = cache.layers[layer_idx]
     if layer_idx and previous is not None and isinstance(layer, SparseLayer) and layer.method.rehearses:
-        layer.rehearsed_query = _query(module, previous.to(hidden.device), kwargs["position_embeddings"])
+        layer.rehearsed_query = query_of(module, previous.to(hidden.device), kwargs["position_embeddings"])
     if layer_idx + 1 < len(cache.layers):
         cache.attention_input = hidden
 
 
-def _query(module: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def query_of(module: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return an attention module's query of a decode step's input, [batch, q_heads, head_dim], after RoPE."""
     query = module.q_proj(hidden).unflatten(2, (-1, module.head_dim))
-    if hasattr(module, "q_norm"):  # Qwen3
+    if hasattr(module, "q_norm"):  # Qwen3, and others that normalize each head
         query = module.q_norm(query)
     return rotated_by(query.transpose(1, 2), *rotation)[:, :, 0]

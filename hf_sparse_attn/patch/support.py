@@ -7,10 +7,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods import FULL, SparseMethod
+from hf_sparse_attn.patch.families import FAMILIES, in_short, refusal
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
 
@@ -29,14 +29,15 @@ def check_supported(
             f"method {method.name!r} adds up the attention weights of every query, and a learned prefix (PEFT's prefix "
             "tuning) has keys without queries; use another method, such as 'tova'"
         )
-    supported = ", ".join(SUPPORTED_MODEL_TYPES)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a Transformers model ({supported}), got {type(model).__name__}")
+        raise TypeError(f"model must be a Transformers model ({in_short()}), got {type(model).__name__}")
     config = model.config
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    if config.model_type not in FAMILIES:
         raise ValueError(
-            f"{type(model).__name__} (model type {config.model_type!r}) is not supported; supported: {supported}"
+            f"{type(model).__name__} (model type {config.model_type!r}) is not supported: "
+            f"{refusal(config.model_type)}; supported: {in_short()}"
         )
+    _check_family(model, method)
     if model.training:
         raise ValueError(NO_TRAINING)
     if config.output_attentions:
@@ -51,12 +52,12 @@ def check_supported(
         raise ValueError(
             f"method {method.name!r} does not support sliding-window layers, and "
             f"{len(cache.layers) - len(full_attention)} of this {type(model).__name__}'s {len(cache.layers)} layers "
-            f"have one (sliding_window={config.sliding_window})"
+            f"have one (sliding_window={_window(config)})"
         )
     if not full_attention:
         raise ValueError(
             f"every layer of this {type(model).__name__} has sliding-window attention "
-            f"(sliding_window={config.sliding_window}); there is nothing to make sparse"
+            f"(sliding_window={_window(config)}); there is nothing to make sparse"
         )
     if method.dense_layers and all(layer.method is FULL for layer in full_attention):
         raise ValueError(
@@ -64,6 +65,36 @@ def check_supported(
             f"{config.num_hidden_layers} layers"
         )
     cache.check_rows(1)
+
+
+def _check_family(model: PreTrainedModel, method: SparseMethod) -> None:
+    """Raise if the model type or its configuration does not allow what the method needs, or attends otherwise."""
+    config = model.config
+    family, who = FAMILIES[config.model_type], f"{type(model).__name__} (model type {config.model_type!r})"
+    if method.rotates_keys and family.rotation is not None:
+        raise ValueError(
+            f"method {method.name!r} caches keys before RoPE and rotates them itself, which {who} does not allow: "
+            f"{family.rotation}; use a method that caches keys after RoPE, such as 'quest'"
+        )
+    if method.rehearses and family.rehearsal is not None:
+        raise ValueError(
+            f"method {method.name!r} makes a layer's query from the input of the layer before, which {who} does not "
+            f"allow: {family.rehearsal}; use another method, such as 'quest'"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{who} caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping}); allowed: None"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError(
+            f"{who} attends to later tokens too (use_bidirectional_attention={config.use_bidirectional_attention}); "
+            "only causal attention is supported"
+        )
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
 
 
 def check_positions(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GemmaConfig, GemmaForCausalLM, LlamaModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from hf_sparse_attn import (
     METHODS,
@@ -195,15 +195,13 @@ def test_bad_arguments_are_named_and_change_nothing(model, arguments, error, mes
 
 
 def test_unsupported_models_are_refused():
-    config = GemmaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, head_dim=16
-    )
-    gemma = GemmaForCausalLM(config).eval()
-    before = snapshot(gemma)
-    supported = "llama, mistral, qwen2, qwen3"
-    with pytest.raises(ValueError, match=rf"GemmaForCausalLM \(model type 'gemma'\) is not supported; .*{supported}"):
-        patch_model(gemma)
-    assert snapshot(gemma) == before
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=2, n_positions=64)
+    gpt2 = GPT2LMHeadModel(config).eval()
+    before = snapshot(gpt2)
+    message = r"\(model type 'gpt2'\) is not supported: .*num_key_value_heads; supported: llama, mistral"
+    with pytest.raises(ValueError, match=message):
+        patch_model(gpt2)
+    assert snapshot(gpt2) == before
     with pytest.raises(TypeError, match=r"model must be a Transformers model .*, got Linear"):
         patch_model(torch.nn.Linear(2, 2))
 

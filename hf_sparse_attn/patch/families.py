@@ -1,0 +1,108 @@
+"""The model types that can be patched, what keeps some methods from them, and why others are refused.
+
+``python -m tests.families`` compares patched with stock models of every decoder that Transformers has, and writes
+``docs/families.json``, from which the tables in docs/compatibility.md are generated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INTERLEAVED = "its RoPE rotates neighbouring channels, not the halves of a head"
+PARTIAL = "its RoPE may cover only a part of each head"
+NOT_EVERYWHERE = "some of its layers have no RoPE"
+NORM_AFTER_ROPE = "it normalizes queries and keys after RoPE"
+ROPE_BY_KIND = "its kinds of layers have different RoPE"
+SCALED_BY_POSITION = "it scales queries by their positions"
+NORM_OF_ALL_HEADS = "it normalizes the queries of all heads together"
+CLIPPED = "it may clip queries"
+FUSED = "one projection makes its queries, keys and values"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A supported model type. A field is None, or says why the methods that need something are refused."""
+
+    rotation: str | None = None
+    """Why keys cannot be cached before RoPE and rotated by slot, as methods with ``rotates_keys`` do."""
+    rehearsal: str | None = None
+    """Why a query cannot be made of another layer's input, as methods with ``rehearses`` do."""
+
+
+def _families(names: str, rotation: str | None = None, rehearsal: str | None = None) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), Family(rotation, rehearsal))
+
+
+FAMILIES: dict[str, Family] = {
+    **_families("llama mistral qwen2 qwen3"),
+    **_families("apertus arcee aria_text bitnet cwm dots1 gemma granite granitemoe granitemoeshared hy_v3 hyperclovax"),
+    **_families("internlm3 iquestcoder jais2 ministral mixtral phimoe qwen2_moe qwen3_moe seed_oss starcoder2"),
+    **_families("cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium", INTERLEAVED, INTERLEAVED),
+    **_families("afmoe beam exaone4 exaone_moe kolibri1 smollm3", NOT_EVERYWHERE, NOT_EVERYWHERE),
+    **_families("hunyuan_v1_dense hunyuan_v1_moe nanochat", NORM_AFTER_ROPE, NORM_AFTER_ROPE),
+    **_families("gemma3_text mellum", ROPE_BY_KIND),
+    **_families("olmo3", ROPE_BY_KIND, NORM_OF_ALL_HEADS),
+    **_families("ministral3", SCALED_BY_POSITION, SCALED_BY_POSITION),
+    **_families("flex_olmo minimax_m2 olmo2 olmoe", rehearsal=NORM_OF_ALL_HEADS),
+    **_families("glm4_moe phi solar_open", rehearsal=PARTIAL),
+    **_families("olmo", rehearsal=CLIPPED),
+    **_families("phi3", rehearsal=FUSED),
+}
+"""Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
+
+REFUSED: dict[str, str] = {
+    "attention sinks take part in its softmax": "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+    "its attention scores are capped": "gemma2 vaultgemma",
+    "its latent attention has keys and values of different head dimensions, or caches something else": (
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4 "
+        "longcat_flash minicpm3 youtu"
+    ),
+    "some of its layers keep a state instead of keys and values, or beside them": (
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear "
+        "lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    ),
+    "some of its layers read the keys and values of others": (
+        "gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant "
+        "gemma4_unified_text"
+    ),
+    "its attention is sparse already": "doge minimax_m3_vl_text",
+    "its layers attend within chunks of the text": "llama4 llama4_text",
+    "a token's attention mixes two softmaxes": "diffllama",
+    "its query heads share key-value heads in another order": "jetmoe",
+    "its layers have different numbers of heads": "laguna",
+    "its decoder does not pass arguments on to the attention function": "modernbert-decoder nemotron stablelm",
+    "its attention adds biases by distance": "bloom falcon mpt",
+    "it decodes beside an encoder, or attends to its output": (
+        "bart bigbird_pegasus blenderbot blenderbot-small blt git marian mbart mllama moshi musicgen musicgen_melody "
+        "mvp pegasus plbart prophetnet trocr whisper"
+    ),
+    "its configuration has no num_key_value_heads": (
+        "bert bert-generation biogpt camembert ctrl data2vec-text electra ernie gpt-sw3 gpt2 gpt_neox hrm_text opt "
+        "persimmon roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+    ),
+    "it does not call Transformers' attention interface": (
+        "big_bird codegen cpmant gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert roformer "
+        "xglm xlm xlnet"
+    ),
+    "it has absolute positions instead of RoPE": "gpt_bigcode",
+    "it reads more than text; its language model may be supported": (
+        "cohere_compass_text emu3 fuyu gemma3 got_ocr2 moss_transcribe_diarize phi4_multimodal"
+    ),
+    "its configuration nests that of the attention": "dbrx",
+}
+"""Model types that are refused, by the reason."""
+
+UNKNOWN = "it has not been checked"
+MODELS_IN_SHORT = 4
+
+
+def in_short() -> str:
+    """Return the supported model types for an error message: the first ones, and the number of the others."""
+    named = list(FAMILIES)[:MODELS_IN_SHORT]
+    return f"{', '.join(named)} and {len(FAMILIES) - len(named)} other model types, see docs/compatibility.md"
+
+
+def refusal(model_type: str) -> str:
+    """Return why a model type that is not among :data:`FAMILIES` is refused."""
+    return next((reason for reason, names in REFUSED.items() if model_type in names.split()), UNKNOWN)

@@ -1,0 +1,123 @@
+"""Every supported model type keeps the contract, and docs/families.json agrees with the code.
+
+``python -m tests.families`` checks more methods than this file does, and writes docs/families.json.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_sparse_attn import METHODS, patch_model
+from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
+from hf_sparse_attn.patched import is_patched
+from tests.families import RESULTS, covering, rehearsal, tiny_model, top_k, without_windows
+
+HERE = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+"""Supported model types that this version of Transformers has."""
+ROTATING = [name for name in HERE if FAMILIES[name].rotation is None]
+REHEARSING = [name for name in HERE if FAMILIES[name].rehearsal is None]
+LIKE_LLAMA = [name for name in HERE if FAMILIES[name] == Family()]
+UNLIKE = ["gemma3_text", "glm", "exaone4"]
+"""RoPE by kind of layer, partial and interleaved RoPE, and layers without it, beside a sliding window."""
+
+
+@pytest.mark.parametrize("model_type", HERE)
+@torch.inference_mode()
+def test_sparse_steps_equal_plain_attention_to_the_same_tokens(model_type):
+    """In static and in growing buffers, behind left padding and a dense prefill."""
+    model = tiny_model(model_type)
+    assert top_k(model) == "equal"
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize("method_name", ["quest", "keycodes"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.grid] * (name not in UNLIKE)) for name in HERE]
+)
+@torch.inference_mode()
+def test_a_budget_that_covers_everything_equals_the_stock_model(model_type, method_name):
+    assert covering(tiny_model(model_type), method_name) == "equal"
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.grid] * (name in LIKE_LLAMA[4:])) for name in ROTATING]
+)
+@torch.inference_mode()
+def test_keys_that_a_method_rotates(model_type):
+    assert covering(without_windows(model_type), "tokenselect") == "equal"
+
+
+@pytest.mark.parametrize("model_type", REHEARSING)
+@torch.inference_mode()
+def test_a_rehearsed_query_is_the_modules_own(model_type):
+    assert rehearsal(tiny_model(model_type)) == "equal"
+
+
+@pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys])
+@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat"])
+def test_methods_that_rotate_keys_are_refused(model_type, method_name):
+    model = without_windows(model_type)
+    with pytest.raises(ValueError, match=rf"'{method_name}' caches keys before RoPE .*'{model_type}'.*; use a method"):
+        patch_model(model, method_name)
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "phi3", "phi"])
+def test_rehearsal_is_refused(model_type):
+    with pytest.raises(ValueError, match=rf"'infinigen' makes .*'{model_type}'\) does not allow: .*; use another"):
+        patch_model(tiny_model(model_type), "infinigen")
+
+
+def test_another_rope_needs_one_of_whole_heads():
+    with pytest.raises(ValueError, match=r"ntk scales one RoPE, but the layers of Gemma3ForCausalLM have different"):
+        patch_model(tiny_model("gemma3_text"), "ntk")
+    with pytest.raises(ValueError, match=r"ntk rotates whole heads, .* covers 8 of head_dim=16"):
+        patch_model(tiny_model("phi"), "ntk")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attn_logit_softcapping": 30.0}, r"caps its attention scores \(attn_logit_softcapping=30.0\)"),
+        ({"use_bidirectional_attention": True}, r"later tokens too \(use_bidirectional_attention=True\)"),
+    ],
+)
+def test_settings_that_change_attention_are_refused(settings, message):
+    model = tiny_model("gemma3_text", **settings)
+    with pytest.raises(ValueError, match=message):
+        patch_model(model)
+    assert not is_patched(model)
+
+
+def test_an_argument_that_changes_the_softmax_is_refused(monkeypatch):
+    """Even if the list of families were wrong, attention sinks would not be left out silently."""
+    monkeypatch.setitem(FAMILIES, "gpt_oss", Family())
+    model = patch_model(tiny_model("gpt_oss"), "quest", dense_layers=0)
+    with pytest.raises(ValueError, match=r"GptOssAttention passes 's_aux' to its attention, which is not supported"):
+        model(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_the_results_are_those_of_the_code():
+    results = json.loads(RESULTS.read_text())
+    assert list(results["supported"]) == sorted(FAMILIES)
+    for model_type, found in results["supported"].items():
+        family = FAMILIES[model_type]
+        assert found.pop("sliding_window_layers") in (0, 1)
+        assert found.pop("tokenselect") == (f"refused: {family.rotation}" if family.rotation else "equal"), model_type
+        assert found.pop("infinigen") == (f"refused: {family.rehearsal}" if family.rehearsal else "equal"), model_type
+        assert set(found.values()) == {"equal"}, model_type
+    for model_type, found in results["refused"].items():
+        assert found["reason"] == refusal(model_type) != UNKNOWN, model_type
+
+
+def test_every_model_type_is_listed_once():
+    refused = [name for names in REFUSED.values() for name in names.split()]
+    assert len(refused) == len(set(refused))
+    assert not set(refused) & set(FAMILIES)
+    results = json.loads(RESULTS.read_text())
+    assert set(results["refused"]) == set(refused)
+    if transformers.__version__ == results["versions"]["transformers"]:
+        assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == set(refused) | set(FAMILIES)
