@@ -50,7 +50,7 @@ class Answer:
         self.accepted: list[int] = []
         self.scores: tuple[torch.Tensor, ...] = ()
         self.logits: tuple[torch.Tensor, ...] = ()
-        self.kept: int = cache.get_seq_length()  # type: ignore[assignment]  # no step is being compiled
+        self.kept = cache.fed
         """Tokens of the cache that belong to the answer so far."""
 
     @property
@@ -112,8 +112,8 @@ class Answer:
         """Return the logits after the prompt, [batch, 1, vocabulary]."""
         if self.kept and self._prompt_tokens() == 1:
             return self._verify(self.ids[:, :0])  # one token would be a sparse decode step
-        logits = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
-        self.kept = self.cache.get_seq_length() - 1
+        logits: torch.Tensor = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
+        self.kept = self.cache.fed - 1
         return logits
 
     def _draft(self, tokens: int) -> Draft:
@@ -159,7 +159,8 @@ class Answer:
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = tokens
-        return self.model(**inputs, return_dict=True).logits[:, -tokens:][:, first : first + wanted]
+        logits: torch.Tensor = self.model(**inputs, return_dict=True).logits[:, -tokens:]
+        return logits[:, first : first + wanted]
 
     def _commit(self, logits: torch.Tensor, draft: Draft | None, streamer: BaseStreamer | None) -> bool:
         """Keep tokens until one differs from the draft in any row, and cut the cache; return whether all rows ended.
