@@ -44,7 +44,8 @@ class Answer:
         self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
         stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.pad = config._pad_token_tensor.to(ids.device) if stops_at_eos else None
-        self.eos = config._eos_token_tensor.to(ids.device) if stops_at_eos else None
+        ends = config._eos_token_tensor
+        self.ends = None if ends is None or not stops_at_eos else ends.to(ids.device)
         self.prompt_length = ids.shape[1]
         self.drafted: list[int] = []
         self.accepted: list[int] = []
@@ -133,8 +134,8 @@ class Answer:
             chosen = self._padded(chosen, unfinished)
             ids = torch.cat((ids, chosen[:, None]), dim=1)
             self._extend(kwargs, 1)
-            if self.eos is not None:
-                unfinished = unfinished & ~torch.isin(chosen, self.eos)
+            if self.ends is not None:
+                unfinished = unfinished & ~torch.isin(chosen, self.ends)
                 if not unfinished.any():
                     break
         self._cut()
