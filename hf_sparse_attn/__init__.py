@@ -29,6 +29,7 @@ from hf_sparse_attn.methods import (
     TokenSelect,
 )
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
+from hf_sparse_attn.patch.speculation import SelfSpeculation, SpeculationStats
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
 from hf_sparse_attn.stats import LayerStats, SparseAttentionStats
@@ -55,10 +56,12 @@ __all__ = [
     "RaBitQCache",
     "SelectionRecord",
     "SelfExtend",
+    "SelfSpeculation",
     "SnapKV",
     "SparseAttentionStats",
     "SparseCache",
     "SparseMethod",
+    "SpeculationStats",
     "Squeezed",
     "StreamingLLM",
     "TokenSelect",

@@ -1,0 +1,251 @@
+"""Rounds of self-speculation over one cache: draft by sparse decode steps, verify by a dense pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_sparse_attn.cache.cache import SparseCache
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+
+class Draft(NamedTuple):
+    """Drafted tokens of every row."""
+
+    tokens: torch.Tensor
+    """int64 [batch, drafted]."""
+    probabilities: list[torch.Tensor]
+    """float32 [batch, vocabulary] for each drafted token; empty for greedy decoding."""
+
+
+class Answer:
+    """One call of ``generate()``. Between rounds the cache holds every token but the last.
+
+    ``kwargs`` are the arguments of the model, whose mask and positions cover all tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: SparseCache,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.model, self.cache, self.ids, self.kwargs = model, cache, ids, kwargs
+        self.processors, self.criteria, self.config = processors, criteria, config
+        self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.pad = config._pad_token_tensor.to(ids.device) if stops_at_eos else None
+        ends = config._eos_token_tensor
+        self.ends = None if ends is None or not stops_at_eos else ends.to(ids.device)
+        self.prompt_length = ids.shape[1]
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.scores: tuple[torch.Tensor, ...] = ()
+        self.logits: tuple[torch.Tensor, ...] = ()
+        self.kept = cache.fed
+        """Tokens of the cache that belong to the answer so far."""
+
+    @property
+    def generated(self) -> int:
+        """New tokens per row."""
+        return int(self.ids.shape[1]) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return int(self.config.max_length - self.ids.shape[1])
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of the whole text, before the prompt is processed."""
+        return self.kept + self._prompt_tokens() + self.remaining
+
+    def generate(self, draft_tokens: int, streamer: BaseStreamer | None) -> None:
+        """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far."""
+        logits = self._process_prompt()
+        try:
+            is_finished = self._commit(logits, None, streamer)
+            self._extend(self.kwargs, 1)
+            # Rejected tokens must not push older ones out of sliding windows.
+            self.cache.activate_past_recording()
+            while not is_finished:
+                room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens
+                draft = self._draft(max(0, min(draft_tokens, self.remaining - 1, room)))
+                before = self.generated
+                is_finished = self._commit(self._verify(draft.tokens), draft, streamer)
+                self._extend(self.kwargs, self.generated - before)
+        finally:
+            self._cut()
+            for layer in self.cache.layers:
+                if layer.is_sliding:
+                    layer.record_past = False
+
+    def output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Return what ``generate()`` returns."""
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=self.scores if self.config.output_scores else None,
+            logits=self.logits if self.config.output_logits else None,
+            past_key_values=self.cache,
+        )
+
+    def _prompt_tokens(self) -> int:
+        """Tokens of the prompt that are not cached yet; ``generate()`` takes all tokens or the new ones."""
+        embeds, mask = self.kwargs.get("inputs_embeds"), self.kwargs.get("attention_mask")
+        if embeds is not None:
+            return int(embeds.shape[1]) - self.kept
+        tokens = int(self.ids.shape[1])
+        length = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
+        return tokens - self.kept if length == tokens else tokens
+
+    def _process_prompt(self) -> torch.Tensor:
+        """Return the logits after the prompt, [batch, 1, vocabulary]."""
+        if self.kept and self._prompt_tokens() == 1:
+            return self._verify(self.ids[:, :0])  # one token would be a sparse decode step
+        logits: torch.Tensor = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
+        self.kept = self.cache.fed - 1
+        return logits
+
+    def _draft(self, tokens: int) -> Draft:
+        """Draft by decode steps, and remove their tokens from the cache; stop early at the end of all rows."""
+        ids, kwargs, unfinished = self.ids, dict(self.kwargs), self.unfinished
+        compiles = self.model._valid_auto_compile_criteria(kwargs, self.config)
+        forward = self.model.get_compiled_call(self.config.compile_config) if compiles else self.model.__call__
+        probabilities = []
+        for _ in range(tokens):
+            inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            scores = self.processors(ids, self._exact(forward(**inputs, return_dict=True).logits[:, -1]))
+            if self.config.do_sample:
+                probabilities.append(scores.softmax(-1))
+                chosen = torch.multinomial(probabilities[-1], 1)[:, 0]
+            else:
+                chosen = scores.argmax(-1)
+            chosen = self._padded(chosen, unfinished)
+            ids = torch.cat((ids, chosen[:, None]), dim=1)
+            self._extend(kwargs, 1)
+            if self.ends is not None:
+                unfinished = unfinished & ~torch.isin(chosen, self.ends)
+                if not unfinished.any():
+                    break
+        self._cut()
+        return Draft(ids[:, self.ids.shape[1] :], probabilities)
+
+    def _verify(self, draft: torch.Tensor) -> torch.Tensor:
+        """Feed the last token and a draft in a dense pass; return their logits, [batch, 1 + drafted, vocabulary].
+
+        A pass over a single token would be a decode step. It is fed twice, if there is room, or after the token before.
+        """
+        ids, kwargs, wanted = torch.cat((self.ids, draft), dim=1), dict(self.kwargs), draft.shape[1] + 1
+        first = 0
+        if wanted == 1:
+            room = self.cache.max_cache_len
+            if 0 <= room < self.kept + 2 and self.ids.shape[1] > 1:
+                self.cache.crop(-1)
+                first = 1
+            else:
+                ids = torch.cat((ids, ids[:, -1:]), dim=1)
+        self._extend(kwargs, ids.shape[1] - self.ids.shape[1])
+        tokens = max(wanted, 2)
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=tokens, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = tokens
+        logits: torch.Tensor = self.model(**inputs, return_dict=True).logits[:, -tokens:]
+        return logits[:, first : first + wanted]
+
+    def _commit(self, logits: torch.Tensor, draft: Draft | None, streamer: BaseStreamer | None) -> bool:
+        """Keep tokens until one differs from the draft in any row, and cut the cache; return whether all rows ended.
+
+        ``logits`` are [batch, 1 + drafted, vocabulary]. A row that has ended goes on with padding, in the draft and
+        here, as in ``generate()``.
+        """
+        is_finished, accepted = False, 0
+        for place in range(logits.shape[1]):
+            self.kept += 1  # the last token was fed in this pass
+            raw = self._exact(logits[:, place])
+            scores = self.processors(self.ids, raw)
+            drafted = None if draft is None or place == draft.tokens.shape[1] else draft.tokens[:, place]
+            if not self.config.do_sample:
+                chosen = scores.argmax(-1)
+            elif drafted is None or draft is None:
+                chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+            else:
+                chosen = speculative_sample(drafted, draft.probabilities[place], scores.softmax(-1))
+            chosen = self._padded(chosen, self.unfinished)
+            self.ids = torch.cat((self.ids, chosen[:, None]), dim=1)
+            self._record(scores, raw)
+            self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores or None)
+            if streamer is not None:
+                streamer.put(chosen.cpu())
+            is_accepted = drafted is not None and torch.equal(chosen, drafted)
+            accepted += is_accepted
+            is_finished = not self.unfinished.any()
+            if is_finished or not is_accepted:
+                break
+        self._cut()
+        if draft is not None:
+            self.drafted.append(draft.tokens.shape[1])
+            self.accepted.append(accepted)
+        return is_finished
+
+    def _record(self, scores: torch.Tensor, raw: torch.Tensor) -> None:
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores += (scores,)
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self.logits += (raw,)
+
+    def _exact(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits to float32, as ``generate()`` does."""
+        return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+
+    def _padded(self, chosen: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        return chosen if self.pad is None else torch.where(unfinished.bool(), chosen, self.pad)
+
+    def _extend(self, kwargs: dict[str, Any], tokens: int) -> None:
+        """Extend mask and positions among the arguments of the model."""
+        if tokens:
+            kwargs.update(self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=tokens))
+
+    def _cut(self) -> None:
+        """Remove from the cache what does not belong to the answer; let sliding windows drop old tokens."""
+        self.cache.crop(min(0, self.kept - self.cache.fed))
+
+
+def speculative_sample(
+    drafted: torch.Tensor, draft_probabilities: torch.Tensor, probabilities: torch.Tensor
+) -> torch.Tensor:
+    """Keep a drafted token or replace it, so that the result follows ``probabilities``.
+
+    A token drafted from p is kept with probability min(1, q / p); else one is drawn from max(0, q - p), normalised
+    (arXiv 2211.17192, section 2.3).
+
+    Parameters
+    ----------
+    drafted
+        int64 [batch], drawn from ``draft_probabilities``.
+    draft_probabilities
+        p, float [batch, vocabulary].
+    probabilities
+        q, of the same shape and dtype.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 [batch].
+    """
+    p, q = (rows.gather(1, drafted[:, None])[:, 0] for rows in (draft_probabilities, probabilities))
+    is_kept = torch.rand_like(p) * p < q
+    residual = (probabilities - draft_probabilities).clamp_min(0)
+    is_empty = residual.sum(1, keepdim=True) == 0  # p and q agree up to rounding
+    replacement = torch.multinomial(torch.where(is_empty, probabilities, residual), 1)[:, 0]
+    return torch.where(is_kept, drafted, replacement)

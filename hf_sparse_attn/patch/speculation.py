@@ -1,0 +1,173 @@
+"""Self-speculation: draft tokens by sparse decode steps, and verify them by dense passes over the same cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.methods import SparseMethod
+from hf_sparse_attn.patch.draft_and_verify import Answer
+from hf_sparse_attn.patched import patched_method
+from hf_sparse_attn.rope import max_positions
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Logits processors that remember the calls before: they would count drafts that are rejected."""
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """Drafts of one call of ``generate()``."""
+
+    drafted: tuple[int, ...] = ()
+    """Tokens per row drafted for each verification; 0 if there was room for one more token only."""
+    accepted: tuple[int, ...] = ()
+    """How many of them every row kept."""
+    generated: int = 0
+    """New tokens per row, the prompt's first one included."""
+
+    @property
+    def verifications(self) -> int:
+        """Number of dense passes after the prompt."""
+        return len(self.drafted)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that were kept; 1.0 if none was drafted."""
+        return sum(self.accepted) / sum(self.drafted) if any(self.drafted) else 1.0
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """Mean number of new tokens of a dense pass after the prompt; 1.0 if there was none."""
+        return (self.generated - 1) / self.verifications if self.drafted else 1.0
+
+
+class SelfSpeculation:
+    """Lossless decoding: the output of dense attention, drafted by the sparse method that the model is patched with.
+
+    Pass it to ``generate()`` as ``custom_generate``. Each round drafts some tokens by sparse decode steps, removes them
+    from the cache, and feeds them again in one dense pass, whose keys and values stay. Greedy decoding gives the tokens
+    of the unpatched model, up to rounding: a pass over several tokens may add in another order than a decode step.
+    Sampling gives its distribution, by the rejection rule of speculative sampling (Leviathan et al., arXiv 2211.17192,
+    algorithm 1). TriForce (arXiv 2404.11912) and MagicDec (arXiv 2408.11049) draft by sparse attention in this way.
+
+    The rows of a batch have one length, so a round keeps the tokens that every row accepts, and one more.
+
+    Parameters
+    ----------
+    draft_tokens
+        Tokens to draft before each verification, at least 1.
+    streamer
+        Receives the tokens that are kept. ``generate()`` passes its own ``streamer`` to no ``custom_generate``: give it
+        here instead.
+
+    Attributes
+    ----------
+    stats
+        :class:`SpeculationStats` of the last call.
+
+    Raises
+    ------
+    TypeError
+        ``draft_tokens`` is not a whole number.
+    ValueError
+        ``draft_tokens`` is below 1.
+
+    Examples
+    --------
+    >>> patch_model(model, "quest", token_budget=1024)
+    >>> speculation = SelfSpeculation(draft_tokens=8)
+    >>> model.generate(**inputs, max_new_tokens=100, custom_generate=speculation)
+    >>> speculation.stats.acceptance_rate
+    """
+
+    def __init__(self, draft_tokens: int = 8, streamer: BaseStreamer | None = None) -> None:
+        if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int):
+            raise TypeError(f"draft_tokens must be a whole number, got {draft_tokens!r}")
+        if draft_tokens < 1:
+            raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
+        self.draft_tokens, self.streamer = draft_tokens, streamer
+        self.stats = SpeculationStats()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Generate, called by ``generate()``.
+
+        Returns
+        -------
+        GenerateDecoderOnlyOutput or torch.Tensor
+            As ``generate()`` returns without ``custom_generate``; scores and logits are those of the dense passes.
+
+        Raises
+        ------
+        ValueError
+            The model is not patched, or its method does not verify densely or has nothing to draft with; the generation
+            mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions.
+        """
+        method = patched_method(model)
+        check_method(method)
+        cache = model_kwargs.get("past_key_values")
+        if not isinstance(cache, SparseCache):
+            raise ValueError(f"use_cache must be True for self-speculation, got {model_kwargs.get('use_cache')}")
+        _check_call(generation_config, logits_processor)
+        if model_kwargs.get("inputs_embeds") is not None and cache.length:
+            raise ValueError("inputs_embeds are not supported by self-speculation after cached tokens; give input_ids")
+        answer = Answer(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        limit = max_positions(model.config)
+        if answer.most_tokens > limit:
+            raise ValueError(
+                f"max_new_tokens must leave the text within the model's {limit} positions, since self-speculation "
+                f"verifies by passes over several tokens, got a text of up to {answer.most_tokens} tokens"
+            )
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        try:
+            answer.generate(self.draft_tokens, self.streamer)
+        finally:
+            self.stats = SpeculationStats(tuple(answer.drafted), tuple(answer.accepted), answer.generated)
+        if self.streamer is not None:
+            self.streamer.end()
+        return answer.output()
+
+
+def check_method(method: SparseMethod) -> None:
+    """Raise ``ValueError`` if a method cannot draft for dense attention over the same cache."""
+    if method.evicts:
+        reason = "it evicts tokens, which dense attention would need"
+    elif "decode" not in method.sparse_phases:
+        reason = "its decode steps read everything, so that a draft costs as much as the answer"
+    elif type(method).prefill is not SparseMethod.prefill:
+        reason = "its passes over several tokens are sparse too, so that they verify nothing"
+    else:
+        return
+    raise ValueError(f"method {method.name!r} does not support self-speculation: {reason}")
+
+
+def _check_call(config: Any, processors: LogitsProcessorList) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"self-speculation supports greedy decoding and sampling, got {mode.value.replace('_', ' ')}")
+    if config.output_hidden_states:
+        raise ValueError("output_hidden_states must be False for self-speculation, got True")
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"self-speculation does not support {type(processor).__name__}, which remembers the tokens before, "
+                "drafted or not"
+            )
