@@ -528,9 +528,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         forward_pass = self._pass
         if forward_pass is not None:
             self._stages.end_pass()
-        if (
-            failed and not self.is_parked
-        ):  # a pass over a parked cache has changed nothing: it did not fit on the device
+        if failed and not self.is_parked:  # else it did not fit on the device, and the pass changed nothing
             self.recover()
         self._pass = self.shared.padding = None
         self.forget_step()

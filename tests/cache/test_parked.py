@@ -303,8 +303,8 @@ def test_generate_continues_from_a_parked_cache(model):
 @torch.inference_mode()
 def test_the_prefix_of_a_prepared_context_stays_with_it(model):
     method = Squeezed(target_sparsity=0.8, clusters=0.1, window=8)
+    context = prepare_context(model, random_ids(1, 130), method, progress=False)
     with sparse_attention(model, method):
-        context = prepare_context(model, random_ids(1, 130))
         cache = context.cache(2)
         question = random_ids(2, 9, seed=3)
         expected = turns(model, context.cache(2), torch.ones_like(question)[:, :0], lambda cache: None)
