@@ -402,10 +402,7 @@ def test_parking_frees_the_memory_of_the_device(patch, room, model):
         held = torch.cuda.memory_allocated() - before
         cache.park()
         freed = held - (torch.cuda.memory_allocated() - before)
-        metadata = sum(tensor.numel() for tensor in device_tensors(cache))
-        assert freed > 0.9 * 8 * metadata
-        assert all(
-            each.contents.is_pinned() for layer in cache.sparse_layers for each in (layer._parked or ())._tensors
-        )
+        assert freed > 0.9 * sum(tensor.numel() * tensor.element_size() for tensor in device_tensors(cache)) > 0
+        assert all(each.contents.is_pinned() for layer in cache.sparse_layers for each in layer._parked._tensors)
         model(random_ids(2, 1), past_key_values=cache)
         assert isinstance(cache.sparse_layers[-1].storage, HostStorage) == bool(patch)
