@@ -493,3 +493,17 @@ def check_cuda_graphs(model):
     assert not counters["graph_break"]
     assert counters["inductor"]["cudagraph_skips"] == 0
     return expected
+
+
+def test_a_parked_cache_comes_back_without_another_compilation():
+    model, ids, tokens = make_model("llama"), random_ids(1, 80), []
+    for parks in (False, True):
+        with sparse_attention(model, SMALL):
+            cache = SparseCache.for_model(model, max_cache_len=128)
+            first = model.generate(ids, past_key_values=cache, **compiled())
+            compilations = graphs()
+            if parks:
+                cache.park()
+            tokens.append(model.generate(first, past_key_values=cache, **compiled()))
+            assert graphs() == compilations > 0
+    assert torch.equal(tokens[0], tokens[1])

@@ -72,12 +72,11 @@ def counts(report: str) -> dict[str, int]:
 
 
 def with_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows with one more, in the place of an earlier one of the same versions and device; oldest first."""
+    """Return the rows with one more, in the place of an earlier one of the same versions and device; lowest first."""
     same = ("python", *PACKAGES, "device")
     others = [other for other in rows if any(other[name] != row[name] for name in same)]
-    return sorted(
-        (*others, row), key=lambda each: [_numbers(each[name]) for name in ("transformers", "torch", "python")]
-    )
+    by = ("transformers", "torch", "python")
+    return sorted((*others, row), key=lambda each: [_numbers(each[name]) for name in by])
 
 
 def _numbers(text: str) -> list[int]:

@@ -16,7 +16,7 @@ class Exchange(Protocol):
     """Returns the tensor to put in the place of another one."""
 
     def __call__(self, tensor: torch.Tensor, tokens: int | None = None, /) -> torch.Tensor:
-        """Return the tensor; of [batch, kv_heads, capacity, ...] only the first ``tokens`` matter, if they are given."""
+        """Return the tensor. If ``tokens`` are given, only so many of [batch, kv_heads, capacity, ...] matter."""
         ...
 
 

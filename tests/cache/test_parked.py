@@ -102,8 +102,15 @@ def check_turns(model, method, room=None, **patch):
         return stats
 
 
-@pytest.mark.parametrize("room", [None, ROOM], ids=["growing", "static"])
-@pytest.mark.parametrize("method_name", METHOD_CLASSES)
+def in_either_room():
+    """Return every method with both kinds of buffers; one of them, by turns, is left to the large grid."""
+    for number, name in enumerate(METHOD_CLASSES):
+        for kind, room in enumerate((None, ROOM)):
+            marks = [pytest.mark.grid] if number % 2 != kind else []
+            yield pytest.param(name, room, marks=marks, id=f"{name}-{'growing' if room is None else 'static'}")
+
+
+@pytest.mark.parametrize(("method_name", "room"), in_either_room())
 @torch.inference_mode()
 def test_a_parked_cache_continues_as_one_that_was_not_parked(method_name, room, model):
     expected, found = check_turns(model, sparse(method_name), room)
@@ -303,8 +310,8 @@ def test_generate_continues_from_a_parked_cache(model):
 @torch.inference_mode()
 def test_the_prefix_of_a_prepared_context_stays_with_it(model):
     method = Squeezed(target_sparsity=0.8, clusters=0.1, window=8)
+    context = prepare_context(model, random_ids(1, 130), method, progress=False)
     with sparse_attention(model, method):
-        context = prepare_context(model, random_ids(1, 130))
         cache = context.cache(2)
         question = random_ids(2, 9, seed=3)
         expected = turns(model, context.cache(2), torch.ones_like(question)[:, :0], lambda cache: None)
@@ -395,10 +402,7 @@ def test_parking_frees_the_memory_of_the_device(patch, room, model):
         held = torch.cuda.memory_allocated() - before
         cache.park()
         freed = held - (torch.cuda.memory_allocated() - before)
-        metadata = sum(tensor.numel() for tensor in device_tensors(cache))
-        assert freed > 0.9 * 8 * metadata
-        assert all(
-            each.contents.is_pinned() for layer in cache.sparse_layers for each in (layer._parked or ())._tensors
-        )
+        assert freed > 0.9 * sum(tensor.numel() * tensor.element_size() for tensor in device_tensors(cache)) > 0
+        assert all(each.contents.is_pinned() for layer in cache.sparse_layers for each in layer._parked._tensors)
         model(random_ids(2, 1), past_key_values=cache)
         assert isinstance(cache.sparse_layers[-1].storage, HostStorage) == bool(patch)
