@@ -13,7 +13,7 @@ import hf_sparse_attn.cache.storage
 import hf_sparse_attn.methods.infinigen
 from hf_sparse_attn import METHODS
 from tests.reliability.injection import Line, lines_of, sample
-from tests.reliability.operations import fail_in_operation, operation_lines
+from tests.reliability.operations import FED, fail_in_operation, operation_lines
 from tests.reliability.passes import PASSES, Bench, expected_of, fail_in_pass, pass_lines
 from tests.reliability.runner import run_faults
 from tests.reliability.tables import fault_table
@@ -79,7 +79,7 @@ def test_a_line_of_each_pass(method):
 @torch.inference_mode()
 def test_the_injection_itself():
     bench = Bench("quest", "growing")
-    cache = bench.filled((90,))
+    cache = bench.filled(FED)
     counts = lines_of(lambda: cache.crop(-2))
     assert any(file.endswith("cache.py") for file, _ in counts)
     assert sample(counts, 5, seed=0) == sample(counts, 5, seed=0)
