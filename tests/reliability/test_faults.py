@@ -12,9 +12,10 @@ import hf_sparse_attn.cache.layer
 import hf_sparse_attn.cache.storage
 import hf_sparse_attn.methods.infinigen
 from hf_sparse_attn import METHODS
-from tests.reliability.injection import Line, lines_of, sample
-from tests.reliability.operations import fail_in_operation, operation_lines
-from tests.reliability.passes import PASSES, Bench, expected_of, fail_in_pass, pass_lines
+from hf_sparse_attn.cache.layer import SparseLayer
+from tests.reliability.injection import Line, failing_at, lines_of, sample
+from tests.reliability.operations import FED, fail_in_operation, operation_lines
+from tests.reliability.passes import PASSES, Bench, expected_of, fail_in_pass, pass_lines, same, steps
 from tests.reliability.runner import run_faults
 from tests.reliability.tables import fault_table
 
@@ -66,6 +67,28 @@ def test_an_operation_that_fails_midway_says_that_the_cache_must_be_reset(name):
             use()
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook")
+@torch.inference_mode()
+def test_an_undo_that_fails_is_repeated(monkeypatch):
+    bench = Bench("quest", "growing")
+    cache, expected = bench.filled((150, 1)), bench.filled((150, 1))
+    roll_back, calls = SparseLayer.roll_back, []
+
+    def fails_once(layer, keeps_metadata):
+        calls.append(layer.layer_idx)
+        if calls == [0, 1]:
+            raise torch.OutOfMemoryError("in the undo")
+        roll_back(layer, keeps_metadata)
+
+    monkeypatch.setattr(SparseLayer, "roll_back", fails_once)
+    line = line_with(hf_sparse_attn.cache.layer, "self.storage.write(key_states", hit=3)
+    with pytest.raises(torch.OutOfMemoryError), failing_at(line, torch.OutOfMemoryError("in the pass")):
+        bench.feed(cache, 40)
+    assert cache.get_seq_length() == 151
+    same(steps(bench, cache), steps(bench, expected), "the steps after it")
+    assert calls == [0, 1, 0, 1, 2]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @torch.inference_mode()
 def test_a_line_of_each_pass(method):
@@ -79,7 +102,7 @@ def test_a_line_of_each_pass(method):
 @torch.inference_mode()
 def test_the_injection_itself():
     bench = Bench("quest", "growing")
-    cache = bench.filled((90,))
+    cache = bench.filled(FED)
     counts = lines_of(lambda: cache.crop(-2))
     assert any(file.endswith("cache.py") for file, _ in counts)
     assert sample(counts, 5, seed=0) == sample(counts, 5, seed=0)
