@@ -72,7 +72,7 @@ REFUSED: dict[str, str] = {
     "its query heads share key-value heads in another order": "jetmoe",
     "its layers have different numbers of heads": "laguna",
     "its decoder does not pass arguments on to the attention function": "modernbert-decoder nemotron stablelm",
-    "its attention adds biases by distance": "bloom falcon mpt",
+    "its attention adds biases by distance": "bloom mpt",
     "it decodes beside an encoder, or attends to its output": (
         "bart bigbird_pegasus blenderbot blenderbot-small blt git marian mbart mllama moshi musicgen musicgen_melody "
         "mvp pegasus plbart prophetnet trocr whisper"
@@ -82,8 +82,8 @@ REFUSED: dict[str, str] = {
         "persimmon roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
     ),
     "it does not call Transformers' attention interface": (
-        "big_bird codegen cpmant gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert roformer "
-        "xglm xlm xlnet"
+        "big_bird codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert "
+        "roformer xglm xlm xlnet"
     ),
     "it has absolute positions instead of RoPE": "gpt_bigcode",
     "it reads more than text; its language model may be supported": (

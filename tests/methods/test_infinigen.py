@@ -226,11 +226,11 @@ def test_a_rehearsal_with_the_own_input_finds_the_tokens_that_score_highest(monk
 
 
 def rehearse_with_own_input(module, args, kwargs):
-    from hf_sparse_attn.patch.rehearsal import _query
+    from hf_sparse_attn.patch.rehearsal import query_of
 
     layer = kwargs["sparse_cache"].layers[module.layer_idx]
     if kwargs["hidden_states"].shape[1] == 1 and module.layer_idx:
-        layer.rehearsed_query = _query(module, kwargs["hidden_states"], kwargs["position_embeddings"])
+        layer.rehearsed_query = query_of(module, kwargs["hidden_states"], kwargs["position_embeddings"])
 
 
 @torch.inference_mode()

@@ -11,9 +11,20 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_sparse_attn import METHODS, patch_model
+from hf_sparse_attn.methods import NTK
 from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
 from hf_sparse_attn.patched import is_patched
-from tests.families import RESULTS, covering, rehearsal, tiny_model, top_k, without_windows
+from tests.families import (
+    RESULTS,
+    covering,
+    decode,
+    decode_patched,
+    difference,
+    rehearsal,
+    tiny_model,
+    top_k,
+    without_windows,
+)
 
 HERE = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 """Supported model types that this version of Transformers has."""
@@ -69,6 +80,17 @@ def test_methods_that_rotate_keys_are_refused(model_type, method_name):
 def test_rehearsal_is_refused(model_type):
     with pytest.raises(ValueError, match=rf"'infinigen' makes .*'{model_type}'\) does not allow: .*; use another"):
         patch_model(tiny_model(model_type), "infinigen")
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat"])
+@torch.inference_mode()
+def test_another_rope_where_keys_cannot_be_rotated_by_slot(model_type):
+    model, method = tiny_model(model_type), NTK(factor=2.0)
+    scaled = type(model)(method.rope_config(model.config)).double().eval()
+    scaled.load_state_dict(model.state_dict())
+    expected = decode(scaled)
+    assert difference(decode_patched(model, method, None), expected) == "equal"
+    assert difference(decode(model), expected) != "equal"
 
 
 def test_another_rope_needs_one_of_whole_heads():
