@@ -71,12 +71,9 @@ class Answer:
 
     def generate(self, draft_tokens: int, streamer: BaseStreamer | None) -> None:
         """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far."""
-        logits = self._process_prompt()
         try:
-            is_finished = self._commit(logits, None, streamer)
+            is_finished = self._commit(self._process_prompt(), None, streamer)
             self._extend(self.kwargs, 1)
-            # Rejected tokens must not push older ones out of sliding windows.
-            self.cache.activate_past_recording()
             while not is_finished:
                 room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens
                 draft = self._draft(max(0, min(draft_tokens, self.remaining - 1, room)))
@@ -111,10 +108,21 @@ class Answer:
 
     def _process_prompt(self) -> torch.Tensor:
         """Return the logits after the prompt, [batch, 1, vocabulary]."""
-        if self.kept and self._prompt_tokens() == 1:
+        new = self._prompt_tokens()
+        if self.kept and new == 1:
+            self.cache.activate_past_recording()
             return self._verify(self.ids[:, :0])  # one token would be a sparse decode step
-        logits: torch.Tensor = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
-        self.kept = self.cache.fed - 1
+        chunk = self.config.prefill_chunk_size
+        while chunk is not None and new > 1 and (chunk == 1 or new % chunk == 1):
+            chunk += 1  # so would be a last chunk of one token
+        self.config.prefill_chunk_size = chunk  # for this call only: generate() works on a copy
+        try:
+            logits: torch.Tensor = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
+        finally:
+            self.kept = self.cache.fed
+        self.kept -= 1  # _commit counts the last token
+        # Rejected tokens must not push older ones out of sliding windows. Before, windows would keep the whole prompt.
+        self.cache.activate_past_recording()
         return logits
 
     def _draft(self, tokens: int) -> Draft:

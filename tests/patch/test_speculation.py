@@ -109,11 +109,29 @@ def test_a_draft_that_reads_everything_is_always_accepted(method, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3"])
 def test_other_families(family):
-    overrides = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1} if family == "qwen2" else {}
-    model, ids = dense_model(family, **overrides), random_ids(2, 100)
+    model, ids = dense_model(family), random_ids(2, 100)
     expected = model.generate(ids, **GREEDY)
     actual = patched(model).generate(ids, **GREEDY, custom_generate=SelfSpeculation(4))
     assert torch.equal(actual, expected)
+
+
+def test_sliding_windows():
+    kinds = ["sliding_attention", "full_attention"]
+    model = dense_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=20)
+    ids = random_ids(2, 70)
+    expected = model.generate(ids, **GREEDY)
+    patched(model)
+    cache = SparseCache.for_model(model)
+    model(ids[:, :69], past_key_values=cache)
+    arguments = {**GREEDY, "past_key_values": cache, "custom_generate": SelfSpeculation(4)}
+    Interrupt(model.model.layers[1].mlp, RuntimeError("out of memory"), at_call=8)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(ids, **arguments)
+    kept = expected[:, : cache.get_seq_length() + 1]
+    assert kept.shape[1] > 70
+    actual = model.generate(kept, **{**arguments, "max_new_tokens": 90 - kept.shape[1]})
+    assert torch.equal(actual, expected)
+    assert cache.layers[0].keys.shape[2] == 19  # the window, less the next token
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 8])
@@ -185,8 +203,9 @@ def test_chunked_prompts_and_embeddings():
     patched(model)
     speculation = SelfSpeculation(3)
     assert torch.equal(model.generate(**inputs, **GREEDY, custom_generate=speculation), expected[0])
-    chunked = model.generate(ids, **GREEDY, prefill_chunk_size=32, custom_generate=speculation)
-    assert torch.equal(chunked, expected[1])
+    for chunk in (1, 32, 89):  # 89 leaves a single token for the last chunk
+        chunked = model.generate(ids, **GREEDY, prefill_chunk_size=chunk, custom_generate=speculation)
+        assert torch.equal(chunked, expected[1])
 
 
 class Streamer:
