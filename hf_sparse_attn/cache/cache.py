@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -685,6 +685,11 @@ class SparseCache(Cache):  # type: ignore[misc]
             method.finish_prompt(layers)
         self.shared.prompt_is_open, self.finished_at = False, self._held
 
+    def _try_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise what a change to rows that do not exist raises, before any layer is changed."""
+        for lengths in self.lengths:
+            change(lengths.seq_start)
+
     @contextmanager
     def _changing(self, operation: str) -> Iterator[None]:
         """Remember an operation that changes layer after layer until it is complete."""
@@ -742,18 +747,21 @@ class SparseCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""
         self.recover()
+        self._try_rows(lambda starts: starts.index_select(0, beam_idx.to(starts.device)))
         with self._changing("reorder_cache"):
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
         self.recover()
+        self._try_rows(lambda starts: starts.repeat_interleave(repeats))
         with self._changing("batch_repeat_interleave"):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the rows in ``indices``."""
         self.recover()
+        self._try_rows(lambda starts: starts[indices.to(starts.device)])
         with self._changing("batch_select_indices"):
             super().batch_select_indices(indices)
 

@@ -75,6 +75,26 @@ def test_a_first_pass_that_fails_in_buffers_for_fewer_rows(method_name, max_cach
         torch.testing.assert_close(*logits)
 
 
+@pytest.mark.parametrize(
+    ("operation", "argument"),
+    [
+        ("reorder_cache", torch.tensor([0, 2])),
+        ("batch_select_indices", torch.tensor([2])),
+        ("batch_repeat_interleave", -1),
+    ],
+)
+@torch.inference_mode()
+def test_rows_that_do_not_exist_change_nothing(operation, argument):
+    model, ids = make("quest").cpu(), random_ids(2, 100).cpu()  # CUDA does not survive an index out of range
+    cache = SparseCache.for_model(model)
+    model(ids, past_key_values=cache)
+    token = random_ids(2, 1, seed=3).cpu()
+    expected = model(token, past_key_values=cache.fork(cache.method)).logits
+    with pytest.raises((IndexError, RuntimeError)):
+        getattr(cache, operation)(argument)
+    torch.testing.assert_close(model(token, past_key_values=cache).logits, expected)
+
+
 @torch.inference_mode()
 def test_a_failed_chunk_undoes_its_whole_prompt():
     model, ids = make("tokenselect"), random_ids(1, 150)
