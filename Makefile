@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(BIN)/python
 WORKERS ?= 2
 SOURCES := hf_sparse_attn kernels eval notebooks tests docs
-CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/cache tests/context tests/patch tests/methods
+CONTRACTS := tests/test_contracts.py tests/test_compiled.py tests/context tests/patch tests/methods
 GPU_GROUPS := test-gpu-marked test-gpu-ops test-gpu-methods test-gpu-models
 
 .PHONY: help install demo notebooks test test-more test-quantized versions test-lowest test-gpu $(GPU_GROUPS) cuda bench docs docs-serve package lint format
@@ -19,7 +19,7 @@ help:
 	@echo "make demo      compare dense attention, Quest and KeyCodes on SmolLM2-135M, on CPU or CUDA"
 	@echo "make notebooks execute the notebooks, with their outputs in build/notebooks"
 	@echo "make test      lint, types and the tests that run on CPU"
-	@echo "make test-more the rest of the large grids, the contracts as another processor rounds, and test-quantized;"
+	@echo "make test-more the rest of the large grids and the contracts as another processor rounds, and test-quantized;"
 	@echo "               CI runs it too"
 	@echo "make test-quantized  torchao's and bitsandbytes' weights, with both installed beside .venv"
 	@echo "make versions  the contracts on the installed versions, as a row of docs/compatibility.md (SELECT=: a part of them)"
@@ -75,9 +75,10 @@ format: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The rest of the large grids, the contracts as another processor rounds, and quantized weights.
+# The rest of the large grids, which has caches in random order, and the contracts, both as another processor rounds;
+# and quantized weights.
 test-more: $(STAMP) test-quantized
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m grid
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m grid
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(CONTRACTS)
 
 # Beside .venv, not in it: with torchao, every import of Transformers takes seconds more and prints warnings.
