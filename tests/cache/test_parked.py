@@ -371,6 +371,7 @@ def test_a_cache_that_does_not_fit_on_the_device_stays_parked(model, monkeypatch
         assert torch.equal(turns(model, cache, mask, lambda cache: None), expected)
 
 
+@torch.inference_mode()
 def test_a_compiled_step_refuses_a_parked_cache(model):
     cache = SparseCache(model.config, QUEST, max_cache_len=ROOM)
     cache.check_present()
@@ -382,6 +383,7 @@ def test_a_compiled_step_refuses_a_parked_cache(model):
     cache.check_present()
 
 
+@torch.inference_mode()
 def test_an_empty_cache_can_be_parked(model):
     cache = SparseCache(model.config, QUEST)
     cache.park()
