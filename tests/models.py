@@ -94,7 +94,8 @@ def make_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
 @cache
 def shared_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a model shared by tests, which all leave it unpatched."""
-    return make_model(family, dtype=dtype)
+    with torch.inference_mode(False):  # weights made in that mode could be used in no other
+        return make_model(family, dtype=dtype)
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
