@@ -11,6 +11,7 @@ from rich.table import Table
 from eval.budget_command import budget
 from eval.config import make_config, read_sweep
 from eval.errors import EvalError
+from eval.lossless_command import lossless
 from eval.options import (
     BenchmarkArgument,
     BudgetOption,
@@ -50,6 +51,7 @@ app = typer.Typer(
 app.command()(budget)
 app.command()(table)
 app.command()(throughput)
+app.command()(lossless)
 
 
 @app.command("list")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.config import DENSE
 from eval.costs import device_name, versions
@@ -50,24 +50,29 @@ def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[st
     EvalError
         Unknown model or device; also see :func:`measure_model`.
     """
-    from hf_sparse_attn.cli.models import (
-        ModelLoadError,
-        load_model,
-        resolve_device,
-    )  # imports packages needed only to fetch models
+    model, tokenizer = open_model(config)
+    return measure_model(model, config, on_progress, () if tokenizer is None else tokenizer.all_special_ids)
 
-    special_ids: Collection[int] = ()
+
+def open_model(config: SpeedConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load the model with its tokenizer, or build the shape, which has none.
+
+    Raises
+    ------
+    EvalError
+        Unknown model or device.
+    """
+    # Imports packages needed only to fetch models.
+    from hf_sparse_attn.cli.models import ModelLoadError, load_model, resolve_device
+
     try:
         device = resolve_device(config.device)
         dtype: torch.dtype = getattr(torch, config.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if config.shape is not None:
-            model = build_model(SHAPES[config.shape], dtype, device, config.seed)
-        else:
-            model, tokenizer = load_model(config.model or "", dtype, device)
-            special_ids = tokenizer.all_special_ids
+            return build_model(SHAPES[config.shape], dtype, device, config.seed), None
+        return load_model(config.model or "", dtype, device)
     except ModelLoadError as error:
         raise EvalError(str(error)) from error
-    return measure_model(model, config, on_progress, special_ids)
 
 
 def measure_model(
@@ -112,10 +117,10 @@ def measure_model(
         wrong: it differs from dense attention although the budget covers everything, or reads as much.
     """
     methods = config.methods()
-    _check(model, config, methods)
+    check_model(model, config, methods)
     patched = len(methods) * (2 if is_cuda(model) else 1)
     per_context = (3 + patched) * (config.warmup + config.repeats) + len(methods)
-    progress = _numbered(on_progress, per_context * len(config.contexts))
+    progress = numbered(on_progress, per_context * len(config.contexts))
     results = []
     for context in config.contexts:
         work: Work | None = None
@@ -228,8 +233,8 @@ def _entries(
             "hyperparameters": {} if side.method is None else asdict(side.method),
             "compiled": side.compiled,
             "compile_seconds": max(0.0, probe.first_seconds - usual_seconds) if side.compiled else None,
-            "ttft_ms": {**_quartiles(first_ms), "all": first_ms},
-            "tpot_ms": _quartiles([ms for run in runs[side.name] for ms in run.token_ms]),
+            "ttft_ms": {**quartiles(first_ms), "all": first_ms},
+            "tpot_ms": quartiles([ms for run in runs[side.name] for ms in run.token_ms]),
             **probe.last.costs,
             "peak_memory_bytes": probe.peak_bytes,
             "tokens_in_common": _tokens_in_common(side, probes),
@@ -260,12 +265,13 @@ def _ratio(patched: dict[str, Any], dense: Sequence[dict[str, Any]]) -> dict[str
     return ratio
 
 
-def _quartiles(values: Sequence[float]) -> dict[str, float]:
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and both quartiles."""
     q1, median, q3 = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return {"median": median, "q1": q1, "q3": q3}
 
 
-def _check(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[SparseMethod]) -> None:
+def check_model(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[SparseMethod]) -> None:
     """Raise errors that can be found before any run."""
     limit = max_positions(model.config)
     longest = max(config.contexts) + config.new_tokens
@@ -282,6 +288,7 @@ def _check(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[Sparse
             raise EvalError(f"method={method.name!r}: {error}") from error
 
 
-def _numbered(on_progress: Progress | None, total: int) -> Callable[[str], None]:
+def numbered(on_progress: Progress | None, total: int) -> Callable[[str], None]:
+    """Return a function that is called before each run with its description, and counts the runs."""
     done = iter(range(total))
     return lambda what: None if on_progress is None else on_progress(what, next(done), total)

@@ -109,7 +109,29 @@ def _ties(
     found: Sequence[int],
     step: int,
 ) -> bool:
-    """Whether the reference's logits of both tokens tie where a row first differs; later tokens follow others."""
+    """Whether the reference's logits of both tokens tie where a row first differs."""
+    return logit_gap(model, work, reference, expected, row, found[step], step)[1] <= TIE_ROUNDINGS
+
+
+def logit_gap(
+    model: PreTrainedModel,
+    work: Work,
+    reference: Side,
+    expected: Sequence[Sequence[int]],
+    row: int,
+    token: int,
+    step: int,
+) -> tuple[float, float]:
+    """Compare the reference's logits of its own token and another one, where a row first differs.
+
+    Later tokens of the row follow other texts, and compare to nothing.
+
+    Returns
+    -------
+    tuple of float
+        How much greater the logit of the expected token is than that of ``token``, and the absolute value of this in
+        roundings of the largest logit.
+    """
     cache = reference.make_cache()
     answers = torch.tensor(expected, device=work.input_ids.device)
     # As generate() passes them: what is not cached of the prompt, then one token at a time.
@@ -118,8 +140,8 @@ def _ties(
     with torch.inference_mode(), patched:
         for part in parts:
             logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[row, -1]
-    gap = float(logits[expected[row][step]] - logits[found[step]])
-    return abs(gap) <= TIE_ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    gap = float(logits[expected[row][step]] - logits[token])
+    return gap, abs(gap) / (torch.finfo(logits.dtype).eps * float(logits.abs().max()))
 
 
 def covering(method: SparseMethod, work: Work, new_tokens: int) -> SparseMethod:

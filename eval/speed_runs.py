@@ -21,7 +21,7 @@ from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
-from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
+from hf_sparse_attn import SelfSpeculation, SparseCache, SparseMethod, SpeculationStats, sparse_attention
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
@@ -63,6 +63,8 @@ class Side:
     """Whether its cache is a copy of the one that all sides start from."""
     kv_storage: str = "device"
     """Where the cache keeps K and V."""
+    draft_tokens: int | None = None
+    """Tokens that the method drafts before each dense pass; None if it decodes by itself."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ class Work:
         """Create the prompts of a batch and, with ``config.shape``, the filled cache."""
         capacity = context + config.new_tokens + 1
         if config.shape is None:
-            prompts = _random_ids(model, (batch, context), special_ids, config.seed)
+            prompts = random_ids(model, (batch, context), special_ids, config.seed)
             return cls(model, context, capacity, prompts, None, config.kv_storage)
-        filled = _empty_cache(model, DENSE, capacity)
+        filled = empty_cache(model, DENSE, capacity)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
         with seeded(model.device, config.seed):
             for layer_idx, layer in enumerate(filled.sparse_layers):
@@ -97,8 +99,20 @@ class Work:
                 filled.update(keys, values, layer_idx)
                 for buffer in (layer.keys, layer.values):
                     buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
-        input_ids = _random_ids(model, (batch, context + 1), special_ids, config.seed)
+        input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
         return cls(model, context, capacity, input_ids, filled, config.kv_storage)
+
+    @classmethod
+    def prefill(cls, model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> Work:
+        """Cache all tokens of a prompt, [batch, length], but the last, in one dense pass."""
+        context = prompt.shape[1] - 1
+        filled = empty_cache(model, DENSE, context + new_tokens + 1)
+        with torch.no_grad(), sparse_attention(model, DENSE):
+            model(prompt[:, :context], past_key_values=filled, use_cache=True, logits_to_keep=1)
+        for layer in filled.sparse_layers:
+            for buffer in (layer.keys, layer.values):
+                buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
+        return cls(model, context, context + new_tokens + 1, prompt, filled)
 
     @property
     def kv_bytes(self) -> int:
@@ -127,17 +141,17 @@ class Work:
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
             Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),
-            Side(STATIC, None, self._kept(self.new_static_cache), compiled=compiles),
+            Side(STATIC, None, self.kept(self.new_static_cache), compiled=compiles),
         ]
         for method in methods:
             is_resident = method.offloading is None
-            name = f"{method.name}, {_setting(method)}" + ("" if is_resident else ", offloaded")
+            name = f"{method.name}, {setting(method)}" + ("" if is_resident else ", offloaded")
             new_cache = partial(self.new_cache, method)
-            sides.append(Side(name, method, self._kept(new_cache), compiled=compiles and is_resident))
+            sides.append(Side(name, method, self.kept(new_cache), compiled=compiles and is_resident))
             if compiles and is_resident:
-                sides.append(Side(f"{name}{UNCOMPILED}", method, self._kept(new_cache)))
+                sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
-                on_host = self._kept(partial(self.new_cache, method, "host"))
+                on_host = self.kept(partial(self.new_cache, method, "host"))
                 sides.append(Side(f"{name}{ON_HOST}", method, on_host, compiled=compiles, kv_storage="host"))
         return sides
 
@@ -148,9 +162,9 @@ class Work:
         """
         instance = make_method(method)
         if self.filled is None:
-            return _empty_cache(self.model, instance, self.capacity, kv_storage)
+            return empty_cache(self.model, instance, self.capacity, kv_storage)
         if kv_storage == "host":
-            return self._copied(_empty_cache(self.model, instance, self.capacity, kv_storage))
+            return self._copied(empty_cache(self.model, instance, self.capacity, kv_storage))
         if instance.offloading is not None:
             return self._copied(SparseCache(self.model.config, instance, initial_capacity=self.capacity))
         filled = copy.copy(self.filled)
@@ -198,7 +212,7 @@ class Work:
             cache.update(layer.keys[:, :, : self.context], layer.values[:, :, : self.context], layer_idx)
         return cache
 
-    def _kept(self, new_cache: Callable[[], Cache]) -> Callable[[], Cache]:
+    def kept(self, new_cache: Callable[[], Cache]) -> Callable[[], Cache]:
         """Create the cache once and cut it back for each run, since compiled code relies on its addresses."""
         if self.filled is None:
             return new_cache
@@ -227,12 +241,15 @@ class Run:
     """Time of the whole call."""
     traffic: dict[str, float] | None = None
     """An offloaded method's :func:`~eval.costs.traffic_per_step`."""
+    speculation: SpeculationStats | None = None
+    """Drafts of a side that has ``draft_tokens``."""
 
 
 def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) -> Run:
     """Time one call of ``generate()``, and check that it decoded from the end of the cache."""
     gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
+    speculation = None if side.draft_tokens is None else SelfSpeculation(side.draft_tokens, streamer=clock)
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
@@ -244,7 +261,8 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
-            streamer=clock,
+            streamer=clock if speculation is None else None,
+            custom_generate=speculation,
             disable_compile=not side.compiled,
         )
         seconds = time.perf_counter() - started
@@ -270,10 +288,18 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         if is_fixed and not (reads.kv_bytes or 0) < (reads.dense_bytes or 0):
             raise EvalError(f"{side.name}, context={work.context}: the patched run read as much as dense attention")
         costs = {"kv_fraction": reads.kv_fraction, "realised_budget": reads.realised_budget}
-    return Run(token_ids, (times[0] - started) * 1e3, (np.diff(times) * 1e3).tolist(), costs, seconds, traffic)
+    return Run(
+        token_ids,
+        (times[0] - started) * 1e3,
+        (np.diff(times) * 1e3).tolist(),
+        costs,
+        seconds,
+        traffic,
+        None if speculation is None else speculation.stats,
+    )
 
 
-def _setting(method: SparseMethod) -> str:
+def setting(method: SparseMethod) -> str:
     """Name what bounds the method's reads: its budget, or its threshold if it has none."""
     if method.token_budget is not None:
         return str(method.token_budget)
@@ -292,7 +318,7 @@ def forget_compiled(model: PreTrainedModel) -> None:
         torch._dynamo.reset()
 
 
-def _empty_cache(
+def empty_cache(
     model: PreTrainedModel, method: SparseMethod | str, capacity: int, kv_storage: str = "device"
 ) -> SparseCache:
     """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
@@ -312,9 +338,7 @@ def _cut(cache: Cache, length: int) -> None:
         cache.crop(-surplus)
 
 
-def _random_ids(
-    model: PreTrainedModel, shape: tuple[int, int], special_ids: Collection[int], seed: int
-) -> torch.Tensor:
+def random_ids(model: PreTrainedModel, shape: tuple[int, int], special_ids: Collection[int], seed: int) -> torch.Tensor:
     """Return random ordinary tokens, [batch, length]."""
     allowed = torch.tensor(sorted(set(range(model.config.vocab_size)) - set(special_ids)))
     chosen = torch.randint(len(allowed), shape, generator=torch.Generator().manual_seed(seed))

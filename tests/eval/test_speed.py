@@ -179,7 +179,7 @@ def test_a_model_prefills_the_context(tiny_folder: Path, monkeypatch: pytest.Mon
 
 
 def test_random_prompts_leave_special_tokens_out() -> None:
-    ids = speed_runs._random_ids(tiny_model(), (2, 250), special_ids=range(90), seed=0)
+    ids = speed_runs.random_ids(tiny_model(), (2, 250), special_ids=range(90), seed=0)
     assert set(ids.flatten().tolist()) == set(range(90, 97))
 
 

@@ -1,0 +1,83 @@
+"""``python -m eval lossless``: speed of lossless decoding, and the share of drafts that dense attention keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    MethodOption,
+    ModelOption,
+    ParameterOption,
+    harness_errors,
+)
+from eval.terminal import WIDTH, progress
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
+
+
+def lossless(
+    context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
+    model: ModelOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Architecture to time with random weights and a filled cache, instead of a model."),
+    ] = None,
+    method: MethodOption = "quest",
+    token_budget: BudgetOption = None,
+    draft_tokens: Annotated[str, typer.Option(help="Tokens drafted before each dense pass, comma-separated.")] = "4,8",
+    parameter: ParameterOption = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 128,
+    prompts: Annotated[int, typer.Option(help="Prompts of each context.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each side and prompt.")] = 3,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder with books (*.txt) whose beginnings are the prompts.", show_default="random tokens"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache and random prompts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each context.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Time lossless decoding beside dense generate(), after comparing their tokens.
+
+    Exits with 1 if tokens differ from dense attention's in float32 or float64, after everything else was measured.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    with harness_errors():
+        from eval.lossless import measure_lossless
+        from eval.lossless_config import LosslessConfig
+        from eval.lossless_table import lossless_table
+        from eval.speed import save
+
+        config = LosslessConfig(
+            model=model,
+            shape=shape,
+            contexts=integers("--context", context),
+            method=split(method),
+            token_budget=integers("--token-budget", token_budget),
+            draft_tokens=integers("--draft-tokens", draft_tokens),
+            parameters=parse_settings("--parameter", parameter or []),
+            new_tokens=new_tokens,
+            prompts=prompts,
+            repeats=repeats,
+            data_dir=data_dir,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
+        with progress(f"lossless decoding of {model or shape}", is_shown=True) as update:
+            report = measure_lossless(
+                config,
+                lambda what, done, total: update(done, total, what),
+                None if out is None else lambda report: save(report, out),
+            )
+        print_table(lossless_table(report), WIDTH)
+    if any(side["is_wrong"] for entry in report["results"] for side in entry["sides"]):
+        raise typer.Exit(1)
