@@ -105,7 +105,7 @@ def lossless_markdown(name: str, report: dict[str, Any], table: str) -> str:
         *([f"--token-budget {_listed(settings['token_budget'])}"] if settings["token_budget"] else []),
         f"--draft-tokens {_listed(settings['draft_tokens'])}",
         *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
-        f"--new-tokens {settings['new_tokens']} --prompts {settings['prompts']}",
+        f"--new-tokens {settings['new_tokens']} --prompts {settings['prompts']} --repeats {settings['repeats']}",
         *(["--data-dir D"] if settings["data_dir"] is not None else []),
     ]
     return "\n".join(

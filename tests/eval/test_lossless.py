@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 from typer.testing import CliRunner
 
-from eval import lossless_runs
+from eval import lossless, lossless_runs, speed_runs
 from eval.cli import app
 from eval.errors import EvalError
 from eval.lossless import measure_lossless, measure_lossless_model
 from eval.lossless_config import LosslessConfig
 from eval.lossless_table import HEAD, equal_tokens, lines, lossless_table
 from eval.markdown import lossless_tables
-from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, Work
+from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SelfSpeculation, sparse_attention
 from hf_sparse_attn.cli.models import load_model
@@ -152,6 +152,26 @@ def test_books_are_prefilled_once_for_all_sides(model_dir: str, data_dir: Path) 
     assert run.speculation == speculation.stats
 
 
+def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lossless, lossless_runs, speed_runs):
+        monkeypatch.setattr(module, "is_cuda", lambda model: True)
+    model = tiny_model()
+    model.generation_config.compile_config = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    model.generation_config.compile_config._compile_all_devices = True
+    (entry,) = measure_lossless_model(model, replace(SHORT, draft_tokens=(2, 3), prompts=2))["results"]
+    names = [f"quest, 48, draft {tokens}{kind}" for tokens in (2, 3) for kind in ("", UNCOMPILED)]
+    assert [side["name"] for side in entry["sides"]] == [*SIDES, *names]
+    compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}
+    assert compiled == {
+        STATIC: {"first": 1, "timed": 0},
+        names[0]: {"first": 1, "timed": 0},
+        names[2]: {"first": 0, "timed": 0},  # the length of the draft changes nothing
+    }
+    assert {side["error"] for side in entry["sides"]} == {None}
+    assert {each["in_common"] for side in entry["sides"] for each in side["tokens"]} == {5}
+    assert not hasattr(model, "_compiled_call")
+
+
 def changed_at(place: int) -> Any:
     """Return a ``generate`` whose lossless sides have another token."""
     generate = lossless_runs.generate
@@ -250,7 +270,7 @@ def test_tables_show_every_side(report: dict[str, Any], tmp_path: Path) -> None:
     assert text.startswith("### tiny-cpu, float64, ")
     assert (
         "`python -m eval lossless --shape tiny --context 150,90 --method quest,keycodes --token-budget 48 "
-        "--draft-tokens 3 --parameter page_size=16 --new-tokens 6 --prompts 2`"
+        "--draft-tokens 3 --parameter page_size=16 --new-tokens 6 --prompts 2 --repeats 1`"
     ) in text
     assert "2 x 1 runs (prompts x repeats) of 6 tokens" in text
     assert text.count("| 12 of 12 |") == 10
