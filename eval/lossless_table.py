@@ -78,7 +78,7 @@ def lossless_table(report: dict[str, Any]) -> Table:
         caption=literal(setting(report), "table.caption"),
     )
     for number, heading in enumerate(HEAD):
-        table.add_column(heading, justify="left" if number == 1 else "right")
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number == 1)
     for cells in lines(report):
         table.add_row(*map(literal, cells))
     return table
