@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def _cells(side: dict[str, Any]) -> list[str]:
     name = side["name"] + (", compiled" if side["compiled"] else "")
     if side["error"] is not None:
         return [name, side["error"], *("-" for _ in HEAD[3:])]
-    cells = [name, _spread(side["ms_per_token"]), f"{side['speed_up']:.2f}"]
+    cells = [name, _spread(side["ms_per_token"]), "-" if side["speed_up"] is None else f"{side['speed_up']:.2f}"]
     if side["draft_tokens"] is None:
         return [*cells, *("-" for _ in HEAD[4:-1]), equal_tokens(side["tokens"])]
     return [
@@ -59,8 +60,8 @@ def equal_tokens(tokens: list[dict[str, Any]]) -> str:
     if not differing:
         return text
     ties = sum(each["is_tie"] for each in differing)
-    kinds = [f"{ties} at a tie"] * bool(ties) + [f"{len(differing) - ties} not at a tie"] * (ties < len(differing))
-    return f"{text}; then {' and '.join(kinds)}"
+    kinds = [f"{ties} tie{'s' if ties > 1 else ''}"] * bool(ties) + [f"{len(differing) - ties} other"]
+    return f"{text} ({', '.join(kinds[: 1 + (ties < len(differing))])})"
 
 
 def lossless_table(report: dict[str, Any]) -> Table:
@@ -77,7 +78,7 @@ def lossless_table(report: dict[str, Any]) -> Table:
         caption=literal(setting(report), "table.caption"),
     )
     for number, heading in enumerate(HEAD):
-        table.add_column(heading, justify="left" if number == 1 else "right")
+        table.add_column(heading, justify="left" if number == 1 else "right", no_wrap=number == 1)
     for cells in lines(report):
         table.add_row(*map(literal, cells))
     return table
@@ -87,8 +88,35 @@ def setting(report: dict[str, Any]) -> str:
     """Say what was generated, how often, and from what."""
     settings = report["settings"]
     return (
-        f"Medians and quartiles of {settings['repeats']} runs of {settings['new_tokens']} tokens for each of "
-        f"{settings['prompts']} prompts ({report['prompts']}). The context is cached before. A pass is a dense one, a "
-        "round a draft and its pass. Equal tokens: up to the first difference from the first dense side, prompt by "
-        "prompt."
+        f"{settings['prompts']} x {settings['repeats']} runs (prompts x repeats) of {settings['new_tokens']} tokens, "
+        f"after a context that was cached before: {report['prompts']}. Medians, and quartiles in parentheses."
     )
+
+
+def lossless_markdown(name: str, report: dict[str, Any], table: str) -> str:
+    """Return a report as Markdown, around the table of :func:`lines`."""
+    settings, machine = report["settings"], report["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    model = settings["model"] or ""
+    model = Path(model).name if model.endswith(".gguf") else model
+    options = [
+        f"--shape {settings['shape']}" if settings["shape"] else f"--model {model}",
+        f"--context {_listed(settings['contexts'])} --method {_listed(settings['method'])}",
+        *([f"--token-budget {_listed(settings['token_budget'])}"] if settings["token_budget"] else []),
+        f"--draft-tokens {_listed(settings['draft_tokens'])}",
+        *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
+        f"--new-tokens {settings['new_tokens']} --prompts {settings['prompts']} --repeats {settings['repeats']}",
+        *(["--data-dir D"] if settings["data_dir"] is not None else []),
+    ]
+    return "\n".join(
+        [
+            f"### {name}, {settings['dtype']}, {machine['device']}\n",
+            f"`python -m eval lossless {' '.join(options)}`\n",
+            f"{versions}; {machine['date'][:10]}. {setting(report)}\n",
+            table,
+        ]
+    )
+
+
+def _listed(values: list[Any]) -> str:
+    return ",".join(map(str, values))

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eval import budget_table, throughput_table
+from eval import budget_table, lossless_table, throughput_table
 from eval.comparison_table import report_markdown
 from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_lines
@@ -123,6 +123,23 @@ def storage_table(results: Path) -> str:
         return "No measurements with keys and values in host memory are in this checkout.\n"
     listed = ", ".join(sorted(devices))
     return f"{listed}; weights, keys and values are random.\n\n{_table(throughput_table.STORAGE_HEAD, found, left=3)}"
+
+
+def lossless_tables(results: Path) -> str:
+    """Return the tables of the measurements of lossless decoding; a sentence if there are none.
+
+    Raises
+    ------
+    EvalError
+        A report cannot be read or has the wrong content.
+    """
+    parts, what = [], "a report of `python -m eval lossless`"
+    for path in sorted((results / "lossless").glob("*.json")):
+        report = read_json(path, what)
+        with _named(path, what):
+            table = _table(lossless_table.HEAD, lossless_table.lines(report), left=2)
+            parts.append(lossless_table.lossless_markdown(path.stem, report, table))
+    return "\n".join(parts) or "No measurements of `python -m eval lossless` are in this checkout.\n"
 
 
 @contextmanager

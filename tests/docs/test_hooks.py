@@ -1,6 +1,7 @@
 """Hooks of the site: pages from elsewhere, tables, drawings, formulas, notebooks and docstrings."""
 
 import importlib.util
+import json
 import logging
 import re
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_every_mark_of_a_page_can_be_generated() -> None:
     assert {mark.split()[0] for mark in marks} == set(hooks.MAKERS)
     for mark in marks:
         text = hooks.generated(mark, "page.md")
-        assert "| --- |" in text or "| ---: |" in text or text.startswith("No measurements of `eval/configs/")
+        assert "| --- |" in text or "| ---: |" in text or text.startswith("No measurements of `")
         assert str(ROOT) not in text
 
 
@@ -69,6 +70,33 @@ def test_tables_replace_their_marks() -> None:
     text = hooks.on_page_markdown("Before.\n\n<!-- generated: accuracy Quest -->\n\nAfter.", page, None, None)
     assert text.startswith("Before.\n\n| token_budget | KV read, % | score, % |")
     assert text.endswith("After.")
+
+
+def test_measurements_of_lossless_decoding_are_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    nothing = hooks.generated("lossless", "lossless.md")
+    assert nothing == "No measurements of `python -m eval lossless` are in this checkout.\n"
+    settings = {"model": "a/b.gguf", "shape": None, "contexts": [4000], "method": ["quest"], "token_budget": [512]}
+    settings |= {"draft_tokens": [8], "parameters": {}, "new_tokens": 64, "prompts": 1, "repeats": 3}
+    settings |= {"data_dir": "books", "dtype": "bfloat16"}
+    side = {"name": "quest, 512, draft 8", "compiled": True, "draft_tokens": 8, "error": None, "speed_up": 1.25}
+    times = {"median": 4.0, "q1": 3.9, "q3": 4.2}
+    side |= {"ms_per_token": times, "round_ms": times, "acceptance_rate": 0.5, "tokens_per_pass": 5.0}
+    side |= {"kv_fraction": 0.125, "tokens": [{"compared": 64, "in_common": 40, "is_tie": True}]}
+    results = [{"context": 4000, "error": None, "sides": [side]}, {"context": 8000, "error": "out of memory"}]
+    results[1]["sides"] = []
+    machine = {"device": "A GPU", "versions": {"torch": "2.11"}, "date": "2026-11-23T00:00:00"}
+    (tmp_path / "eval/results/lossless").mkdir(parents=True)
+    (tmp_path / "eval/results/lossless/b-gpu.json").write_text(
+        json.dumps({"machine": machine, "settings": settings, "prompts": "books", "results": results})
+    )
+    text = hooks.generated("lossless", "lossless.md")
+    assert "### b-gpu, bfloat16, A GPU" in text
+    assert (
+        "| 4,000 | quest, 512, draft 8, compiled | 4.00 (3.90 to 4.20) | 1.25 | 50.0 | 5.00 | 4.00 | 12.5 "
+        "| 40 of 64 (1 tie) |"
+    ) in text
+    assert "| 8,000 | out of memory | - |" in text
 
 
 @pytest.mark.parametrize(("page", "expected"), [("results.md", "assets/a.svg"), ("methods/a.md", "../assets/a.svg")])

@@ -19,6 +19,7 @@ from eval.cli import app
 from eval.config import RunConfig, make_config
 from eval.costs import Reads
 from eval.knobs import BUDGET, KNOBS, Ladders
+from eval.lossless_config import LosslessConfig
 from eval.metrics import tasks as scored_tasks
 from eval.protocols import _SOURCES
 from eval.records import MEASURED
@@ -34,7 +35,7 @@ from hf_sparse_attn.cli.terminal import parse_settings
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "eval/README.md"
 BENCHMARK_PAGES = {name: ROOT / f"eval/docs/{name}.md" for name in BENCHMARKS}
-COMMAND_PAGES = (ROOT / "eval/docs/budget.md", ROOT / "eval/docs/throughput.md")
+COMMAND_PAGES = tuple(ROOT / f"eval/docs/{name}.md" for name in ("budget", "throughput", "lossless"))
 PAGES = (README, *BENCHMARK_PAGES.values(), *COMMAND_PAGES)
 
 _FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -84,7 +85,7 @@ def table_column(page: Path, section: str) -> set[str]:
 
 def test_pages_have_commands_of_every_kind() -> None:
     found = {words[0] for page in PAGES for words in commands_of(page)}
-    assert found >= {"list", "run", "report", "table", "speed", "budget", "throughput"}
+    assert found >= {"list", "run", "report", "table", "speed", "budget", "throughput", "lossless"}
     for name, page in BENCHMARK_PAGES.items():
         assert any(words[:2] == ["run", name] for words in commands_of(page)), f"{page} has no run of {name}"
 
@@ -122,6 +123,18 @@ def test_commands_parse_and_name_what_exists(words: list[str]) -> None:
             tuple(items(given["method"])),
             token_budget=numbers(given["token_budget"]),
             rate=given["rate"],
+        )
+    elif name == "lossless":
+        LosslessConfig(
+            given["model"],
+            given["shape"],
+            numbers(given["context"]),
+            tuple(items(given["method"])),
+            numbers(given["token_budget"]),
+            numbers(given["draft_tokens"]),
+            new_tokens=given["new_tokens"],
+            prompts=given["prompts"],
+            data_dir=given["data_dir"],
         )
     elif name == "budget" and given["records"]:
         make_target({}, {name: given[name] for name in ("target", "divergence")})
@@ -202,13 +215,13 @@ def test_readme_names_every_option_of_run_and_its_setting() -> None:
     assert {field.name for field in fields(RunConfig) if f"| `{field.name}` |" not in text} == set()
 
 
-@pytest.mark.parametrize("name", ["budget", "throughput"])
+@pytest.mark.parametrize("name", ["budget", "throughput", "lossless"])
 def test_a_command_s_page_names_its_own_options(name: str) -> None:
     def options(command: str) -> set[str]:
         parameters = COMMAND_LINE.commands[command].params
         return {option for each in parameters for option in each.opts if option.startswith("--")}
 
-    shared = {"budget": options("run"), "throughput": {"--dtype", "--device"}}[name]
+    shared = options("run") if name == "budget" else {"--dtype", "--device"}
     page = ROOT / f"eval/docs/{name}.md"
     section = "Run"
     assert options(name) - shared - {"--help"} == {each for each in table_column(page, section) if each[:2] == "--"}

@@ -257,7 +257,12 @@ def test_a_static_cache_whose_drafts_are_compiled():
     torch._dynamo.reset()
     counters.clear()
     arguments = {**inputs, **GREEDY, "compile_config": config, "return_dict_in_generate": True}
-    output = model.generate(**arguments, custom_generate=SelfSpeculation(4))
+    speculation = SelfSpeculation(4)
+    output = model.generate(**arguments, custom_generate=speculation)
+    assert speculation.stats.verifications > 1
+    assert counters["stats"]["unique_graphs"] == 1
+    # Neither further rounds, nor another cache, nor another length of draft compiles anything.
+    assert torch.equal(model.generate(**arguments, custom_generate=SelfSpeculation(2)).sequences, expected)
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
     assert torch.equal(output.sequences, expected)
