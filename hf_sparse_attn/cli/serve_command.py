@@ -51,7 +51,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on.", metavar="NAME",
 Port = Annotated[int, typer.Option(help="Port to listen on.", metavar="NUMBER", rich_help_panel=_SERVER)]
 Compile = Annotated[
     bool,
-    typer.Option("--compile", help="Decode with a static cache, whose steps are compiled.", rich_help_panel=_SERVER),
+    typer.Option("--compile", help="Use a static cache; on CUDA decode steps are compiled.", rich_help_panel=_SERVER),
 ]
 
 
@@ -66,7 +66,7 @@ def serve(
     port: Port = 8000,
     compile_steps: Compile = False,
 ) -> None:
-    """Serve a patched model over HTTP, with the OpenAI-compatible server of transformers serve.
+    """Serve a patched model over HTTP, with the server of transformers serve, which speaks OpenAI's API.
 
     Requests are answered one after the other.
     Needs pip install 'transformers\\[serving]'.
