@@ -29,6 +29,7 @@ from hf_sparse_attn.methods import (
     TokenSelect,
 )
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
+from hf_sparse_attn.patch.serving import serve_model
 from hf_sparse_attn.patch.speculation import SelfSpeculation, SpeculationStats
 from hf_sparse_attn.patched import sparse_attention_stats
 from hf_sparse_attn.record import SelectionRecord, record_selections
@@ -70,6 +71,7 @@ __all__ = [
     "patch_model",
     "prepare_context",
     "record_selections",
+    "serve_model",
     "sparse_attention",
     "sparse_attention_stats",
     "unpatch_model",

@@ -1,4 +1,4 @@
-"""``hf-sparse-attn``: list the methods, compare them with dense attention, and ask prepared contexts."""
+"""``hf-sparse-attn``: list the methods, compare them with dense attention, serve a model, and ask prepared contexts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from hf_sparse_attn import __version__
 from hf_sparse_attn.cli.compare_command import compare
 from hf_sparse_attn.cli.context.app import context_app
+from hf_sparse_attn.cli.serve_command import serve
 from hf_sparse_attn.cli.terminal import print_table
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 
 app.command()(compare)
+app.command()(serve)
 app.add_typer(context_app, name="context")
 
 

@@ -19,8 +19,9 @@ from hf_sparse_attn.rope import depends_on_length
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
 NO_PAGED_CACHE = (
-    "continuous batching (generate_batch, cache_implementation='paged') has a paged cache of its own, which sparse "
-    "attention cannot read: call generate() with a batch, or unpatch_model(model) first"
+    "continuous batching (generate_batch, cache_implementation='paged') is not supported by a patched model: "
+    "Transformers' paged cache hands attention all keys and values instead of pages to choose from, and keeps no "
+    "metadata of its pages (see docs/serving.md); call generate() with a batch, or unpatch_model(model) first"
 )
 
 
