@@ -24,7 +24,7 @@ def read(name: str) -> nbformat.NotebookNode:
 def test_the_readme_lists_every_notebook():
     text = (run.SOURCES / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[(\w+)\]\(\1\.ipynb\) \|", text, re.MULTILINE)) == sorted(NAMES)
-    assert len(NAMES) == 17
+    assert len(NAMES) == 22
 
 
 @pytest.mark.parametrize("name", NAMES)
