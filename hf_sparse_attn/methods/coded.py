@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import code_scores, encode_keys
 from hf_sparse_attn_kernels.codes.centre import centre_levels
+from hf_sparse_attn_kernels.codes.constants import make_constants
 
 from hf_sparse_attn.methods.base import SparseMethod
 from hf_sparse_attn.rope import head_dim_of
@@ -89,6 +90,7 @@ class CodedMethod(SparseMethod, partial=True):
         """
         keys = layer.keys
         batch, kv_heads, capacity, head_dim = keys.shape
+        make_constants(head_dim, keys.device)  # now, since decode steps may be recorded as CUDA graphs
         pages = -(-capacity // self.page_size)
         tokens = (batch, kv_heads, pages * self.page_size)
         centres = (batch, kv_heads, 1 if self.shared_centre else pages)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
+from hf_sparse_attn_kernels.codes.mass_weights import step_weights
+from hf_sparse_attn_kernels.codes.rotation import rotation, rotation_levels
 
 from hf_sparse_attn import KeyCodes, RaBitQCache, SparseCache, sparse_attention
 from hf_sparse_attn.methods import coded, keycodes
@@ -37,3 +39,20 @@ def test_scores_are_those_of_whole_pages_for_which_the_codes_have_room(method, m
     expected = [144, 144, 192] if max_cache_len is None else [192] * 3
     assert [tokens for tokens, _ in scored] == [tokens for tokens in expected for _ in cache.layers]
     assert all(tokens <= room for tokens, room in scored)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@torch.inference_mode()
+def test_a_prompt_makes_the_tensors_that_steps_share(method):
+    """A step may be recorded as a CUDA graph, which overwrites memory that is first allocated in it."""
+    constants = (rotation, rotation_levels, step_weights)
+    for make in constants:
+        make.cache_clear()
+    model = shared_model("llama")
+    with sparse_attention(model, method):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 120), past_key_values=cache)
+        made = [make.cache_info().misses for make in constants]
+        model(random_ids(1, 1), past_key_values=cache)
+    assert all(made)
+    assert [make.cache_info().misses for make in constants] == made

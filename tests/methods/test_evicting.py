@@ -20,6 +20,8 @@ from tests.methods.evicting import GROUP, KV_HEADS, Run, largest
 from tests.models import DEVICE, make_model, random_ids, shared_model
 
 BUDGET = 19
+# RoPE's tables and the norms are float32, and a GPU adds up the norms in an order that depends on the shape.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4} if DEVICE == "cuda" else {}
 EVICTING = {
     "streaming_llm": StreamingLLM(token_budget=BUDGET),
     "tova": TOVA(token_budget=BUDGET),
@@ -230,7 +232,8 @@ def test_rows_that_are_reordered_repeated_and_chosen_go_on_as_they_would_alone(n
         for number, row in enumerate(rows):
             alone = SparseCache.for_model(model)
             fed(model, alone, ids[row : row + 1, -lengths[row] :], steps.T[row : row + 1])
-            torch.testing.assert_close(together[number], fed(model, alone, later[:1, :5], later[:1, 5:])[0])
+            expected = fed(model, alone, later[:1, :5], later[:1, 5:])[0]
+            torch.testing.assert_close(together[number], expected, **TOLERANCE)
 
 
 def fed(model, cache, prompt, steps, mask=None):

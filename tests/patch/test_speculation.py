@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -29,7 +30,9 @@ DRAFTING = [
     "double_sparsity",
     "infinigen",
 ]
-GREEDY = {"max_new_tokens": 20, "do_sample": False}
+# The reference implementation, which float64 needs, cannot be recorded as a CUDA graph.
+ANSWER = {"do_sample": False, "disable_compile": True}
+GREEDY = {"max_new_tokens": 20, **ANSWER}
 
 
 def dense_model(family="llama", **overrides):
@@ -137,7 +140,7 @@ def test_sliding_windows():
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 8])
 def test_every_number_of_new_tokens(max_new_tokens):
     model, ids = dense_model(), random_ids(2, 80)
-    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    arguments = {"max_new_tokens": max_new_tokens, **ANSWER}
     expected = model.generate(ids, **arguments)
     patched(model)
     cache = SparseCache.for_model(model, max_cache_len=80 + max_new_tokens - 1)  # as full as generate() fills it
@@ -256,7 +259,8 @@ def test_a_static_cache_whose_drafts_are_compiled():
     patched(model)
     torch._dynamo.reset()
     counters.clear()
-    arguments = {**inputs, **GREEDY, "compile_config": config, "return_dict_in_generate": True}
+    compiled = {"disable_compile": False, "compile_config": config}
+    arguments = {**inputs, **GREEDY, **compiled, "return_dict_in_generate": True}
     speculation = SelfSpeculation(4)
     output = model.generate(**arguments, custom_generate=speculation)
     assert speculation.stats.verifications > 1
@@ -268,6 +272,20 @@ def test_a_static_cache_whose_drafts_are_compiled():
     assert torch.equal(output.sequences, expected)
     assert output.past_key_values.is_compileable
     assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", DRAFTING)
+def test_drafts_in_cuda_graphs(method):
+    model, inputs = make_model("llama", num_hidden_layers=2), padded_batch()
+    expected = model.generate(**inputs, **GREEDY)
+    patched(model, method)
+    speculation = SelfSpeculation(4)
+    arguments = {**inputs, **GREEDY, "disable_compile": False, "custom_generate": speculation}
+    with use_impl("triton"):
+        for _ in range(2):  # the second one replays what the first one has recorded
+            assert torch.equal(model.generate(**arguments), expected)
+    assert speculation.stats.verifications > 1
 
 
 @pytest.mark.parametrize("method", ["quest", "keycodes"])
@@ -291,7 +309,7 @@ def test_a_failure_leaves_the_tokens_that_were_kept(at_call, error):
         model.generate(ids, past_key_values=cache, **GREEDY, custom_generate=speculation)
     kept = sum(len(tokens) for tokens in streamer.received[1:])
     assert cache.get_seq_length() == 90 + kept - 1
-    more = {"max_new_tokens": 20 - kept, "do_sample": False, "past_key_values": cache}
+    more = {"max_new_tokens": 20 - kept, **ANSWER, "past_key_values": cache}
     assert torch.equal(model.generate(expected[:, : 90 + kept], **more, custom_generate=SelfSpeculation(4)), expected)
 
 
@@ -328,7 +346,7 @@ def test_sampled_answers_follow_the_dense_distribution():
         best = (model(text).logits[0, -1].float() / 1.5).topk(5)
     expected = best.values.softmax(0) * rows
     patched(model, "oracle_topk", token_budget=1)
-    arguments = {"max_new_tokens": 3, "do_sample": True, "top_k": 5, "temperature": 1.5}
+    arguments = {"max_new_tokens": 3, **ANSWER, "do_sample": True, "top_k": 5, "temperature": 1.5}
     arguments["prefix_allowed_tokens_fn"] = lambda row, tokens: (
         text[0, 30:].tolist() if len(tokens) == 30 else range(97)
     )
