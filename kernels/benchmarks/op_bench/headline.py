@@ -22,6 +22,7 @@ FOUND_LENGTH = 30000
 FOUND = (("quest", 2048), ("tokenselect", 256))
 """Methods and budgets whose accuracy the table shows."""
 NEEDLES = Path("eval/results/results-keycodes-bytes")
+NEEDLE_MODEL = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 NEEDLE_METHODS = (("quest", 1024), ("keycodes", 1024))
 """Methods and budgets whose share of found needles the table shows."""
 MARKS = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- measured: end -->\n)", re.DOTALL)
@@ -109,11 +110,12 @@ def _accuracy(root: Path) -> list[list[str]]:
 
 
 def _needles(root: Path) -> list[list[str]]:
-    """Return a row for each method: the mean score of all samples of the study's scored runs, and the bytes read."""
+    """Return a row for each method: the mean score of the largest model's samples with needles, and the bytes read."""
     entries = [
         entry
         for path in sorted((root / NEEDLES).glob("*/summary.json"))
-        for entry in overview.read_summary(path)["table"]
+        if (summary := overview.read_summary(path))["model"] == NEEDLE_MODEL
+        for entry in summary["table"]
         if entry["benchmark"] != "longbench" and not entry["variant"]
     ]
     rows = []
