@@ -41,7 +41,7 @@ def batching(model, **options):
 
 
 def generated(model, prompt):
-    return model.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :].tolist()
+    return model.generate(torch.tensor([prompt], device=model.device), **GREEDY)[0, len(prompt) :].tolist()
 
 
 @pytest.fixture
