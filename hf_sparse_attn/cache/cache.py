@@ -686,9 +686,12 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.shared.prompt_is_open, self.finished_at = False, self._held
 
     def _try_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise what a change to rows that do not exist raises, before any layer is changed."""
+        """Raise what a change to rows that do not exist raises, before any layer is changed.
+
+        On the host, which waits for the device's indices: CUDA does not survive one out of range.
+        """
         for lengths in self.lengths:
-            change(lengths.seq_start)
+            change(torch.arange(len(lengths.seq_start)))
 
     @contextmanager
     def _changing(self, operation: str) -> Iterator[None]:
