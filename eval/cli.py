@@ -18,6 +18,7 @@ from eval.options import (
     ChatOption,
     ChatTemplateOption,
     ConfigOption,
+    ContextsOption,
     DataDirOption,
     DeviceOption,
     DtypeOption,
@@ -32,6 +33,7 @@ from eval.options import (
     QuestionOption,
     SeedOption,
     SettingOption,
+    ShapeOption,
     TasksOption,
     given,
     harness_errors,
@@ -162,12 +164,9 @@ def report(
 
 @app.command()
 def speed(
-    context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
+    context: ContextsOption,
     model: ModelOption = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Architecture to time with random weights and a filled cache, instead of a model."),
-    ] = None,
+    shape: ShapeOption = None,
     method: MethodOption = "quest",
     token_budget: BudgetOption = None,
     parameter: ParameterOption = None,

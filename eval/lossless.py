@@ -17,7 +17,7 @@ from eval.errors import EvalError
 from eval.lossless_config import LosslessConfig
 from eval.lossless_runs import OUT_OF_MEMORY, Cell, compare_tokens, make_prompts, make_sides, start
 from eval.speed import Progress, check_model, numbered, open_model, quartiles
-from eval.speed_runs import Side, forget_compiled, is_cuda
+from eval.speed_runs import forget_compiled, is_cuda
 from hf_sparse_attn import SparseCache, SparseMethod
 
 Keep = Callable[[dict[str, Any]], None]
@@ -136,7 +136,7 @@ def _measure_context(
         work = start(model, config, context, number, None if prompts is None else prompts[number])
         sides = {side.name: side for side in make_sides(work, config, methods)}
         for name, side in sides.items():
-            cells.setdefault(name, Cell(_described(side)))
+            cells.setdefault(name, Cell({**side.described(), "draft_tokens": side.draft_tokens}))
         where = f"{context:,} tokens, prompt {number + 1}"
         compare_tokens(work, config, sides, cells, number, progress)
         for repeat in range(config.repeats):
@@ -150,17 +150,6 @@ def _measure_context(
         del work, sides, side  # frees memory before the next prompt's cache is allocated
     entries = [_entry(cell) for cell in cells.values()]
     return {"context": context, "error": None, "fastest_dense": _compare_times(entries), "sides": entries}
-
-
-def _described(side: Side) -> dict[str, Any]:
-    return {
-        "name": side.name,
-        "method": DENSE if side.method is None else side.method.name,
-        "token_budget": None if side.method is None else side.method.token_budget,
-        "hyperparameters": {} if side.method is None else asdict(side.method),
-        "draft_tokens": side.draft_tokens,
-        "compiled": side.compiled,
-    }
 
 
 def _entry(cell: Cell) -> dict[str, Any]:

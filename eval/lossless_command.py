@@ -9,11 +9,13 @@ import typer
 
 from eval.options import (
     BudgetOption,
+    ContextsOption,
     DeviceOption,
     DtypeOption,
     MethodOption,
     ModelOption,
     ParameterOption,
+    ShapeOption,
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
@@ -21,12 +23,9 @@ from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, s
 
 
 def lossless(
-    context: Annotated[str, typer.Option(help="Tokens before the first new one, comma-separated.")],
+    context: ContextsOption,
     model: ModelOption = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Architecture to time with random weights and a filled cache, instead of a model."),
-    ] = None,
+    shape: ShapeOption = None,
     method: MethodOption = "quest",
     token_budget: BudgetOption = None,
     draft_tokens: Annotated[str, typer.Option(help="Tokens drafted before each dense pass, comma-separated.")] = "4,8",

@@ -63,6 +63,11 @@ ParameterOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on CPU, else bfloat16")
 ]
+ContextsOption = Annotated[str, typer.Option("--context", help="Tokens before the first new one, comma-separated.")]
+ShapeOption = Annotated[
+    str | None,
+    typer.Option("--shape", help="Architecture to time with random weights and a filled cache, instead of a model."),
+]
 KVStorageOption = Annotated[
     str, typer.Option(help="'host' runs each method with keys and values in host memory too, after the device.")
 ]

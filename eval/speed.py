@@ -227,11 +227,7 @@ def _entries(
         usual_seconds = median(run.seconds for run in runs[side.name])
         copied_bytes = work.kv_bytes if side.copies_cache else 0
         entry: dict[str, Any] = {
-            "name": side.name,
-            "method": DENSE if side.method is None else side.method.name,
-            "token_budget": None if side.method is None else side.method.token_budget,
-            "hyperparameters": {} if side.method is None else asdict(side.method),
-            "compiled": side.compiled,
+            **side.described(),
             "compile_seconds": max(0.0, probe.first_seconds - usual_seconds) if side.compiled else None,
             "ttft_ms": {**quartiles(first_ms), "all": first_ms},
             "tpot_ms": quartiles([ms for run in runs[side.name] for ms in run.token_ms]),

@@ -7,9 +7,9 @@ import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +66,16 @@ class Side:
     draft_tokens: int | None = None
     """Tokens that the method drafts before each dense pass; None if it decodes by itself."""
 
+    def described(self) -> dict[str, Any]:
+        """Return what a report says of the side, as JSON values."""
+        return {
+            "name": self.name,
+            "method": DENSE if self.method is None else self.method.name,
+            "token_budget": None if self.method is None else self.method.token_budget,
+            "hyperparameters": {} if self.method is None else asdict(self.method),
+            "compiled": self.compiled,
+        }
+
 
 @dataclass(frozen=True)
 class Work:
@@ -94,11 +104,10 @@ class Work:
         filled = empty_cache(model, DENSE, capacity)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
         with seeded(model.device, config.seed):
-            for layer_idx, layer in enumerate(filled.sparse_layers):
+            for layer_idx in range(len(filled.sparse_layers)):
                 keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv")
                 filled.update(keys, values, layer_idx)
-                for buffer in (layer.keys, layer.values):
-                    buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
+        _clear_beyond(filled, context)
         input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
         return cls(model, context, capacity, input_ids, filled, config.kv_storage)
 
@@ -109,9 +118,7 @@ class Work:
         filled = empty_cache(model, DENSE, context + new_tokens + 1)
         with torch.no_grad(), sparse_attention(model, DENSE):
             model(prompt[:, :context], past_key_values=filled, use_cache=True, logits_to_keep=1)
-        for layer in filled.sparse_layers:
-            for buffer in (layer.keys, layer.values):
-                buffer[:, :, context:] = 0.0  # a static cache is read to its end, and a mask does not stop NaN
+        _clear_beyond(filled, context)
         return cls(model, context, context + new_tokens + 1, prompt, filled)
 
     @property
@@ -336,6 +343,13 @@ def _cut(cache: Cache, length: int) -> None:
     surplus = int(cache.get_seq_length()) - length
     if surplus:
         cache.crop(-surplus)
+
+
+def _clear_beyond(cache: SparseCache, length: int) -> None:
+    """Fill the room behind the cached tokens: a static cache is read to its end, and a mask does not stop NaN."""
+    for layer in cache.sparse_layers:
+        for buffer in (layer.keys, layer.values):
+            buffer[:, :, length:] = 0.0
 
 
 def random_ids(model: PreTrainedModel, shape: tuple[int, int], special_ids: Collection[int], seed: int) -> torch.Tensor:

@@ -198,7 +198,7 @@ def _measure_sides(
             entry, warm = {"error": "out of memory"}, None
         if side.method is None and warm is not None:
             dense_ids = warm.token_ids
-        entries.append(_described(side) | entry)
+        entries.append({**side.described(), "kv_storage": side.kv_storage, "error": None} | entry)
     return entries, list(checks.values())
 
 
@@ -231,18 +231,6 @@ def _serve(side: Side, work: Work, arrived: Sequence[float], config: ThroughputC
         "peak_memory_bytes": memory.peak_bytes,
         "first_seconds": warm.seconds,
     }, warm
-
-
-def _described(side: Side) -> dict[str, Any]:
-    return {
-        "name": side.name,
-        "method": DENSE if side.method is None else side.method.name,
-        "token_budget": None if side.method is None else side.method.token_budget,
-        "hyperparameters": {} if side.method is None else asdict(side.method),
-        "compiled": side.compiled,
-        "kv_storage": side.kv_storage,
-        "error": None,
-    }
 
 
 def _compare(sides: Sequence[dict[str, Any]]) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -28,6 +26,8 @@ from hf_sparse_attn import SelfSpeculation, sparse_attention
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 CONFIG = LosslessConfig(
     shape="tiny",
     contexts=(150,),
@@ -45,14 +45,6 @@ SIDES = [DYNAMIC, PREALLOCATED, STATIC]
 
 def tiny_model(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return build_model(SHAPES["tiny"], dtype, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Freeze existing objects: garbage is collected before each run and need not scan them again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,8 @@ from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
 from tests.tiny import save_model
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 CONTEXT = 300
 NEW_TOKENS = 4
@@ -43,14 +43,6 @@ def config(**changes: Any) -> SpeedConfig:
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
     return build_model(SHAPES["tiny"], torch.float32, torch.device("cpu"), seed)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Freeze existing objects: garbage is collected before each timed run and need not scan them again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

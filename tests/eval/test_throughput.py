@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +22,8 @@ from eval.speed_shapes import SHAPES, build_model
 from eval.throughput import ThroughputConfig, measure_throughput
 from eval.throughput_table import HEAD, TRAFFIC_HEAD, head, lines, setting, throughput_markdown, throughput_table
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 CONFIG = ThroughputConfig(
     "tiny",
     context=160,
@@ -36,14 +36,6 @@ CONFIG = ThroughputConfig(
     device="cpu",
 )
 SHORT = replace(CONFIG, method=("quest",), new_tokens=2, requests=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Freeze existing objects: garbage is collected before each timed run and need not scan them again."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_arrivals_are_a_seeded_poisson_process():
