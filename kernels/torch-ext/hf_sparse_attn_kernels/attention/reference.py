@@ -100,7 +100,8 @@ def dense_prefill(
     seen = valid[:, None] & (positions <= own[:, :, None])  # [batch, queries, capacity]
     # A weight of 0 times a NaN would still be NaN.
     values = values.masked_fill(~valid[:, None, :, None], 0.0).to(compute_dtype(query.dtype))
-    scores = _scores(query.unflatten(1, (kv_heads, -1)), keys.unsqueeze(2), scale)
+    grouped = query.reshape(query.shape[0], kv_heads, -1, queries, query.shape[3])
+    scores = _scores(grouped, keys.unsqueeze(2), scale)
     scores.masked_fill_(~seen[:, None, None], float("-inf"))  # [batch, kv_heads, group, queries, capacity]
     nothing = ~seen.any(dim=2)[:, None, None, :, None]
     out = (scores.softmax(dim=4) @ values.unsqueeze(2)).masked_fill_(nothing, 0.0)
