@@ -130,6 +130,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.attention_input: torch.Tensor | None = None
         """[batch, 1, hidden]: the last attention's input in a decode step of a method that rehearses, until the next
         one takes it."""
+        self.verifies_draft = False
+        """Whether a compiled pass over several tokens verifies a draft; see :meth:`verifying`."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
         # Transformers decides which layers have sliding windows.
@@ -549,6 +551,26 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._pass = self.shared.padding = None
         self.forget_step()
         return forward_pass
+
+    @property
+    def compiles_verification(self) -> bool:
+        """Whether a pass that verifies a draft may be compiled: its layers then read by row bounds on the device."""
+        return (
+            self.is_compileable
+            and self.kv_storage == "device"
+            and not self.left_out
+            and len(self.sparse_layers) == len(self.layers)
+            and self.method.compiles_verification
+        )
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Announce compiled passes over several tokens that verify drafts, which dense attention alone may read."""
+        self.verifies_draft = True
+        try:
+            yield
+        finally:
+            self.verifies_draft = False
 
     def check_present(self) -> None:
         """Raise ``ValueError`` if the cache is parked: a compiled step cannot move it back."""

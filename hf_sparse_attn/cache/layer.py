@@ -276,7 +276,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
-        self._shared.prompt_is_open = True  # a token of an unpatched model may follow tokens that no method has seen
+        if not self.lengths.is_traced:  # else a draft is verified: the method has finished the prompt before it
+            self._shared.prompt_is_open = True  # a token of an unpatched model may follow tokens that no method has seen
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
 
@@ -291,8 +292,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return token
 
     def observe(self, query: torch.Tensor, scale: float) -> None:
-        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all."""
-        if self.keep_queries:
+        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all.
+
+        A compiled pass, which verifies a draft, counts as decode steps do.
+        """
+        if self.keep_queries and not self.lengths.is_traced:
             self.prompt_queries = followed_by(
                 self.prompt_queries,
                 query.detach(),

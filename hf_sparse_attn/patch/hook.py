@@ -43,11 +43,14 @@ class DecoderHooks:
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
-        if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
-            cache.check_present()
-            # The prompt was checked; further checks would become part of the compiled step.
-            cache.expect_step()
-            return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)
+        if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None:
+            is_step = tokens.shape[1] == 1
+            if is_step or cache.verifies_draft:
+                # The prompt was checked; further checks would become part of the compiled step.
+                cache.check_present()
+                if is_step:
+                    cache.expect_step()
+                return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
