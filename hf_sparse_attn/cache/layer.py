@@ -276,8 +276,10 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
-        if not self.lengths.is_traced:  # else a draft is verified: the method has finished the prompt before it
-            self._shared.prompt_is_open = True  # a token of an unpatched model may follow tokens that no method has seen
+        # A token of an unpatched model may follow tokens that no method has seen. A draft that a compiled pass verifies
+        # follows a finished prompt.
+        if not self.lengths.is_traced:
+            self._shared.prompt_is_open = True
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
 

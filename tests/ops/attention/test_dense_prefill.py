@@ -18,7 +18,7 @@ def _last_tokens(lengths, queries, **options):
 
 def _eager(query, keys, values, start, end, dtype, scale=None):
     """Plain causal attention of each query head over its row, every step rounded to `dtype`."""
-    batch, q_heads, queries, head_dim = query.shape
+    _, q_heads, queries, head_dim = query.shape
     group = q_heads // keys.shape[1]
     out = torch.zeros(query.shape, device=device, dtype=dtype)
     lse = torch.full(query.shape[:3], float("-inf"), device=device, dtype=dtype)

@@ -68,7 +68,8 @@ def decode_attention_kernel(
 ):
     """Attend over one split of a row and KV head, for all query heads of its group; grid (splits, pairs).
 
-    CAUSAL, for DENSE: every query head has `queries` tokens, which see the row up to themselves. The last program to finish merges the splits, unless a separate kernel does (MERGE_APART).
+    CAUSAL, for DENSE: every query head has `queries` tokens, each of which sees the row up to itself. The last program
+    to finish merges the splits, unless a separate kernel does (MERGE_APART).
     """
     wait_for_previous_kernel(PDL)
     split = tl.program_id(0)
