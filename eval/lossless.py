@@ -119,7 +119,7 @@ def measure_lossless_model(
     with torch._dynamo.config.patch(recompile_limit=COMPILED_VARIANTS, automatic_dynamic_shapes=False):
         try:
             for context in config.contexts:
-                entry = {"context": context, "error": None, "fastest_dense": None, "sides": []}
+                entry: dict[str, Any] = {"context": context, "error": None, "fastest_dense": None, "sides": []}
                 report["results"].append(entry)
 
                 def keep_side(side: dict[str, Any], context: int = context) -> None:
@@ -188,7 +188,7 @@ def _entry(cell: Cell, config: LosslessConfig) -> dict[str, Any]:
 
 
 def _round_times(stats: Sequence[SpeculationStats], draft_tokens: int) -> dict[str, dict[str, float]]:
-    """Return the times of a round and of its parts, over the rounds with a whole draft, or over all if there is none."""
+    """Return the times of a round and of its parts, over the rounds with a whole draft; over all if none is."""
     rounds = [
         (drafted, draft * 1e3, verification * 1e3)
         for each in stats

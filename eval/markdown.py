@@ -128,7 +128,7 @@ def storage_table(results: Path) -> str:
 def lossless_tables(results: Path) -> str:
     """Return the tables of the measurements of lossless decoding, and what follows from them; a sentence if none.
 
-    The last table has what was not measured but computed: the costs of random weights, and the drafts kept of real ones.
+    The last table is not measured but computed, from the costs of random weights and the drafts kept of real ones.
 
     Raises
     ------
