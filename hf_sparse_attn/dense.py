@@ -56,11 +56,12 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
 
 
 def _attends_by_bounds(layer: SparseLayer, tokens: int) -> bool:
-    """Whether a pass over the last tokens of every row needs no mask. A compiled pass must not need one."""
-    if layer.method.rotates_keys or not layer.storage.reads_by_bounds():
-        return False
+    """Whether a pass over the last tokens of every row needs no mask. The verification of a draft never has one."""
+    if layer.verifies_draft:
+        return True
     length = layer.lengths.known_length
-    return length is None or (1 < tokens <= FEW_TOKENS and TIMES_AS_LONG * tokens <= length)
+    is_few = length is not None and 1 < tokens <= FEW_TOKENS and TIMES_AS_LONG * tokens <= length
+    return is_few and layer.storage.reads_by_bounds() and not layer.method.rotates_keys
 
 
 def stock_attention(

@@ -130,8 +130,6 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.attention_input: torch.Tensor | None = None
         """[batch, 1, hidden]: the last attention's input in a decode step of a method that rehearses, until the next
         one takes it."""
-        self.verifies_draft = False
-        """Whether a compiled pass over several tokens verifies a draft; see :meth:`verifying`."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
         # Transformers decides which layers have sliding windows.
@@ -565,12 +563,19 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
-        """Announce compiled passes over several tokens that verify drafts, which dense attention alone may read."""
-        self.verifies_draft = True
+        """Announce compiled passes over several tokens that verify drafts; see :attr:`compiles_verification`."""
+        self.shared.verifies_draft = True
         try:
             yield
         finally:
-            self.verifies_draft = False
+            self.shared.verifies_draft = False
+
+    def row_mask(self, num_new: int) -> torch.Tensor | None:
+        """Return the mask of cached and new tokens, bool [batch, tokens]; None if no row has padding."""
+        if not self.has_padding:
+            return None
+        seq_start = self.lengths[0].seq_start
+        return torch.arange(self.length + num_new, device=seq_start.device) >= seq_start[:, None]
 
     def check_present(self) -> None:
         """Raise ``ValueError`` if the cache is parked: a compiled step cannot move it back."""

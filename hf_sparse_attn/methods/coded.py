@@ -115,7 +115,7 @@ class CodedMethod(SparseMethod, partial=True):
 
         :meth:`finish_prompt` codes the pages of other tokens, once the queries are known.
         """
-        if (num_new == 1 and layer.lengths.in_step) or layer.lengths.is_traced:
+        if (num_new == 1 and layer.lengths.in_step) or layer.verifies_draft:
             self._encode(layer, max_pages=-(-num_new // self.page_size))
         elif num_new == layer.lengths.known_length:
             layer.metadata["coded"].zero_()

@@ -296,6 +296,20 @@ def test_a_static_cache_whose_drafts_and_verifications_are_compiled(method):
     assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
 
 
+@pytest.mark.parametrize("method", ["quest", "keycodes"])
+def test_a_verification_that_dynamo_leaves_uncompiled(method):
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    model, inputs = dense_model(num_hidden_layers=3), padded_batch()
+    expected = model.generate(**inputs, **GREEDY)
+    patched(model, method)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=True):
+        arguments = {**inputs, **GREEDY, "disable_compile": False, "compile_config": config}
+        assert torch.equal(model.generate(**arguments, custom_generate=SelfSpeculation(4)), expected)
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", DRAFTING)
 def test_drafts_in_cuda_graphs(method):
