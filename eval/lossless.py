@@ -15,12 +15,13 @@ from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
 from eval.lossless_config import LosslessConfig
-from eval.lossless_runs import OUT_OF_MEMORY, Cell, compare_tokens, make_prompts, make_sides, start
+from eval.lossless_runs import OUT_OF_MEMORY, Cell, Clock, SideRuns, make_prompts, make_sides, start
 from eval.speed import Progress, check_model, numbered, open_model, quartiles
 from eval.speed_runs import forget_compiled, is_cuda
-from hf_sparse_attn import SparseCache, SparseMethod
+from hf_sparse_attn import SparseCache, SparseMethod, SpeculationStats
 
-Keep = Callable[[dict[str, Any]], None]
+Keep = Callable[[dict[str, Any], int, dict[str, Any]], None]
+"""Called after each side with the report so far, the context, and the side's entry in it."""
 COMPILED_VARIANTS = 256
 """Compiled steps that Dynamo may keep: one for each method and budget, more than its default of 8."""
 
@@ -49,7 +50,8 @@ def measure_lossless_model(
     """Time a model's dense ``generate()``, and lossless decoding with each method, budget and length of draft.
 
     All runs start from the same cached context, so the prefill is not timed. The first run of each side is not timed
-    either: its tokens are compared with those of the first dense side.
+    either: its tokens are compared with those of the first dense side. With random weights (``shape``) only the costs
+    of drafts and dense passes are measured: how many drafts are kept says nothing about text there.
 
     Parameters
     ----------
@@ -60,7 +62,7 @@ def measure_lossless_model(
     on_progress : callable, optional
         See :data:`eval.speed.Progress`.
     keep : callable, optional
-        Called with the report so far after each context.
+        See :data:`Keep`.
     tokenizer : PreTrainedTokenizerBase, optional
         The tokenizer of the books; its special tokens are left out of random prompts.
 
@@ -77,7 +79,10 @@ def measure_lossless_model(
         own, and ``graphs``, the graphs that Dynamo compiled in the ``first`` runs and in the ``timed`` ones.
 
         A lossless side also has ``draft_tokens``, ``acceptance_rate``, ``tokens_per_pass``, ``round_ms`` (drafts and
-        one dense pass; median and quartiles) and ``kv_fraction`` and ``realised_budget`` of the drafts.
+        one dense pass), ``draft_step_ms`` and ``verification_ms`` (both parts; median and quartiles over the rounds
+        with a whole draft), ``break_even_tokens`` (tokens per pass that give the fastest dense side's speed), and
+        ``kv_fraction`` and ``realised_budget`` of the drafts. With ``shape``, ``ms_per_token``, ``speed_up``,
+        ``acceptance_rate`` and ``tokens_per_pass`` of a lossless side are None.
 
         In float32 and float64 a lossless side whose tokens differ without a tie is not timed: it ``is_wrong``, and has
         an error. ``speed_up`` is None if no dense side was timed.
@@ -108,51 +113,58 @@ def measure_lossless_model(
         "prompts": names,
         "results": [],
     }
-    with torch._dynamo.config.patch(recompile_limit=COMPILED_VARIANTS):
-        for context in config.contexts:
-            try:
-                entry = _measure_context(model, config, context, methods, prompts, progress)
-            except torch.OutOfMemoryError:
-                entry = {"context": context, "error": OUT_OF_MEMORY, "fastest_dense": None, "sides": []}
-            finally:
-                forget_compiled(model)
+    clock = Clock(config.limit_seconds)
+    # Each size of Transformers' static cache is compiled as such, not as a dynamic shape, which is slower. The sparse
+    # methods' steps serve every size, and are compiled once for all contexts.
+    with torch._dynamo.config.patch(recompile_limit=COMPILED_VARIANTS, automatic_dynamic_shapes=False):
+        try:
+            for context in config.contexts:
+                entry: dict[str, Any] = {"context": context, "error": None, "fastest_dense": None, "sides": []}
+                report["results"].append(entry)
+
+                def keep_side(side: dict[str, Any], context: int = context) -> None:
+                    if keep is not None:
+                        keep(report, context, side)
+
+                try:
+                    _measure_context(model, config, methods, prompts, progress, entry, clock, keep_side)
+                except torch.OutOfMemoryError:
+                    entry.update(error=OUT_OF_MEMORY, fastest_dense=None, sides=[])
                 gc.collect()
-            report["results"].append(entry)
-            if keep is not None:
-                keep(report)
+        finally:
+            forget_compiled(model)
     return report
 
 
 def _measure_context(
     model: PreTrainedModel,
     config: LosslessConfig,
-    context: int,
     methods: Sequence[SparseMethod],
     prompts: Sequence[torch.Tensor] | None,
     progress: Callable[[str], None],
-) -> dict[str, Any]:
+    entry: dict[str, Any],
+    clock: Clock,
+    keep_side: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure every side from one context, and write what is known to ``entry`` after each of them."""
     cells: dict[str, Cell] = {}
     for number in range(config.prompts):
-        work = start(model, config, context, number, None if prompts is None else prompts[number])
-        sides = {side.name: side for side in make_sides(work, config, methods)}
-        for name, side in sides.items():
-            cells.setdefault(name, Cell({**side.described(), "draft_tokens": side.draft_tokens}))
-        where = f"{context:,} tokens, prompt {number + 1}"
-        compare_tokens(work, config, sides, cells, number, progress)
-        for repeat in range(config.repeats):
-            first = repeat % len(sides)  # rotates the order of the sides
-            names = list(sides)
-            for name in names[first:] + names[:first]:
-                progress(f"{where}, round {repeat + 1} of {config.repeats}: {name}")
-                if cells[name].error is None:
-                    run = cells[name].run(work, sides[name], config.new_tokens, "timed")
-                    cells[name].runs += [] if run is None else [run]
-        del work, sides, side  # frees memory before the next prompt's cache is allocated
-    entries = [_entry(cell) for cell in cells.values()]
-    return {"context": context, "error": None, "fastest_dense": _compare_times(entries), "sides": entries}
+        work = start(model, config, entry["context"], number, None if prompts is None else prompts[number])
+        runs = SideRuns(work, config, number, clock, progress)
+        pending = make_sides(work, config, methods)
+        while pending:
+            # Without a reference, the next dense side may give one.
+            is_next = [runs.reference is not None or side.method is None for side in pending]
+            side = pending.pop(is_next.index(True) if any(is_next) else 0)
+            cell = cells.setdefault(side.name, Cell({**side.described(), "draft_tokens": side.draft_tokens}))
+            runs.measure(side, cell)
+            entry["sides"] = [_entry(each, config) for each in cells.values()]
+            entry["fastest_dense"] = _compare_times(entry["sides"])
+            keep_side(entry["sides"][list(cells).index(side.name)])
+        del work, runs, side  # frees memory before the next prompt's cache is allocated
 
 
-def _entry(cell: Cell) -> dict[str, Any]:
+def _entry(cell: Cell, config: LosslessConfig) -> dict[str, Any]:
     entry = {**cell.described, "error": cell.error, "is_wrong": cell.is_wrong, "tokens": cell.tokens}
     if cell.error is not None:
         return entry
@@ -161,27 +173,48 @@ def _entry(cell: Cell) -> dict[str, Any]:
         "first_seconds": cell.first_seconds,
         "graphs": cell.graphs,
     }
-    stats = [(run, run.speculation) for run in cell.runs if run.speculation is not None]
-    if stats:
-        rounds = sum(each.verifications for _, each in stats)
-        drafted = sum(sum(each.drafted) for _, each in stats)
-        entry |= {
-            "acceptance_rate": sum(sum(each.accepted) for _, each in stats) / drafted,
-            "tokens_per_pass": sum(each.generated - 1 for _, each in stats) / rounds,
-            "round_ms": quartiles([sum(run.token_ms) / each.verifications for run, each in stats]),
-            **cell.runs[-1].costs,
-        }
+    stats = [run.speculation for run in cell.runs if run.speculation is not None]
+    if not stats:
+        return entry
+    entry |= {
+        "acceptance_rate": sum(sum(each.accepted) for each in stats) / sum(sum(each.drafted) for each in stats),
+        "tokens_per_pass": sum(each.generated - 1 for each in stats) / sum(each.verifications for each in stats),
+        **_round_times(stats, cell.described["draft_tokens"]),
+        **cell.runs[-1].costs,
+    }
+    if config.shape is not None:
+        entry |= dict.fromkeys(("ms_per_token", "acceptance_rate", "tokens_per_pass"))
     return entry
 
 
+def _round_times(stats: Sequence[SpeculationStats], draft_tokens: int) -> dict[str, dict[str, float]]:
+    """Return the times of a round and of its parts, over the rounds with a whole draft; over all if none is."""
+    rounds = [
+        (drafted, draft * 1e3, verification * 1e3)
+        for each in stats
+        for drafted, draft, verification in zip(
+            each.drafted, each.draft_seconds, each.verification_seconds, strict=True
+        )
+    ]
+    whole = [each for each in rounds if each[0] == draft_tokens] or rounds
+    return {
+        "round_ms": quartiles([draft + verification for _, draft, verification in whole]),
+        "draft_step_ms": quartiles([draft / max(1, drafted) for drafted, draft, _ in whole]),
+        "verification_ms": quartiles([verification for *_, verification in whole]),
+    }
+
+
 def _compare_times(entries: Sequence[dict[str, Any]]) -> str | None:
-    """Add the speed-ups over the fastest dense side, and return its name; None if none was timed."""
+    """Add what compares a side with the fastest dense side, and return its name; None if none was timed."""
     timed = [entry for entry in entries if entry["error"] is None]
     dense = [entry for entry in timed if entry["draft_tokens"] is None]
     fastest = min(dense, key=lambda entry: float(entry["ms_per_token"]["median"]), default=None)
+    dense_ms = None if fastest is None else fastest["ms_per_token"]["median"]
     for entry in timed:
-        own = entry["ms_per_token"]["median"]
-        entry["speed_up"] = None if fastest is None else fastest["ms_per_token"]["median"] / own
+        own = entry["ms_per_token"]
+        entry["speed_up"] = None if dense_ms is None or own is None else dense_ms / own["median"]
+        if entry["draft_tokens"] is not None:
+            entry["break_even_tokens"] = None if dense_ms is None else entry["round_ms"]["median"] / dense_ms
     return None if fastest is None else str(fastest["name"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,12 +37,15 @@ def lossless(
         Path | None,
         typer.Option(help="Folder with books (*.txt) whose beginnings are the prompts.", show_default="random tokens"),
     ] = None,
+    limit_seconds: Annotated[
+        float | None, typer.Option(help="Seconds after which no further run begins.", show_default="no limit")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and random prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each context.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each side.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Time lossless decoding beside dense generate(), after comparing their tokens.
+    """Time lossless decoding beside dense generate(), after comparing their tokens. Prints a line after each side.
 
     Exits with 1 if tokens differ from dense attention's in float32 or float64, after everything else was measured.
     """
@@ -52,7 +55,7 @@ def lossless(
     with harness_errors():
         from eval.lossless import measure_lossless
         from eval.lossless_config import LosslessConfig
-        from eval.lossless_table import lossless_table
+        from eval.lossless_table import lossless_table, side_line
         from eval.speed import save
 
         config = LosslessConfig(
@@ -67,16 +70,25 @@ def lossless(
             prompts=prompts,
             repeats=repeats,
             data_dir=data_dir,
+            limit_seconds=limit_seconds,
             dtype=dtype,
             device=device,
             seed=seed,
         )
+
+        def keep(report: dict[str, Any], context: int, side: dict[str, Any]) -> None:
+            typer.echo(side_line(context, side))
+            if out is not None:
+                save(report, out)
+
         with progress(f"lossless decoding of {model or shape}", is_shown=True) as update:
             report = measure_lossless(
                 config,
                 lambda what, done, total: update(done, total, what),
-                None if out is None else lambda report: save(report, out),
+                keep,
             )
+        if out is not None:
+            save(report, out)
         print_table(lossless_table(report), WIDTH)
     if any(side["is_wrong"] for entry in report["results"] for side in entry["sides"]):
         raise typer.Exit(1)

@@ -30,6 +30,8 @@ class LosslessConfig:
         Timed runs of each side and prompt.
     data_dir : Path or None
         Folder with books, whose beginnings are the prompts; None for random tokens.
+    limit_seconds : float or None
+        Seconds of the whole measurement after which no further run begins; None for no limit.
     seed : int
         Seed of weights, cache and random prompts; each further prompt adds 1.
     """
@@ -45,6 +47,7 @@ class LosslessConfig:
     prompts: int = 1
     repeats: int = 3
     data_dir: Path | None = None
+    limit_seconds: float | None = None
     dtype: str | None = None
     device: str | None = None
     seed: int = 0
@@ -65,6 +68,8 @@ class LosslessConfig:
         for name, value, least in (*numbers, ("new_tokens", self.new_tokens, 3), ("prompts", self.prompts, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least {least}")
+        if self.limit_seconds is not None and self.limit_seconds <= 0:
+            raise EvalError(f"limit_seconds={self.limit_seconds!r} is not allowed: a number above 0")
         if self.data_dir is not None and self.shape is not None:
             raise EvalError(f"data_dir={str(self.data_dir)!r} is not allowed with a shape, which has no tokenizer")
         if not self.methods():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,7 @@ from eval.speed_runs import UNCOMPILED, Run, Side, Work, generate, is_cuda, rand
 from hf_sparse_attn import SparseMethod
 
 OUT_OF_MEMORY = "out of memory"
+LATE = "not measured: the time limit was reached before"
 
 
 @dataclass
@@ -55,42 +57,66 @@ def start(
     return Work.prefill(model, prompt[:, : context + 1].to(model.device), config.new_tokens)
 
 
-def compare_tokens(
-    work: Work,
-    config: LosslessConfig,
-    sides: dict[str, Side],
-    cells: dict[str, Cell],
-    number: int,
-    progress: Callable[[str], None],
-) -> None:
-    """Run every side once, and compare its tokens with those of the first dense side that fits in memory."""
+@dataclass
+class Clock:
+    """Tells whether a measurement has reached its limit; without one it never does."""
+
+    limit_seconds: float | None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no further run may begin."""
+        return self.limit_seconds is not None and time.perf_counter() - self.started >= self.limit_seconds
+
+
+@dataclass
+class SideRuns:
+    """The runs of all sides over one prompt. The first dense side that fits in memory gives the tokens to compare."""
+
+    work: Work
+    config: LosslessConfig
+    number: int
+    clock: Clock
+    progress: Callable[[str], None]
     reference: tuple[Side, list[list[int]]] | None = None
-    for name, side in sides.items():
-        progress(f"{work.context:,} tokens, prompt {number + 1}, comparison: {name}")
-        cell = cells[name]
-        if cell.error is not None:
-            continue
-        if reference is None and side.method is not None:
+
+    def measure(self, side: Side, cell: Cell) -> None:
+        """Compare the tokens of a first run, then time further ones. The limit spares no side its first timed run."""
+        where = f"{self.work.context:,} tokens, prompt {self.number + 1}"
+        self.progress(f"{where}, comparison: {side.name}")
+        if cell.error is None and self.reference is None and side.method is not None:
             cell.error = "nothing to compare with: dense attention does not fit in memory"
-            continue
+        if cell.error is None and not cell.runs and self.clock.is_late:
+            cell.error = LATE
+        if cell.error is None and not self.clock.is_late:
+            self._compare(side, cell)
+        for repeat in range(self.config.repeats):
+            self.progress(f"{where}, round {repeat + 1} of {self.config.repeats}: {side.name}")
+            if cell.error is None and not (cell.runs and self.clock.is_late):
+                run = cell.run(self.work, side, self.config.new_tokens, "timed")
+                cell.runs += [] if run is None else [run]
+
+    def _compare(self, side: Side, cell: Cell) -> None:
+        work, config = self.work, self.config
         run = cell.run(work, side, config.new_tokens, "first")
         if run is None:
-            continue
-        if number == 0:
+            return
+        if self.number == 0:
             cell.first_seconds = run.seconds
-        reference = reference or (side, run.token_ids)
+        self.reference = self.reference or (side, run.token_ids)
         try:
-            compared = _compared(work, *reference, run.token_ids)
+            compared = _compared(work, *self.reference, run.token_ids)
         except torch.OutOfMemoryError:
             cell.error = OUT_OF_MEMORY
-            continue
-        cell.tokens.append({"prompt": number, **compared})
+            return
+        cell.tokens.append({"prompt": self.number, **compared})
         is_exact = work.model.dtype in (torch.float32, torch.float64)
         if side.method is not None and compared["is_tie"] is False and is_exact:
             cell.is_wrong = True
             cell.error = (
-                f"token {compared['in_common'] + 1} of prompt {number + 1} is not dense attention's, whose logits of "
-                f"both are {compared['gap']:.3g} apart"
+                f"token {compared['in_common'] + 1} of prompt {self.number + 1} is not dense attention's, whose logits "
+                f"of both are {compared['gap']:.3g} apart"
             )
 
 
@@ -105,20 +131,29 @@ def _compared(work: Work, reference: Side, expected: list[list[int]], found: lis
 
 
 def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMethod]) -> list[Side]:
-    """Return the dense sides of ``eval speed``, then each method with each length of draft, compiled and not on CUDA.
+    """Return dense attention with a dynamic cache, each method with each length of draft, then the other sides.
 
-    All sides of a method share a cache, whose addresses compiled code relies on.
+    So the first sides are worth most if a limit cuts a measurement short. The others are the further dense sides of
+    ``eval speed`` and, on CUDA, the methods without compilation. All sides of a method share a cache, whose addresses
+    compiled code relies on.
     """
-    sides = work.sides(())
+    first, *dense = work.sides(())
+    drafting: list[Side] = []
+    uncompiled: list[Side] = []
     for method in methods:
         make_cache = work.kept(partial(work.new_cache, method))
         for draft_tokens in config.draft_tokens:
-            name = f"{method.name}, {setting(method)}, draft {draft_tokens}"
-            if is_cuda(work.model):
-                sides.append(Side(name, method, make_cache, compiled=True, draft_tokens=draft_tokens))
-                name += UNCOMPILED
-            sides.append(Side(name, method, make_cache, draft_tokens=draft_tokens))
-    return sides
+            side = Side(
+                f"{method.name}, {setting(method)}, draft {draft_tokens}",
+                method,
+                make_cache,
+                compiled=is_cuda(work.model),
+                draft_tokens=draft_tokens,
+            )
+            drafting.append(side)
+            if side.compiled:
+                uncompiled.append(replace(side, name=side.name + UNCOMPILED, compiled=False))
+    return [first, *drafting, *dense, *uncompiled]
 
 
 def make_prompts(

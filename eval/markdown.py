@@ -126,19 +126,24 @@ def storage_table(results: Path) -> str:
 
 
 def lossless_tables(results: Path) -> str:
-    """Return the tables of the measurements of lossless decoding; a sentence if there are none.
+    """Return the tables of the measurements of lossless decoding, and what follows from them; a sentence if none.
+
+    The last table is not measured but computed, from the costs of random weights and the drafts kept of real ones.
 
     Raises
     ------
     EvalError
         A report cannot be read or has the wrong content.
     """
-    parts, what = [], "a report of `python -m eval lossless`"
+    parts, reports, what = [], {}, "a report of `python -m eval lossless`"
     for path in sorted((results / "lossless").glob("*.json")):
-        report = read_json(path, what)
+        reports[path.stem] = report = read_json(path, what)
         with _named(path, what):
             table = _table(lossless_table.HEAD, lossless_table.lines(report), left=2)
             parts.append(lossless_table.lossless_markdown(path.stem, report, table))
+    if computed := lossless_table.computed_lines(reports):
+        title = "### Computed: measured costs of random weights, measured tokens per pass of real ones\n"
+        parts += [title, _table(lossless_table.COMPUTED_HEAD, computed, left=4)]
     return "\n".join(parts) or "No measurements of `python -m eval lossless` are in this checkout.\n"
 
 

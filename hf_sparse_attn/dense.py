@@ -1,4 +1,4 @@
-"""Dense attention over a layer of the cache, by the stock model's function."""
+"""Dense attention over a layer of the cache: by the stock model's function, or a kernel for a few tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from hf_sparse_attn_kernels import dense_prefill
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.rope import rotated_as_model
@@ -13,11 +14,17 @@ from hf_sparse_attn.rope import rotated_as_model
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
 
+FEW_TOKENS = 64
+"""Maximum number of tokens that attend by row bounds: SDPA copies K and V for every query head, but once for all."""
+TIMES_AS_LONG = 4
+"""How many times as long as these tokens their rows are at least."""
+
 
 def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
     """Attend from the last tokens of every row to all tokens of the layer, as the unpatched model does.
 
-    Rotates queries and keys by their positions in the rows if the method caches keys before RoPE.
+    Rotates queries and keys by their positions in the rows if the method caches keys before RoPE. A few tokens over a
+    long cache share one read of K and V if the storage is read by row bounds: a mask allows no kernel that does.
 
     Parameters
     ----------
@@ -28,8 +35,8 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     scale
         Factor on q.k.
     mask
-        bool, broadcastable to [batch, q_heads, tokens, length]; None for causal attention without padding. Ignored for
-        a method that needs no mask: the row bounds mask.
+        bool, broadcastable to [batch, q_heads, tokens, length]; None for causal attention without padding. It hides
+        what the row bounds do, and is ignored where these mask: for a method that needs no mask, and for a few tokens.
 
     Returns
     -------
@@ -37,6 +44,8 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
         Same shape as ``query``.
     """
     rows = layer.rows
+    if _attends_by_bounds(layer, query.shape[2]):
+        return dense_prefill(query, *rows, scale=scale)[0]
     keys, values = rows.keys[:, :, : layer.length], rows.values[:, :, : layer.length]
     if not layer.method.needs_mask:
         seq_start = layer.seq_start if layer.lengths.has_padding else None
@@ -44,6 +53,15 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     if layer.method.rotates_keys:
         query, keys = _rotated_by_place(query, keys, layer)
     return stock_attention(query, keys, values, scale, mask)
+
+
+def _attends_by_bounds(layer: SparseLayer, tokens: int) -> bool:
+    """Whether a pass over the last tokens of every row needs no mask. The verification of a draft never has one."""
+    if layer.verifies_draft:
+        return True
+    length = layer.lengths.known_length
+    is_few = length is not None and 1 < tokens <= FEW_TOKENS and TIMES_AS_LONG * tokens <= length
+    return is_few and layer.storage.reads_by_bounds() and not layer.method.rotates_keys
 
 
 def stock_attention(

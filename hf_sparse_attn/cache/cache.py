@@ -550,6 +550,33 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.forget_step()
         return forward_pass
 
+    @property
+    def compiles_verification(self) -> bool:
+        """Whether a pass that verifies a draft may be compiled: its layers then read by row bounds on the device."""
+        return (
+            self.is_compileable
+            and self.kv_storage == "device"
+            and not self.left_out
+            and len(self.sparse_layers) == len(self.layers)
+            and self.method.compiles_verification
+        )
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Announce compiled passes over several tokens that verify drafts; see :attr:`compiles_verification`."""
+        self.shared.verifies_draft = True
+        try:
+            yield
+        finally:
+            self.shared.verifies_draft = False
+
+    def row_mask(self, num_new: int) -> torch.Tensor | None:
+        """Return the mask of cached and new tokens, bool [batch, tokens]; None if no row has padding."""
+        if not self.has_padding:
+            return None
+        seq_start = self.lengths[0].seq_start
+        return torch.arange(self.length + num_new, device=seq_start.device) >= seq_start[:, None]
+
     def check_present(self) -> None:
         """Raise ``ValueError`` if the cache is parked: a compiled step cannot move it back."""
         if self.is_parked:

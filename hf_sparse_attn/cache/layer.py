@@ -165,6 +165,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.method
 
     @property
+    def verifies_draft(self) -> bool:
+        """Whether the pass in progress is a compiled one that verifies a draft."""
+        return self._shared.verifies_draft
+
+    @property
     def rotations(self) -> dict[str, Any]:
         """Keyword arguments of the ops with the tables of :attr:`rope`; empty if keys are cached after RoPE."""
         return {"rope_cos": self.rope.cos, "rope_sin": self.rope.sin} if self.method.rotates_keys else {}
@@ -276,7 +281,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
-        self._shared.prompt_is_open = True  # a token of an unpatched model may follow tokens that no method has seen
+        # A token of an unpatched model may follow tokens that no method has seen.
+        if not self.verifies_draft:
+            self._shared.prompt_is_open = True
         self.append(key_states, value_states)
         return self.storage.visible(self.lengths, num_new)
 
@@ -291,8 +298,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return token
 
     def observe(self, query: torch.Tensor, scale: float) -> None:
-        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all."""
-        if self.keep_queries:
+        """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all.
+
+        A compiled pass that verifies a draft is left out, as decode steps are.
+        """
+        if self.keep_queries and not self.verifies_draft:
             self.prompt_queries = followed_by(
                 self.prompt_queries,
                 query.detach(),

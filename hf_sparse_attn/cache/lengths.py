@@ -171,13 +171,16 @@ class Shared:
     """State shared by a cache's layers: their lengths on each device, and the padding of rows not yet allocated.
 
     ``prompt_is_open`` says whether tokens other than those of announced decode steps were written since a method last
-    finished the prompt. ``recorder`` receives the selections of decode steps while ``record_selections`` is active.
+    finished the prompt. ``verifies_draft`` announces a compiled pass over several tokens that verifies a draft: it
+    follows a finished prompt, and reads by row bounds on the device. ``recorder`` receives the selections of decode
+    steps while ``record_selections`` is active.
     """
 
     def __init__(self) -> None:
         self.lengths: dict[torch.device, Lengths] = {}
         self.padding: Padding | None = None
         self.prompt_is_open = False
+        self.verifies_draft = False
         self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:

@@ -195,6 +195,15 @@ class SparseMethod:
         """
         return 0
 
+    @property
+    def compiles_verification(self) -> bool:
+        """Whether a pass that verifies a draft may be compiled, so that :meth:`finish_prompt` is not called after it.
+
+        :meth:`update_metadata` alone then keeps the metadata up, without reading lengths on the host. By default it
+        does if the method has no :meth:`finish_prompt`.
+        """
+        return type(self).finish_prompt is SparseMethod.finish_prompt
+
     def covers(self, length: int) -> bool:
         """Whether the budget covers ``length`` tokens, so that dense attention costs no more."""
         return length <= self.token_budget

@@ -105,13 +105,18 @@ class CodedMethod(SparseMethod, partial=True):
             metadata["query_centre"] = keys.new_zeros(batch, kv_heads, head_dim, dtype=torch.float32)
         return metadata
 
+    @property
+    def compiles_verification(self) -> bool:
+        """A verified draft is coded like the tokens of decode steps, around the query centre of the prompt."""
+        return True
+
     def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
-        """Code the page that a decode step has filled, and drop all codes before everything is rebuilt.
+        """Code the pages that a decode step or a compiled pass has filled; drop all codes before a rebuild.
 
         :meth:`finish_prompt` codes the pages of other tokens, once the queries are known.
         """
-        if num_new == 1 and layer.lengths.in_step:
-            self._encode(layer, max_pages=1)
+        if (num_new == 1 and layer.lengths.in_step) or layer.verifies_draft:
+            self._encode(layer, max_pages=-(-num_new // self.page_size))
         elif num_new == layer.lengths.known_length:
             layer.metadata["coded"].zero_()
 

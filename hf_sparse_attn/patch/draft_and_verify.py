@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,10 +50,13 @@ class Answer:
         self.prompt_length = ids.shape[1]
         self.drafted: list[int] = []
         self.accepted: list[int] = []
+        self.draft_seconds: list[float] = []
+        self.verification_seconds: list[float] = []
         self.scores: tuple[torch.Tensor, ...] = ()
         self.logits: tuple[torch.Tensor, ...] = ()
         self.kept = cache.fed
         """Tokens of the cache that belong to the answer so far."""
+        self.compiles = model._valid_auto_compile_criteria(kwargs, config)
 
     @property
     def generated(self) -> int:
@@ -76,10 +80,18 @@ class Answer:
             self._extend(self.kwargs, 1)
             while not is_finished:
                 room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens
+                started = time.perf_counter()
                 draft = self._draft(max(0, min(draft_tokens, self.remaining - 1, room)))
                 before = self.generated
-                is_finished = self._commit(self._verify(draft.tokens), draft, streamer)
+                drafted_at = time.perf_counter()
+                if room >= draft_tokens and self._compiles_verification:
+                    logits = self._verify_compiled(draft.tokens, draft_tokens)
+                else:
+                    logits = self._verify(draft.tokens)
+                is_finished = self._commit(logits, draft, streamer)
                 self._extend(self.kwargs, self.generated - before)
+                self.draft_seconds.append(drafted_at - started)
+                self.verification_seconds.append(time.perf_counter() - drafted_at)
         finally:
             self._cut()
             for layer in self.cache.layers:
@@ -125,11 +137,22 @@ class Answer:
         self.cache.activate_past_recording()
         return logits
 
+    @property
+    def _compiles_verification(self) -> bool:
+        return self.compiles and self.kwargs.get("position_ids") is not None and self.cache.compiles_verification
+
+    @property
+    def _compiled(self) -> Any:
+        """The compiled model: one graph for a draft's step, and one for a dense pass over a whole draft."""
+        return self.model.get_compiled_call(self.config.compile_config)
+
     def _draft(self, tokens: int) -> Draft:
-        """Draft by decode steps, and remove their tokens from the cache; stop early at the end of all rows."""
+        """Draft by decode steps, and remove their tokens from the cache.
+
+        Draft on after the end of all rows: to notice it, the host would wait for the device in every step.
+        """
         ids, kwargs, unfinished = self.ids, dict(self.kwargs), self.unfinished
-        compiles = self.model._valid_auto_compile_criteria(kwargs, self.config)
-        forward = self.model.get_compiled_call(self.config.compile_config) if compiles else self.model.__call__
+        forward = self._compiled if self.compiles else self.model.__call__
         probabilities = []
         for _ in range(tokens):
             inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
@@ -144,8 +167,6 @@ class Answer:
             self._extend(kwargs, 1)
             if self.ends is not None:
                 unfinished = unfinished & ~torch.isin(chosen, self.ends)
-                if not unfinished.any():
-                    break
         self._cut()
         return Draft(ids[:, self.ids.shape[1] :], probabilities)
 
@@ -170,6 +191,22 @@ class Answer:
             inputs["logits_to_keep"] = tokens
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits[:, -tokens:]
         return logits[:, first : first + wanted]
+
+    def _verify_compiled(self, draft: torch.Tensor, draft_tokens: int) -> torch.Tensor:
+        """Do as :meth:`_verify`, by one compiled graph for drafts of up to ``draft_tokens`` tokens."""
+        missing = draft_tokens - draft.shape[1]  # at the end of an answer; what fills them up is cut off again
+        ids = torch.cat((self.ids, draft, self.ids[:, -1:].expand(-1, missing)), dim=1)
+        kwargs = dict(self.kwargs)
+        self._extend(kwargs, draft_tokens)
+        # Transformers makes no mask from one of four dimensions. The row bounds mask: nothing reads this one.
+        kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=draft_tokens + 1, **kwargs)
+        inputs.pop("logits_to_keep", None)  # all are wanted; a number that differs from a step's would become dynamic
+        for name in ("input_ids", "position_ids"):  # a step has one token, so a further length would become dynamic
+            torch._dynamo.mark_static(inputs[name], inputs[name].dim() - 1)
+        with self.cache.verifying():
+            logits: torch.Tensor = self._compiled(**inputs, return_dict=True).logits
+        return logits[:, : draft.shape[1] + 1]
 
     def _commit(self, logits: torch.Tensor, draft: Draft | None, streamer: BaseStreamer | None) -> bool:
         """Keep tokens until one differs from the draft in any row, and cut the cache; return whether all rows ended.

@@ -43,11 +43,17 @@ class DecoderHooks:
         kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
-        if isinstance(cache, SparseCache) and cache.is_traced and tokens is not None and tokens.shape[1] == 1:
-            cache.check_present()
-            # The prompt was checked; further checks would become part of the compiled step.
-            cache.expect_step()
-            return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)
+        if isinstance(cache, SparseCache) and tokens is not None:
+            is_step, verifies = tokens.shape[1] == 1, cache.shared.verifies_draft
+            if cache.is_traced and (is_step or verifies):
+                # The prompt was checked; further checks would become part of the compiled step.
+                cache.check_present()
+                if is_step:
+                    cache.expect_step()
+                return (), _behind_prefix({**kwargs, "sparse_cache": cache}, cache)
+            if verifies:  # but Dynamo runs it uncompiled, as it does after too many compilations
+                cache.shared.verifies_draft = False
+                kwargs["attention_mask"] = cache.row_mask(tokens.shape[1])
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder raises its own error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,10 @@ class SpeculationStats:
     """How many of them every row kept."""
     generated: int = 0
     """New tokens per row, the prompt's first one included."""
+    draft_seconds: tuple[float, ...] = field(default=(), compare=False)
+    """Time of the host for each draft, which on CUDA includes the device's if its steps are compiled."""
+    verification_seconds: tuple[float, ...] = field(default=(), compare=False)
+    """Time of the host from the end of each draft to the choice of the tokens that are kept."""
 
     @property
     def verifications(self) -> int:
@@ -140,7 +144,13 @@ class SelfSpeculation:
         try:
             answer.generate(self.draft_tokens, self.streamer)
         finally:
-            self.stats = SpeculationStats(tuple(answer.drafted), tuple(answer.accepted), answer.generated)
+            self.stats = SpeculationStats(
+                tuple(answer.drafted),
+                tuple(answer.accepted),
+                answer.generated,
+                tuple(answer.draft_seconds),
+                tuple(answer.verification_seconds),
+            )
         if self.streamer is not None:
             self.streamer.end()
         return answer.output()

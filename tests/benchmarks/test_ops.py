@@ -32,7 +32,8 @@ def test_the_kernels_pass_too():
 def test_entries_are_named_once_and_cover_the_ops():
     names = [entry.name for entry in registry.ENTRIES]
     assert len(set(names)) == len(names)
-    ops = {"page_bounds", "page_scores", "select_blocks", "append_and_select", "sparse_decode", "dense_decode"}
+    ops = {"page_bounds", "page_scores", "select_blocks", "append_and_select"}
+    ops |= {"sparse_decode", "dense_decode", "dense_prefill"}
     assert {entry.op for entry in ENTRIES} == ops | {"quest_step"}
     assert {entry for family in FAMILIES for entry in family.entries} == set(registry.ENTRIES)
 

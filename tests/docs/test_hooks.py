@@ -82,6 +82,7 @@ def test_measurements_of_lossless_decoding_are_optional(tmp_path: Path, monkeypa
     side = {"name": "quest, 512, draft 8", "compiled": True, "draft_tokens": 8, "error": None, "speed_up": 1.25}
     times = {"median": 4.0, "q1": 3.9, "q3": 4.2}
     side |= {"ms_per_token": times, "round_ms": times, "acceptance_rate": 0.5, "tokens_per_pass": 5.0}
+    side |= {"draft_step_ms": {"median": 1.5}, "verification_ms": {"median": 8.0}, "break_even_tokens": 3.2}
     side |= {"kv_fraction": 0.125, "tokens": [{"compared": 64, "in_common": 40, "is_tie": True}]}
     results = [{"context": 4000, "error": None, "sides": [side]}, {"context": 8000, "error": "out of memory"}]
     results[1]["sides"] = []
@@ -93,8 +94,8 @@ def test_measurements_of_lossless_decoding_are_optional(tmp_path: Path, monkeypa
     text = hooks.generated("lossless", "lossless.md")
     assert "### b-gpu, bfloat16, A GPU" in text
     assert (
-        "| 4,000 | quest, 512, draft 8, compiled | 4.00 (3.90 to 4.20) | 1.25 | 50.0 | 5.00 | 4.00 | 12.5 "
-        "| 40 of 64 (1 tie) |"
+        "| 4,000 | quest, 512, draft 8, compiled | 4.00 (3.90 to 4.20) | 1.25 | 50.0 | 5.00 | 1.50 | 8.00 | 3.20 "
+        "| 12.5 | 40 of 64 (1 tie) |"
     ) in text
     assert "| 8,000 | out of memory | - |" in text
 

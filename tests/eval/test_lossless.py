@@ -18,7 +18,8 @@ from eval.cli import app
 from eval.errors import EvalError
 from eval.lossless import measure_lossless, measure_lossless_model
 from eval.lossless_config import LosslessConfig
-from eval.lossless_table import HEAD, equal_tokens, lines, lossless_table
+from eval.lossless_runs import LATE
+from eval.lossless_table import HEAD, computed_lines, equal_tokens, lines, lossless_table
 from eval.markdown import lossless_tables
 from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
@@ -40,7 +41,7 @@ CONFIG = LosslessConfig(
     device="cpu",
 )
 SHORT = replace(CONFIG, method=("quest",), new_tokens=5)
-SIDES = [DYNAMIC, PREALLOCATED, STATIC]
+NOTHING = "nothing to compare with: dense attention does not fit in memory"
 
 
 def tiny_model(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -50,13 +51,19 @@ def tiny_model(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     said: list[tuple[str, int, int]] = []
-    kept: list[int] = []
+    kept: list[tuple[int, int, str]] = []
     config = replace(CONFIG, contexts=(150, 90), prompts=2)
     model = tiny_model()
     measured = measure_lossless_model(
-        model, config, lambda *what: said.append(what), lambda so_far: kept.append(len(so_far["results"]))
+        model,
+        config,
+        lambda *what: said.append(what),
+        lambda so_far, context, side: kept.append((len(so_far["results"]), context, side["name"])),
     )
-    assert kept == [1, 2]
+    # After each side, with what is known so far; the second prompt adds to the same entries.
+    drafting = ["quest, 48, draft 3", "keycodes, 48, draft 3"]
+    sides = [DYNAMIC, *drafting, PREALLOCATED, STATIC]
+    assert kept == [(number, context, name) for number, context in ((1, 150), (2, 90)) for name in 2 * sides]
     assert not is_patched(model)
     assert [done for _, done, _ in said] == list(range(5 * 2 * 2 * 2))
     assert {total for _, _, total in said} == {len(said)}
@@ -67,7 +74,8 @@ def test_a_report_has_every_side_with_dense_attention_s_tokens(report: dict[str,
     assert [entry["context"] for entry in report["results"]] == [150, 90]
     assert report["machine"]["versions"]["torch"] == torch.__version__
     for entry in report["results"]:
-        assert [side["name"] for side in entry["sides"]] == [*SIDES, "quest, 48, draft 3", "keycodes, 48, draft 3"]
+        drafting = ["quest, 48, draft 3", "keycodes, 48, draft 3"]
+        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, *drafting, PREALLOCATED, STATIC]
         for side in entry["sides"]:
             assert side["error"] is None
             assert [(each["prompt"], each["compared"], each["in_common"]) for each in side["tokens"]] == [
@@ -78,17 +86,75 @@ def test_a_report_has_every_side_with_dense_attention_s_tokens(report: dict[str,
             assert side["graphs"] == {"first": 0, "timed": 0}
 
 
-def test_figures_are_those_of_the_drafts(report: dict[str, Any]) -> None:
+def test_random_weights_give_costs_and_no_acceptance(report: dict[str, Any]) -> None:
     for entry in report["results"]:
-        dense = {side["name"]: side["ms_per_token"]["median"] for side in entry["sides"][:3]}
+        dense = {
+            side["name"]: side["ms_per_token"]["median"] for side in entry["sides"] if side["draft_tokens"] is None
+        }
         assert entry["fastest_dense"] == min(dense, key=dense.__getitem__)
         for side in entry["sides"]:
-            assert side["speed_up"] == min(dense.values()) / side["ms_per_token"]["median"]
-        for side in entry["sides"][3:]:
-            assert 0 <= side["acceptance_rate"] < 1
-            assert 1 <= side["tokens_per_pass"] < 1 + side["draft_tokens"]
+            if side["draft_tokens"] is None:
+                assert side["speed_up"] == min(dense.values()) / side["ms_per_token"]["median"]
+                continue
+            for name in ("ms_per_token", "speed_up", "acceptance_rate", "tokens_per_pass"):
+                assert side[name] is None
             assert 0 < side["kv_fraction"] < 1
-            assert side["round_ms"]["median"] >= side["ms_per_token"]["median"]
+            parts = 3 * side["draft_step_ms"]["q1"] + side["verification_ms"]["q1"]
+            assert parts <= side["round_ms"]["q3"] + 1e-6
+            assert side["break_even_tokens"] == side["round_ms"]["median"] / min(dense.values())
+
+
+@pytest.fixture(scope="module")
+def real(model_dir: str, data_dir: Path) -> dict[str, Any]:
+    """A report on given weights."""
+    model, tokenizer = load_model(model_dir, torch.float64, "cpu")
+    config = replace(SHORT, shape=None, model=model_dir, data_dir=data_dir)
+    return measure_lossless_model(model, config, tokenizer=tokenizer)
+
+
+def test_given_weights_are_timed_end_to_end(real: dict[str, Any]) -> None:
+    (entry,) = real["results"]
+    dense = [side["ms_per_token"]["median"] for side in entry["sides"] if side["draft_tokens"] is None]
+    (side,) = (side for side in entry["sides"] if side["draft_tokens"] is not None)
+    assert side["speed_up"] == min(dense) / side["ms_per_token"]["median"]
+    assert 0 <= side["acceptance_rate"] <= 1
+    assert 1 <= side["tokens_per_pass"] <= 4
+
+
+def test_costs_and_acceptance_are_combined(report: dict[str, Any], real: dict[str, Any]) -> None:
+    found = computed_lines({"random": report, "real": real})
+    tokens = next(side["tokens_per_pass"] for side in real["results"][0]["sides"] if side["draft_tokens"] == 3)
+    assert [line[:6] for line in found] == [
+        ["random", context, "quest, 48, draft 3", "real", "150", f"{tokens:.2f}"] for context in ("150", "90")
+    ]
+    first = report["results"][0]
+    side = next(side for side in first["sides"] if side["name"] == "quest, 48, draft 3")
+    ms = side["round_ms"]["median"] / tokens
+    assert found[0][6] == f"{ms:.2f}"
+    dense = next(side for side in first["sides"] if side["name"] == first["fastest_dense"])
+    assert found[0][7] == f"{dense['ms_per_token']['median'] / ms:.2f}"
+    other = json.loads(json.dumps(real))
+    for each in other["results"][0]["sides"]:
+        each["hyperparameters"]["token_budget"] = 64
+    assert computed_lines({"random": report, "real": other}) == []
+
+
+def test_a_limit_leaves_out_the_last_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, calls = lossless_runs.generate, []
+
+    def noted(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
+        calls.append(side.name)
+        return generate(model, side, work, new_tokens)
+
+    monkeypatch.setattr(lossless_runs, "generate", noted)
+    monkeypatch.setattr(lossless_runs.Clock, "is_late", property(lambda clock: len(calls) >= clock.limit_seconds))
+    config = replace(SHORT, repeats=3, limit_seconds=6, contexts=(150, 90))
+    first, second = measure_lossless_model(tiny_model(), config)["results"]
+    # The first side runs four times. The second reaches the limit after its first timed run.
+    assert calls == [DYNAMIC] * 4 + ["quest, 48, draft 3"] * 2
+    assert [side["error"] for side in first["sides"]] == [None, None, LATE, LATE]
+    assert {side["error"] for side in second["sides"]} == {LATE, NOTHING}
+    assert first["sides"][1]["break_even_tokens"] > 0
 
 
 def test_acceptance_is_counted_over_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,20 +166,27 @@ def test_acceptance_is_counted_over_all_prompts(monkeypatch: pytest.MonkeyPatch)
         return run
 
     monkeypatch.setattr(lossless_runs, "generate", noted)
-    config = replace(SHORT, prompts=2, new_tokens=8)
+    config = replace(SHORT, shape=None, model="tiny", prompts=2, new_tokens=8)
     (entry,) = measure_lossless_model(tiny_model(), config)["results"]
     runs = [run for run in found if run.speculation is not None]
     assert len(runs) == 4
     timed = [runs[1], runs[3]]  # after the comparison of each prompt
     drafts = [run.speculation for run in timed]
-    side = entry["sides"][-1]
+    side = entry["sides"][1]
     assert side["acceptance_rate"] == sum(sum(each.accepted) for each in drafts) / sum(
         sum(each.drafted) for each in drafts
     )
     assert side["tokens_per_pass"] == 14 / sum(each.verifications for each in drafts)
     times = [sum(run.token_ms) for run in timed]
     assert side["ms_per_token"]["median"] == pytest.approx(median(time / 7 for time in times))
-    rounds = [time / each.verifications for time, each in zip(times, drafts, strict=True)]
+    rounds = [
+        1e3 * (draft + verification)
+        for each in drafts
+        for drafted, draft, verification in zip(
+            each.drafted, each.draft_seconds, each.verification_seconds, strict=True
+        )
+        if drafted == 3
+    ]
     assert side["round_ms"]["median"] == pytest.approx(median(rounds))
 
 
@@ -123,7 +196,7 @@ def test_books_are_prefilled_once_for_all_sides(model_dir: str, data_dir: Path) 
     found = measure_lossless_model(model, config, tokenizer=tokenizer)
     assert found["prompts"] == "beginnings of books: book"
     assert found["settings"]["data_dir"] == data_dir.name
-    side = found["results"][0]["sides"][-1]
+    side = found["results"][0]["sides"][1]
     assert side["tokens"][0]["in_common"] == 5
 
     _, prompts = lossless_runs.make_prompts(model, config, tokenizer)
@@ -140,27 +213,27 @@ def test_books_are_prefilled_once_for_all_sides(model_dir: str, data_dir: Path) 
     for side_of_work in lossless_runs.make_sides(work, config, [method]):
         run = lossless_runs.generate(model, side_of_work, work, 5)
         assert run.token_ids == expected
-    # The same drafts as after a prompt of its own: the first pass gives the first token.
-    assert run.speculation == speculation.stats
+        # The same drafts as after a prompt of its own: the first pass gives the first token.
+        assert run.speculation in (None, speculation.stats)
+        assert (run.speculation is None) == (side_of_work.method is None)
 
 
 def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (lossless, lossless_runs, speed_runs):
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
-    model = tiny_model()
+    model = build_model(replace(SHAPES["tiny"], num_hidden_layers=3), torch.float64, torch.device("cpu"))
     model.generation_config.compile_config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     model.generation_config.compile_config._compile_all_devices = True
-    (entry,) = measure_lossless_model(model, replace(SHORT, draft_tokens=(2, 3), prompts=2))["results"]
-    names = [f"quest, 48, draft {tokens}{kind}" for tokens in (2, 3) for kind in ("", UNCOMPILED)]
-    assert [side["name"] for side in entry["sides"]] == [*SIDES, *names]
-    compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}
-    assert compiled == {
-        STATIC: {"first": 1, "timed": 0},
-        names[0]: {"first": 1, "timed": 0},
-        names[2]: {"first": 0, "timed": 0},  # the length of the draft changes nothing
-    }
-    assert {side["error"] for side in entry["sides"]} == {None}
-    assert {each["in_common"] for side in entry["sides"] for each in side["tokens"]} == {5}
+    config = replace(SHORT, draft_tokens=(2,), contexts=(150, 90))
+    name = "quest, 48, draft 2"
+    # A draft's step and a dense pass are compiled once for all contexts.
+    first = ({STATIC: 1, name: 2}, {STATIC: 1, name: 0})
+    for entry, graphs in zip(measure_lossless_model(model, config)["results"], first, strict=True):
+        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, name, PREALLOCATED, STATIC, name + UNCOMPILED]
+        compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}
+        assert compiled == {each: {"first": number, "timed": 0} for each, number in graphs.items()}
+        assert {side["error"] for side in entry["sides"]} == {None}
+        assert {each["in_common"] for side in entry["sides"] for each in side["tokens"]} == {5}
     assert not hasattr(model, "_compiled_call")
 
 
@@ -186,10 +259,11 @@ def test_other_tokens_are_an_error_in_float32(monkeypatch: pytest.MonkeyPatch, t
     )
     assert result.exit_code == 1, result.output
     sides = json.loads(path.read_text())["results"][0]["sides"]
-    assert [side["is_wrong"] for side in sides] == [False, False, False, True]
-    assert sides[-1]["error"].startswith("token 3 of prompt 1 is not dense attention's, whose logits of both are ")
-    assert "ms_per_token" not in sides[-1]
-    (tokens,) = sides[-1]["tokens"]
+    assert "150 tokens, quest, 48, draft 3: token 3 of prompt 1 is not dense attention's" in result.output
+    assert [side["is_wrong"] for side in sides] == [False, True, False, False]
+    assert sides[1]["error"].startswith("token 3 of prompt 1 is not dense attention's, whose logits of both are ")
+    assert "ms_per_token" not in sides[1]
+    (tokens,) = sides[1]["tokens"]
     assert (tokens["in_common"], tokens["is_tie"]) == (2, False)
     assert tokens["gap"] > 0
 
@@ -197,9 +271,9 @@ def test_other_tokens_are_an_error_in_float32(monkeypatch: pytest.MonkeyPatch, t
 def test_other_tokens_are_reported_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless_runs, "generate", changed_at(1))
     (entry,) = measure_lossless_model(tiny_model(torch.bfloat16), SHORT)["results"]
-    side = entry["sides"][-1]
+    side = entry["sides"][1]
     assert side["error"] is None
-    assert side["ms_per_token"]["median"] > 0
+    assert side["round_ms"]["median"] > 0
     (tokens,) = side["tokens"]
     assert tokens["in_common"] == 1
     assert tokens["is_tie"] == (tokens["roundings"] <= 4)
@@ -247,12 +321,12 @@ def test_contexts_and_dense_attention_that_do_not_fit(monkeypatch: pytest.Monkey
     first, second = found["results"]
     assert (first["error"], first["sides"]) == ("out of memory", [])
     assert second["error"] is None
-    assert second["sides"][-1]["error"] == "nothing to compare with: dense attention does not fit in memory"
+    assert second["sides"][-1]["error"] == NOTHING  # every dense side was tried before it
     assert second["fastest_dense"] is None
     assert [row[:3] for row in lines(found)][:2] == [["150", "out of memory", "-"], ["90", DYNAMIC, "out of memory"]]
 
 
-def test_tables_show_every_side(report: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_show_every_side(report: dict[str, Any], real: dict[str, Any], tmp_path: Path) -> None:
     assert lossless_tables(tmp_path) == "No measurements of `python -m eval lossless` are in this checkout.\n"
     assert lossless_table(report).row_count == 10
     (tmp_path / "lossless").mkdir()
@@ -266,8 +340,15 @@ def test_tables_show_every_side(report: dict[str, Any], tmp_path: Path) -> None:
     ) in text
     assert "2 x 1 runs (prompts x repeats) of 6 tokens" in text
     assert text.count("| 12 of 12 |") == 10
-    side = report["results"][0]["sides"][3]
-    assert f"| 150 | quest, 48, draft 3 | {side['ms_per_token']['median']:.2f} (" in text
+    side = report["results"][0]["sides"][1]
+    assert f"| 150 | quest, 48, draft 3 | - | - | - | - | {side['draft_step_ms']['median']:.2f} | " in text
+    assert "Weights are random: times are measured, acceptance is not." in text
+    assert "Computed" not in text
+    (tmp_path / "lossless/real.json").write_text(json.dumps(real))
+    assert "### Computed: measured costs of random weights, measured tokens per pass of real ones" in lossless_tables(
+        tmp_path
+    )
+    (tmp_path / "lossless/real.json").unlink()
     settings = report["settings"] | {"shape": None, "model": "a/folder/it.gguf", "data_dir": "books"}
     path.write_text(json.dumps(report | {"settings": settings}))
     assert "lossless --model it.gguf " in lossless_tables(tmp_path)
@@ -295,6 +376,7 @@ def test_differences_are_counted_as_ties_or_others() -> None:
         ({"draft_tokens": (0,)}, "draft_tokens=0 is not allowed: a whole number, at least 1"),
         ({"new_tokens": 2}, "new_tokens=2 is not allowed: a whole number, at least 3"),
         ({"prompts": 0}, "prompts=0 is not allowed"),
+        ({"limit_seconds": 0.0}, "limit_seconds=0.0 is not allowed: a number above 0"),
         ({"contexts": ()}, "contexts is empty"),
         ({"data_dir": Path("books")}, "data_dir='books' is not allowed with a shape, which has no tokenizer"),
         ({"method": ("full",), "parameters": {}}, "method='full' has no method that drafts"),

@@ -251,27 +251,63 @@ def test_stopping_criteria_of_the_user():
     assert torch.equal(actual, expected)
 
 
-def test_a_static_cache_whose_drafts_are_compiled():
+@pytest.mark.parametrize(
+    "method",
+    [
+        "quest",
+        "keycodes",
+        "double_sparsity",
+        *(
+            pytest.param(name, marks=pytest.mark.grid)
+            for name in DRAFTING
+            if name not in ("quest", "keycodes", "double_sparsity")
+        ),
+    ],
+)
+def test_a_static_cache_whose_drafts_and_verifications_are_compiled(method):
     config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     config._compile_all_devices = True
     model, inputs = dense_model(num_hidden_layers=2), padded_batch()
     expected = model.generate(**inputs, **GREEDY)
-    patched(model)
+    patched(model, method)
     torch._dynamo.reset()
     counters.clear()
     compiled = {"disable_compile": False, "compile_config": config}
     arguments = {**inputs, **GREEDY, **compiled, "return_dict_in_generate": True}
-    speculation = SelfSpeculation(4)
+    uncompiled, speculation = SelfSpeculation(4), SelfSpeculation(4)
+    static = {**inputs, **GREEDY, "cache_implementation": "static"}
+    assert torch.equal(model.generate(**static, custom_generate=uncompiled), expected)
     output = model.generate(**arguments, custom_generate=speculation)
+    assert speculation.stats == uncompiled.stats  # the same drafts: both keep the metadata up
     assert speculation.stats.verifications > 1
-    assert counters["stats"]["unique_graphs"] == 1
-    # Neither further rounds, nor another cache, nor another length of draft compiles anything.
-    assert torch.equal(model.generate(**arguments, custom_generate=SelfSpeculation(2)).sequences, expected)
-    assert counters["stats"]["unique_graphs"] == 1
+    # A draft's step and the verification; these methods finish a prompt after every dense pass, on the host.
+    graphs = 1 if method in ("double_sparsity", "infinigen") else 2
+    assert counters["stats"]["unique_graphs"] == graphs
+    # Neither further rounds nor another cache compiles anything; another length of draft compiles its verification.
+    for draft_tokens, added in ((4, 0), (2, graphs - 1), (2, 0)):
+        again = SelfSpeculation(draft_tokens)
+        assert torch.equal(model.generate(**arguments, custom_generate=again).sequences, expected)
+        graphs += added
+        assert counters["stats"]["unique_graphs"] == graphs
+        assert draft_tokens != 4 or again.stats == speculation.stats
     torch._dynamo.reset()
     assert torch.equal(output.sequences, expected)
     assert output.past_key_values.is_compileable
     assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("method", ["quest", "keycodes"])
+def test_a_verification_that_dynamo_leaves_uncompiled(method):
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    model, inputs = dense_model(num_hidden_layers=3), padded_batch()
+    expected = model.generate(**inputs, **GREEDY)
+    patched(model, method)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=True):
+        arguments = {**inputs, **GREEDY, "disable_compile": False, "compile_config": config}
+        assert torch.equal(model.generate(**arguments, custom_generate=SelfSpeculation(4)), expected)
+    torch._dynamo.reset()
 
 
 @pytest.mark.gpu

@@ -13,6 +13,9 @@ from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import DECODE_SHAPES, QUICK_DECODE_SHAPES
 from op_bench.workload import BOUNDS, STATISTICS, Layer, layer_bytes, make_layer
 
+VERIFIED_TOKENS = 8
+"""Tokens of the dense pass that is timed: a draft of seven and the token before it."""
+
 
 def _run_prompt_bounds(kind: str, layer: Layer, impl: str | None) -> Outputs:
     layer.context_bounds(kind, layer.shape.length, impl)
@@ -85,6 +88,11 @@ def _run_dense_decode(layer: Layer, impl: str | None) -> Outputs:
     return ops.dense_decode(*tensors, counter=layer.counter, finished=layer.finished, impl=impl)[:1]
 
 
+def _run_dense_prefill(layer: Layer, impl: str | None) -> Outputs:
+    tokens = layer.query.unsqueeze(2).expand(-1, -1, VERIFIED_TOKENS, -1)  # the last tokens, with one query
+    return ops.dense_prefill(tokens, layer.keys, layer.values, layer.seq_start, layer.seq_end, impl=impl)[:1]
+
+
 def _run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:
     block_indices, block_counts = _run_append_and_select(kind, layer, impl)
     return (*_sparse_decode(layer, block_indices, block_counts, impl), block_indices, block_counts)
@@ -143,6 +151,13 @@ def _check_sparse_decode(layer: Layer, outputs: Outputs) -> None:
 def _check_dense_decode(layer: Layer, outputs: Outputs) -> None:
     oracle.check_dense_output(outputs[0], layer)
     oracle.check_counter(layer, (*_token_counts(layer, sparse=False), 0, 1))
+
+
+def _check_dense_prefill(layer: Layer, outputs: Outputs) -> None:
+    """Check the newest token, which sees everything; the others see up to ``VERIFIED_TOKENS`` - 1 keys less."""
+    oracle.check_dense_output(outputs[0][:, :, -1], layer)
+    if not bool(outputs[0].isfinite().all()):
+        raise oracle.Mismatch("dense_prefill: an output is not finite")
 
 
 def _token_counts(layer: Layer, *, sparse: bool) -> tuple[int, int]:
@@ -227,6 +242,13 @@ ENTRIES: tuple[Entry, ...] = (
         floors.dense_bytes,
         prepare=_reset_counter,
         against_dense=True,
+    ),
+    Entry(
+        "dense_prefill",
+        f"{VERIFIED_TOKENS} tokens",
+        _run_dense_prefill,
+        _check_dense_prefill,
+        floors.dense_bytes,
     ),
 )
 

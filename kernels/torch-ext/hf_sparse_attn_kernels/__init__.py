@@ -1,7 +1,7 @@
 """Sparse attention as ops: Triton kernels, each with a torch reference of the same signature and results."""
 
 from ._op import use_impl
-from .attention.ops import dense_decode, sparse_decode, sparse_prefill
+from .attention.ops import dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from .blocks.ops import block_sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
 from .codes.mass_ops import select_tokens_by_mass
@@ -24,6 +24,7 @@ __all__ = [
     "cluster_sums",
     "code_scores",
     "dense_decode",
+    "dense_prefill",
     "encode_keys",
     "keep_chosen",
     "load_blocks",

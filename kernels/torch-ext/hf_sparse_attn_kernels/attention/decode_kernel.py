@@ -1,4 +1,4 @@
-"""Split-KV attention of one query token per row: the kernel of `sparse_decode` and `dense_decode`."""
+"""Split-KV attention of one query token per row or a few: `sparse_decode`, `dense_decode` and `dense_prefill`."""
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -33,11 +33,13 @@ def decode_attention_kernel(
     finished_ptr,  # int32 [batch * kv_heads], 0 before and after
     counter_ptr,
     kv_heads,
-    group,
+    group,  # queries that share a KV head: its query heads, for CAUSAL times `queries`
+    queries,  # last tokens of a row that attend, for CAUSAL
     max_blocks,
     scale_log2,
     query_stride_b,
     query_stride_h,
+    query_stride_t,
     query_stride_d,
     keys_stride_b,
     keys_stride_h,
@@ -49,6 +51,7 @@ def decode_attention_kernel(
     rope_sin_ptr,
     HEAD_DIM: tl.constexpr,
     DENSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SHARED: tl.constexpr,
     ROPE: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
@@ -65,7 +68,8 @@ def decode_attention_kernel(
 ):
     """Attend over one split of a row and KV head, for all query heads of its group; grid (splits, pairs).
 
-    The last program to finish merges the splits, unless a separate kernel does (MERGE_APART).
+    CAUSAL, for DENSE: every query head has `queries` tokens, each of which sees the row up to itself. The last program
+    to finish merges the splits, unless a separate kernel does (MERGE_APART).
     """
     wait_for_previous_kernel(PDL)
     split = tl.program_id(0)
@@ -90,7 +94,13 @@ def decode_attention_kernel(
     head_mask = heads < group
     dim_mask = dims < HEAD_DIM
     group_mask = head_mask[:, None] & dim_mask[None, :]
-    query_at = query_ptr + row * query_stride_b + (head * group + heads)[:, None] * query_stride_h
+    if CAUSAL:  # all tokens of a query head, then those of the next
+        query_head = head * (group // queries) + heads // queries
+        query_at = query_ptr + row * query_stride_b + query_head[:, None] * query_stride_h
+        query_at += (heads % queries)[:, None] * query_stride_t
+        own_token = tokens - queries + heads % queries  # [BLOCK_G]
+    else:
+        query_at = query_ptr + row * query_stride_b + (head * group + heads)[:, None] * query_stride_h
     if ROPE:  # halves [BLOCK_G, BLOCK_D // 2], rotated to the slot of the last token selected
         BLOCK_H: tl.constexpr = BLOCK_D // 2
         own_slot = tl.zeros_like(heads) + tl.maximum(selected - 1, 0)
@@ -134,7 +144,10 @@ def decode_attention_kernel(
             scores = tl.dot(q2.to(DOT_DTYPE), tl.trans(k2.to(DOT_DTYPE)), scores, input_precision="ieee") * scale_log2
         else:
             scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2  # [BLOCK_G, BLOCK_N]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        seen = valid[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= own_token[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])

@@ -165,6 +165,66 @@ def dense_decode(
     return output(query, query.shape, query.dtype), output(query, query.shape[:2], compute_dtype(query.dtype))
 
 
+@op(launcher="decode")
+def dense_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from the last few tokens of each row to all of the row's valid tokens, causally.
+
+    Made for few queries over a long cache, such as the verification of a draft. The query heads of a group and the
+    tokens share one read of K and V, as the heads do in the split-KV decoding of Flash-Decoding: 64 at a time (32 with
+    more than 128 channels; half as many in float32), and further ones in further launches. The buffers already hold the
+    K and V of these tokens. Query head h reads KV head h // group, group = q_heads // kv_heads.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        [batch, q_heads, queries, head_dim]: the last `queries` tokens of the rows, at positions
+        seq_end - queries .. seq_end - 1; float32, bfloat16 or float16 (float64 in the reference).
+    keys, values : torch.Tensor
+        Buffers [batch, kv_heads, capacity, head_dim], of the dtype of `query`; the last stride is 1. Positions
+        outside a row's valid tokens are never used.
+    seq_start, seq_end : torch.Tensor
+        int32 [batch], on the device of `query`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1. Queries
+        before seq_start[b] are padding.
+    scale : float, optional
+        Factor on q.k. Default: head_dim ** -0.5.
+    impl : str, optional
+        "triton" or "reference". Defaults to `use_impl`, then Triton on CUDA, else the reference.
+
+    Returns
+    -------
+    out : torch.Tensor
+        [batch, q_heads, queries, head_dim], of the dtype of `query`; zeros for padding.
+    lse : torch.Tensor
+        Log-sum-exp of the scaled scores, natural logarithm: float32 [batch, q_heads, queries] (float64 for float64);
+        -inf for padding.
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device or number, or head_dim > 256 with Triton.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    check_dims("keys", keys, BUFFER_AXES)
+    check_dims("query", query, "batch, q_heads, queries, head_dim")
+    check_float("query", query)
+    check_group(query.shape[1], keys.shape[1])
+    check_keys_and_values(query, keys, values)
+    check_sequence(seq_start, seq_end, query.shape[0], "query", query)
+    return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))
+
+
 @op(launcher="prefill")
 def sparse_prefill(
     query: torch.Tensor,

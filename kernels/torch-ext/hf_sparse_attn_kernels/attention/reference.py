@@ -79,6 +79,35 @@ def dense_decode(
     return out, lse
 
 
+def dense_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `hf_sparse_attn_kernels.dense_prefill`."""
+    kv_heads, capacity = keys.shape[1:3]
+    queries = query.shape[2]
+    if seq_end.device.type == "cpu":  # drops unused room, if that needs no wait for a device
+        capacity = max(1, int(seq_end.max()))
+        keys, values = keys[:, :, :capacity], values[:, :, :capacity]
+    positions = torch.arange(capacity, device=query.device)
+    own = seq_end[:, None].long() - queries + torch.arange(queries, device=query.device)  # [batch, queries]
+    valid = (positions >= seq_start[:, None]) & (positions < seq_end[:, None])
+    seen = valid[:, None] & (positions <= own[:, :, None])  # [batch, queries, capacity]
+    # A weight of 0 times a NaN would still be NaN.
+    values = values.masked_fill(~valid[:, None, :, None], 0.0).to(compute_dtype(query.dtype))
+    grouped = query.reshape(query.shape[0], kv_heads, -1, queries, query.shape[3])
+    scores = _scores(grouped, keys.unsqueeze(2), scale)
+    scores.masked_fill_(~seen[:, None, None], float("-inf"))  # [batch, kv_heads, group, queries, capacity]
+    nothing = ~seen.any(dim=2)[:, None, None, :, None]
+    out = (scores.softmax(dim=4) @ values.unsqueeze(2)).masked_fill_(nothing, 0.0)
+    return out.flatten(1, 2).to(query.dtype), scores.logsumexp(dim=4).flatten(1, 2)
+
+
 def sparse_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
