@@ -75,6 +75,14 @@ class HeadShard:
         first = self.rank * kv_heads
         return tuple(head - first for head in heads if first <= head < first + kv_heads)
 
+    def require_whole(self, what: str) -> None:
+        """Raise ``ValueError``, which names ``what`` needs all heads, if this process has a part of them only."""
+        if not self.is_whole:
+            raise ValueError(
+                f"{what} is not supported under tensor parallelism: this process has the KV heads of rank {self.rank} "
+                f"of {self.size} only; do it with the whole model in one process"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadShard:
         """Return the object itself: a copied cache communicates with the same processes."""
         return self

@@ -203,7 +203,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             The cache is empty, begins with a fixed context, or its method evicts tokens; ``input_ids`` have another
-            shape than the cached tokens.
+            shape than the cached tokens; the cache has a part of the heads only, under tensor parallelism.
         OSError
             The file cannot be written.
         """
@@ -237,7 +237,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The file is damaged, cut off or no cache; it belongs to another model, other weights or token ids, or
             another method or other parameters than the patch has; the tokens exceed ``max_cache_len``; the model is
-            not patched.
+            not patched, or has a part of the heads only, under tensor parallelism.
         OSError
             The file cannot be read.
         """

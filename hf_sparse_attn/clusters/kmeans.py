@@ -263,7 +263,9 @@ def _lloyd(
         centres = torch.where(moved[:, :, None], _take(points, targets), centres)
         if iteration % CHECKED_EVERY == 0:
             objective = distances.sum(dim=1, dtype=torch.float64)
-            if before is not None and shard.all_true(((before - objective) <= tolerance * CHECKED_EVERY * before).all()):
+            if before is not None and shard.all_true(
+                ((before - objective) <= tolerance * CHECKED_EVERY * before).all()
+            ):
                 break
             before = objective
     return centres

@@ -1,4 +1,4 @@
-"""TokenSelect's vote when tensor parallelism has divided the heads: the ranks' votes are added before tokens are chosen.
+"""TokenSelect's vote when tensor parallelism has divided the heads: the ranks' votes are added before the choice.
 
 One process votes and chooses in one op, ``hf_sparse_attn_kernels.select_tokens``. Here the votes leave the kernels in
 between.
@@ -54,9 +54,8 @@ def select_tokens_together(
     """
     length = (seq_end - seq_start).clamp_min(0)
     is_long = length > max_tokens
-    caches = cached_query is not None and cached_tokens is not None and cached_valid is not None and threshold < 1
     reuses = torch.zeros_like(is_long)
-    if caches:
+    if threshold < 1 and cached_query is not None and cached_valid is not None:
         reuses = is_long & (cached_valid != 0) & (_cosine(query, cached_query, shard) >= threshold)
     votes_anew = is_long & ~reuses
     votes = token_votes(
@@ -84,7 +83,7 @@ def select_tokens_together(
         sink_blocks=sink_tokens,
         recent_blocks=recent_tokens,
     )
-    if caches:
+    if threshold < 1 and cached_query is not None and cached_tokens is not None and cached_valid is not None:
         voted = indices[:, 0, sink_tokens : max_tokens - recent_tokens]  # ascending, between the first and the last
         voted.copy_(torch.where(reuses[:, None], cached_tokens, voted))
         cached_tokens.copy_(torch.where(votes_anew[:, None], voted, cached_tokens))
@@ -103,5 +102,5 @@ def _cosine(query: torch.Tensor, cached: torch.Tensor, shard: HeadShard) -> torc
     dtype = torch.promote_types(query.dtype, torch.float32)
     own, former = query.flatten(1).to(dtype), cached.flatten(1).to(dtype)
     terms = torch.stack([(own * former).sum(1), own.square().sum(1), former.square().sum(1)])
-    products, norms, former_norms = shard.all_reduce(terms)
-    return products / (norms.sqrt() * former_norms.sqrt())
+    terms = shard.all_reduce(terms)
+    return terms[0] / (terms[1].sqrt() * terms[2].sqrt())

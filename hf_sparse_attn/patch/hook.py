@@ -95,9 +95,7 @@ class DecoderHooks:
         return checked
 
     def _new_cache(self, patch: Patch) -> SparseCache:
-        return SparseCache(
-            self.model.config, patch.method, kv_storage=patch.kv_storage, head_shard=patch.head_shard
-        )
+        return SparseCache(self.model.config, patch.method, kv_storage=patch.kv_storage, head_shard=patch.head_shard)
 
     def _begin(
         self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], patch: Patch

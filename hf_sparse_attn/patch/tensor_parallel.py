@@ -55,12 +55,6 @@ def _divides_heads(model: Any) -> bool:
     return any(name.rsplit(".", 1)[-1] in KEY_PROJECTIONS and style == "colwise" for name, style in plan.items())
 
 
-def refuse_shard(shard: HeadShard, what: str) -> None:
-    """Raise ``ValueError`` if a process has a part of the heads only; ``what`` is not supported then."""
-    if not shard.is_whole:
-        raise ValueError(f"{what} is not supported under tensor parallelism, where each process has a part of the heads")
-
-
 @contextmanager
 def agreement(shard: HeadShard) -> Iterator[dict[str, str]]:
     """Compare what the ranks put into the dict, and raise on every rank if they differ or one of them fails.
@@ -123,7 +117,7 @@ class _Board:
             except Exception as error:  # the type depends on the version of torch
                 raise RuntimeError(
                     f"rank {rank} of {self.shard.size} did not call patch_model within "
-                    f"{AGREEMENT_TIMEOUT.total_seconds():.0f} s, or has ended: every rank must patch its part of the model"
+                    f"{AGREEMENT_TIMEOUT.total_seconds():.0f} s: every rank must patch its part of the model"
                 ) from error
             texts.append(json.loads(self.store.get(key)))
         return texts
