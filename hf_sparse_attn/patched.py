@@ -107,7 +107,7 @@ def sparse_attention_stats(model: PreTrainedModel) -> SparseAttentionStats:
     """Return what decode steps of the most recently used cache read, per layer and in total.
 
     ``generate()`` creates a new cache for each call; counts of a cache of your own add up over calls. This function
-    waits for the device; counting itself does not.
+    waits for the device; counting itself does not. Under tensor parallelism it counts the KV heads of this process.
 
     Raises
     ------
