@@ -31,13 +31,14 @@ from hf_sparse_attn import (
     sparse_attention_stats,
 )
 from hf_sparse_attn.patch import tensor_parallel
-from hf_sparse_attn.patched import is_patched, patched_method
+from hf_sparse_attn.patched import get_patch, is_patched, patched_method
+from tests.families import tiny_model
 from tests.models import FAMILIES, SPARSE, make_model
 
 KV_HEADS = 4
 VOCABULARY = 100
 OVERRIDES = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 3}
-PROMPT = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PROMPT = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ON_EVERY_FAMILY = ("quest", "tokenselect", "duo_attention")
 
 
@@ -62,6 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """Cases beside each method's own."""
+GATHERED = ("olmo2", "phi3")
+"""Model types whose plan gathers the keys of all heads."""
 FOUR = ["llama-tokenselect", "llama-squeezed", "llama-duo_attention-file", "qwen3-quest"]
 """Cases of four processes, with a KV head each."""
 
@@ -89,6 +92,8 @@ def write_models(folder: Path) -> None:
     for family in FAMILIES:
         model = make_model(family, dtype=torch.float64, vocab_size=VOCABULARY, **OVERRIDES)
         model.cpu().save_pretrained(folder / family)
+    for model_type in GATHERED:
+        tiny_model(model_type, vocab_size=VOCABULARY).save_pretrained(folder / model_type)
     odd = {**OVERRIDES, "num_attention_heads": 6, "num_key_value_heads": 3}
     make_model("llama", dtype=torch.float64, vocab_size=VOCABULARY, **odd).cpu().save_pretrained(folder / "three-heads")
     generator = torch.Generator().manual_seed(2)
@@ -197,6 +202,17 @@ def offloaded(model: PreTrainedModel) -> Any:
         return model.generate(**prompts(), **PROMPT)[:, 90:].tolist()
 
 
+def gathered(folder: Path, processes: int) -> dict[str, Any]:
+    """Return the tokens of models of which every process has all KV heads."""
+    found = {}
+    for model_type in GATHERED:
+        model = load(folder, model_type, processes)
+        with sparse_attention(model, "quest", token_budget=48):
+            tokens = model.generate(**prompts(), **PROMPT)[:, 90:].tolist()
+            found[model_type] = {"tokens": tokens, "is_whole": get_patch(model).head_shard.is_whole}
+    return found
+
+
 SCENARIOS = {scenario.__name__: scenario for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded)}
 
 
@@ -255,6 +271,7 @@ def run(rank: int, size: int, port: int, folder: Path, names: list[str] | None) 
         model = load(folder, "llama", size)
         found["scenarios"] = {name: attempt(partial(scenario, model)) for name, scenario in SCENARIOS.items()}
         found["refusals"] = refusals(folder, model, rank)
+        found["gathered"] = gathered(folder, size)
     (folder / f"rank_{rank}_of_{size}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -47,6 +47,7 @@ def runs(folder):
     alone = {"tokens": worker.tokens_of(folder, 1)}
     model = worker.load(folder, "llama", 1)
     alone["scenarios"] = {name: scenario(model) for name, scenario in worker.SCENARIOS.items()}
+    alone["gathered"] = worker.gathered(folder, 1)
     assert process.wait(timeout=300) == 0, (folder / "log").read_text()[-4000:]
     return {1: alone, 2: found_by(folder, 2), 4: found_by(folder, 4)}
 
@@ -76,6 +77,13 @@ def test_methods_are_sparse(runs):
         found = alone["tokens"][f"llama-{name}"]
         assert found["kv_bytes"] < 0.9 * found["dense_bytes"]
     assert alone["tokens"]["llama-tokenselect-reuse"]["counts"]["selections_kept"] > 0
+
+
+@pytest.mark.parametrize("model_type", worker.GATHERED)
+def test_models_whose_processes_have_all_heads(runs, model_type):
+    for rank in runs[2]:
+        assert rank["gathered"][model_type] == runs[1]["gathered"][model_type]
+        assert rank["gathered"][model_type]["is_whole"]
 
 
 @pytest.mark.parametrize("scenario", worker.SCENARIOS)

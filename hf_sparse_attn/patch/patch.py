@@ -33,7 +33,7 @@ from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.rehearsal import rehearse
 from hf_sparse_attn.patch.support import check_supported, has_prefix
-from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of
+from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of, ranks_of
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
 from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
 
@@ -126,10 +126,9 @@ def patch_model(
     >>> sparse_attention_stats(model).kv_fraction
     """
     inner = base_model(model)
-    head_shard = head_shard_of(inner)
-    with agreement(head_shard) as settings:
+    with agreement(ranks_of(inner)) as settings:
         checked = make_method(method, **hyperparameters)
-        takes_prefix = has_prefix(model)
+        takes_prefix, head_shard = has_prefix(model), head_shard_of(inner)
         check_supported(inner, checked, takes_prefix, kv_storage, head_shard)
         settings |= {"method": repr(checked), "kv_storage": kv_storage}
     recorder = _take_out(inner).recorder if is_patched(inner) else None

@@ -22,31 +22,35 @@ _calls: Counter[str] = Counter()
 """Agreements so far, by the ranks that took part."""
 
 
+def ranks_of(model: Any) -> HeadShard:
+    """Return this process's place among those that share a model by tensor parallelism."""
+    mesh = getattr(model, "_device_mesh", None)  # Transformers 5.16 sets no tp_size
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or (names and "tp" not in names):  # none, or another kind of parallelism
+        return WHOLE
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    return WHOLE if mesh.size() == 1 else HeadShard(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
 def head_shard_of(model: Any) -> HeadShard:
-    """Return the part of the KV heads that this process has; all without tensor parallelism.
+    """Return the part of the KV heads that this process has; all without tensor parallelism, and if they are gathered.
 
     Raises
     ------
     ValueError
         The number of ranks does not divide the KV heads or the query heads.
     """
-    mesh = getattr(model, "_device_mesh", None)  # Transformers 5.16 sets no tp_size
-    if mesh is None or not _divides_heads(model):
-        return WHOLE
-    names = mesh.mesh_dim_names or ()
-    if names and "tp" not in names:  # another kind of parallelism
-        return WHOLE
-    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-    if mesh.size() == 1:
+    ranks = ranks_of(model)
+    if ranks.is_whole or not _divides_heads(model):
         return WHOLE
     for name in ("num_key_value_heads", "num_attention_heads"):
         heads = getattr(model.config, name)
-        if heads % mesh.size():
+        if heads % ranks.size:
             raise ValueError(
-                f"tensor parallelism over {mesh.size()} processes does not divide the model's {name}={heads}; "
+                f"tensor parallelism over {ranks.size} processes does not divide the model's {name}={heads}; "
                 f"allowed: {', '.join(str(size) for size in range(1, heads + 1) if heads % size == 0)}"
             )
-    return HeadShard(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    return ranks
 
 
 def _divides_heads(model: Any) -> bool:
@@ -56,7 +60,7 @@ def _divides_heads(model: Any) -> bool:
 
 
 @contextmanager
-def agreement(shard: HeadShard) -> Iterator[dict[str, str]]:
+def agreement(ranks: HeadShard) -> Iterator[dict[str, str]]:
     """Compare what the ranks put into the dict, and raise on every rank if they differ or one of them fails.
 
     The ranks leave texts in the store by which their processes found each other, rather than in a collective: one that
@@ -69,7 +73,7 @@ def agreement(shard: HeadShard) -> Iterator[dict[str, str]]:
     RuntimeError
         A rank did not come.
     """
-    if shard.is_whole:
+    if ranks.is_whole:
         yield {}
         return
     settings = {
@@ -77,7 +81,7 @@ def agreement(shard: HeadShard) -> Iterator[dict[str, str]]:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }
-    board = _Board(shard)
+    board = _Board(ranks)
     try:
         yield settings
     except BaseException as error:
@@ -90,33 +94,31 @@ def agreement(shard: HeadShard) -> Iterator[dict[str, str]]:
 class _Board:
     """The texts of one agreement, by rank."""
 
-    def __init__(self, shard: HeadShard) -> None:
+    def __init__(self, ranks: HeadShard) -> None:
         distributed = torch.distributed
+        assert ranks.group is not None
         self.store = distributed.distributed_c10d._get_default_store()
-        self.shard = shard
-        assert shard.group is not None
-        self.ranks = "-".join(map(str, distributed.get_process_group_ranks(shard.group)))
+        self.rank, self.size = ranks.rank, ranks.size
+        self.ranks = "-".join(map(str, distributed.get_process_group_ranks(ranks.group)))
         self.call = _calls[self.ranks]
         _calls[self.ranks] += 1
-        if self.call >= 2:  # everyone has read the last but one: it could not have come to the last one otherwise
-            self.store.delete_key(self._key(self.call - 2, shard.rank))
 
-    def _key(self, call: int, rank: int) -> str:
-        return f"hf_sparse_attn/{self.ranks}/{call}/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"hf_sparse_attn/{self.ranks}/{self.call}/{rank}"
 
     def post(self, text: dict[str, str]) -> None:
-        self.store.set(self._key(self.call, self.shard.rank), json.dumps(text))
+        self.store.set(self._key(self.rank), json.dumps(text))
 
     def read(self) -> list[dict[str, str]]:
         """Return all ranks' texts, in the order of the ranks."""
         texts = []
-        for rank in range(self.shard.size):
-            key = self._key(self.call, rank)
+        for rank in range(self.size):
+            key = self._key(rank)
             try:
                 self.store.wait([key], AGREEMENT_TIMEOUT)
             except Exception as error:  # the type depends on the version of torch
                 raise RuntimeError(
-                    f"rank {rank} of {self.shard.size} did not call patch_model within "
+                    f"rank {rank} of {self.size} did not call patch_model within "
                     f"{AGREEMENT_TIMEOUT.total_seconds():.0f} s: every rank must patch its part of the model"
                 ) from error
             texts.append(json.loads(self.store.get(key)))
