@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_sparse_attn import (
     METHODS,
+    SelfSpeculation,
     SparseCache,
     SparseMethod,
     calibrate_channels,
@@ -51,16 +52,15 @@ def files(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+HEADS = ((0.9, 0.1, 0.8, 0.2), (0.1, 0.1, 0.9, 0.9), (0.6, 0.4, 0.4, 0.4))
+"""Of each layer and KV head, from 0, for streaming, to 1, for retrieval."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "tokenselect-head": {"vote": "head", "pool_size": 3},
     "tokenselect-logits": {"vote": "logits", "selection_cache_threshold": 1},
     "tokenselect-reuse": {"selection_cache_threshold": 0.2},
     "tova-per-head": {"per_head": True},
     "squeezed-levels": {**SPARSE["squeezed"], "levels": 2, "coarse_clusters": 0.05},
-    "duo_attention-heads": {
-        "heads": ((0.9, 0.1, 0.8, 0.2), (0.1, 0.1, 0.9, 0.9), (0.6, 0.4, 0.4, 0.4)),
-        "sink_tokens": 4,
-    },
+    "duo_attention-heads": {"heads": HEADS, "sink_tokens": 4},
 }
 """Cases beside each method's own."""
 GATHERED = ("olmo2", "phi3")
@@ -202,6 +202,36 @@ def offloaded(model: PreTrainedModel) -> Any:
         return model.generate(**prompts(), **PROMPT)[:, 90:].tolist()
 
 
+def speculated(model: PreTrainedModel) -> Any:
+    """Return the tokens of sparse drafts and dense verification."""
+    with sparse_attention(model, "quest", token_budget=48, dense_layers=1):
+        ids = prompts()["input_ids"][:1]
+        mask = torch.ones_like(ids)
+        speculation = SelfSpeculation(draft_tokens=3)
+        return model.generate(ids, attention_mask=mask, **PROMPT, custom_generate=speculation)[:, 90:].tolist()
+
+
+def forked(model: PreTrainedModel) -> Any:
+    """Return the tokens of forks for other methods, after one prefill."""
+    with sparse_attention(model, "full"):
+        cache = make_cache(model, keep_queries=8)
+        ids = prompts()["input_ids"][:1]
+        model(ids[:, :-1], past_key_values=cache)
+    found = []
+    for method in (sparse("duo_attention", {"heads": HEADS, "sink_tokens": 4}), sparse("squeezed"), sparse("tova")):
+        with sparse_attention(model, method):
+            mask = torch.ones_like(ids)
+            tokens = model.generate(ids, attention_mask=mask, **PROMPT, past_key_values=cache.fork(method))
+            found.append(tokens[:, 90:].tolist())
+    return found
+
+
+def make_cache(model: PreTrainedModel, keep_queries: int) -> SparseCache:
+    """Create a cache that keeps queries, for a patched model."""
+    found = get_patch(model)
+    return SparseCache(model.config, found.method, keep_queries=keep_queries, head_shard=found.head_shard)
+
+
 def gathered(folder: Path, processes: int) -> dict[str, Any]:
     """Return the tokens of models of which every process has all KV heads."""
     found = {}
@@ -213,7 +243,10 @@ def gathered(folder: Path, processes: int) -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded)}
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded, speculated, forked)
+}
 
 
 def refusals(folder: Path, model: PreTrainedModel, rank: int) -> dict[str, str]:
