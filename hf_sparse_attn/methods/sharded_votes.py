@@ -35,7 +35,8 @@ def select_tokens_together(
     """Choose tokens as ``hf_sparse_attn_kernels.select_tokens`` does, by the heads of all ranks.
 
     Adds up one vote for each token of the buffers, and with a selection cache three numbers for each row: the terms of
-    the cosine. All ranks communicate in every call, whether a row votes or not, since the host does not know.
+    the cosine. All ranks communicate in every call, whether a row votes or not, since the host does not know. The other
+    parameters and the errors are those of the op.
 
     Parameters
     ----------
@@ -50,7 +51,6 @@ def select_tokens_together(
     -------
     tuple of torch.Tensor
         ``block_indices`` int32 [batch, 1, max_tokens] and ``block_counts`` int32 [batch, 1]: the same on every rank.
-        The other parameters are those of the op, and so are the errors.
     """
     length = (seq_end - seq_start).clamp_min(0)
     is_long = length > max_tokens
