@@ -12,6 +12,7 @@ import torch
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods.channels import STATISTICS, channel_weights, file_key
 from hf_sparse_attn.patch.patch import sparse_attention
+from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +38,11 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
     Raises
     ------
     ValueError
-        ``input_ids`` is no batch of texts.
+        ``input_ids`` is no batch of texts, or the model is divided by tensor parallelism.
     """
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
+    head_shard_of(model).require_whole("calibrate_channels")
     with sparse_attention(model, "full"):
         cache = SparseCache(model.config, "full", keep_queries=input_ids.shape[1])
         model(input_ids, past_key_values=cache, logits_to_keep=1)

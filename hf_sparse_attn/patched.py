@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_sparse_attn.cache.lengths import Shared
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
@@ -38,6 +39,8 @@ class Patch:
     """Rotations for a method that caches keys before RoPE."""
     kv_storage: str = "device"
     """Where the caches that ``generate()`` and ``forward`` create keep K and V: ``"device"`` or ``"host"``."""
+    head_shard: HeadShard = WHOLE
+    """The part of the KV heads that this process has, under tensor parallelism."""
     takes_prefix: bool = False
     """Whether the model belongs to a PEFT model that passes a learned prefix in a ``DynamicCache``."""
     counters: Sequence[LayerCounter] = ()
@@ -104,7 +107,7 @@ def sparse_attention_stats(model: PreTrainedModel) -> SparseAttentionStats:
     """Return what decode steps of the most recently used cache read, per layer and in total.
 
     ``generate()`` creates a new cache for each call; counts of a cache of your own add up over calls. This function
-    waits for the device; counting itself does not.
+    waits for the device; counting itself does not. Under tensor parallelism it counts the KV heads of this process.
 
     Raises
     ------

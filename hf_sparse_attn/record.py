@@ -32,7 +32,7 @@ class SelectionRecord:
 
     Filled by :func:`record_selections`. Only decode steps are recorded, not prefills. Tokens are numbered from each
     row's first token, or from the first token of the cache's prefix; left padding is not counted. Layers with a sliding
-    window are not recorded.
+    window are not recorded. Under tensor parallelism a process records its own KV heads.
     """
 
     def __init__(self) -> None:

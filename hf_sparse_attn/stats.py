@@ -93,7 +93,8 @@ class LayerCounter:
 class LayerStats:
     """Reads of the decode steps in one layer, or in all layers.
 
-    Only single-token steps count, not prefill. Padding is excluded, also from dense attention's bytes.
+    Only single-token steps count, not prefill. Padding is excluded, also from dense attention's bytes. Under tensor
+    parallelism all counts are those of this process's KV heads.
     """
 
     decode_steps: int = 0

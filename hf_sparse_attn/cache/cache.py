@@ -26,8 +26,9 @@ from hf_sparse_attn.cache.parked import Exchange, ParkedTensors
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
-from hf_sparse_attn.patched import base_model, get_patch, patched_method
+from hf_sparse_attn.patched import base_model, get_patch
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -72,6 +73,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     kv_storage
         Where keys and values lie: ``"device"``, or ``"host"`` for pinned host memory, which the kernels of decode steps
         read themselves. Metadata and dense layers stay on the device.
+    head_shard
+        The part of the KV heads that this process has under tensor parallelism; :meth:`for_model` knows it.
 
     Raises
     ------
@@ -90,20 +93,23 @@ class SparseCache(Cache):  # type: ignore[misc]
         prefix_hash: str | None = None,
         keep_queries: int = 0,
         kv_storage: str = "device",
+        head_shard: HeadShard = WHOLE,
     ) -> None:
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
         check_kv_storage(kv_storage, self.method)
-        self.kv_storage = kv_storage
+        self.kv_storage, self.head_shard = kv_storage, head_shard
+        kv_heads = config.num_key_value_heads // head_shard.size
         self._stages = PromptStages()
 
         offload = self.method.offloading
-        self._offloaded = None if offload is None else SharedBlocks(offload, config.num_key_value_heads)
+        self._offloaded = None if offload is None else SharedBlocks(offload, kv_heads)
 
         def storage(method: SparseMethod, layer_idx: int) -> Storage:
             if method.evicts:
-                return evicting_storage(method.evicting_heads(layer_idx), initial_capacity, max_cache_len)
+                heads = head_shard.own(method.evicting_heads(layer_idx), kv_heads)
+                return evicting_storage(heads, initial_capacity, max_cache_len)
             if kv_storage == "host" and method is not FULL:
                 if max_cache_len is None:
                     return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
@@ -141,9 +147,11 @@ class SparseCache(Cache):  # type: ignore[misc]
                     method_here,
                     storage(method_here, layer_idx),
                     self.shared,
-                    config.num_attention_heads,
+                    config.num_attention_heads // head_shard.size,
                     layer_idx,
                     keep_queries,
+                    head_shard,
+                    kv_heads,
                 )
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(
@@ -167,8 +175,13 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The model is not patched.
         """
+        patch = get_patch(model)
         return cls(
-            base_model(model).config, patched_method(model), max_cache_len, kv_storage=get_patch(model).kv_storage
+            base_model(model).config,
+            patch.method,
+            max_cache_len,
+            kv_storage=patch.kv_storage,
+            head_shard=patch.head_shard,
         )
 
     def save(self, path: str | Path, model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> None:
@@ -190,7 +203,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         ------
         ValueError
             The cache is empty, begins with a fixed context, or its method evicts tokens; ``input_ids`` have another
-            shape than the cached tokens.
+            shape than the cached tokens; the cache has a part of the heads only, under tensor parallelism.
         OSError
             The file cannot be written.
         """
@@ -224,7 +237,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The file is damaged, cut off or no cache; it belongs to another model, other weights or token ids, or
             another method or other parameters than the patch has; the tokens exceed ``max_cache_len``; the model is
-            not patched.
+            not patched, or has a part of the heads only, under tensor parallelism.
         OSError
             The file cannot be read.
         """

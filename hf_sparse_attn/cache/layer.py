@@ -18,6 +18,7 @@ from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import PromptQueries, followed_by
 from hf_sparse_attn.cache.split import of_kind
 from hf_sparse_attn.cache.storage import Present, Rows, Storage
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.rope import Rope, RopeTables
@@ -47,11 +48,15 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     shared
         State of the cache that the layer belongs to; None for a standalone layer.
     q_heads
-        Number of the model's query heads.
+        Number of the model's query heads that this process has.
     layer_idx
         Index of the layer in the model.
     keep_queries
         Last queries of a prompt to keep beside the mean of all, at least the method's ``keeps_queries``; 0 for none.
+    head_shard
+        The part of the KV heads that this process has, which a method reduces over the others with.
+    kv_heads
+        Number of KV heads that keys must have; None, with a ``head_shard`` of all, to accept any.
     """
 
     is_sliding = False
@@ -72,6 +77,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         q_heads: int = 1,
         layer_idx: int = 0,
         keep_queries: int = 0,
+        head_shard: HeadShard = WHOLE,
+        kv_heads: int | None = None,
     ) -> None:
         # Skips the base class's constructor, which sets keys and values: here the storage has them.
         self.method = method
@@ -80,6 +87,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
         self.q_heads = q_heads
         self.layer_idx = layer_idx
+        self.head_shard = head_shard
+        self._kv_heads = kv_heads
         self.counter = LayerCounter(method.counts, storage.traffic)
         self.rope_tables: RopeTables | None = None
         self.keep_queries = max(keep_queries, method.keeps_queries)
@@ -215,7 +224,19 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate buffers for the batch size, heads, dtype and device of the first tokens."""
+        """Allocate buffers for the batch size, heads, dtype and device of the first tokens.
+
+        Raises
+        ------
+        ValueError
+            The keys have another number of heads than the configuration says this process has.
+        """
+        if self._kv_heads is not None and key_states.shape[1] != self._kv_heads:
+            raise ValueError(
+                f"layer {self.layer_idx} gets keys of {key_states.shape[1]} KV heads, but the model's configuration "
+                f"says {self._kv_heads * self.head_shard.size}, {self._kv_heads} in this process: heads that something "
+                "other than Transformers' tensor parallelism has divided are not supported"
+            )
         self.is_initialized = False  # until it is complete, so that the next use allocates anew if memory runs out
         if self._leads and key_states.device != self.device:
             self._shared.lengths.pop(self.device, None)
@@ -529,7 +550,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork.method = method
         fork.keep_queries = max(self.keep_queries, method.keeps_queries)
         fork.storage = of_kind(
-            self.storage.fork(self.held, method.selection_size), method.evicts, method.evicting_heads(self.layer_idx)
+            self.storage.fork(self.held, method.selection_size),
+            method.evicts,
+            self.head_shard.own(method.evicting_heads(self.layer_idx), self._kv_heads or 0),
         )
         fork.is_compileable = fork.storage.is_compileable
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)

@@ -24,6 +24,7 @@ FORMAT = "hf_sparse_attn cache 1"
 
 def save(cache: SparseCache, path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> None:
     """Write a cache; see ``SparseCache.save``."""
+    cache.head_shard.require_whole("SparseCache.save")
     cache.recover()
     check_complete(cache)
     if input_ids is not None and tuple(input_ids.shape) != (len(cache.sparse_layers[0].keys), cache.fed):
@@ -52,6 +53,7 @@ def load(
 ) -> SparseCache:
     """Read a cache; see ``SparseCache.load``."""
     patch = get_patch(model)
+    patch.head_shard.require_whole("SparseCache.load")
     with open_tensors(path, FORMAT, "a cache") as file:
         header = _checked_header(file, model, input_ids)
         if header.method != method_text(patch.method):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from hf_sparse_attn_kernels import cluster_sums, nearest_centres
 
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
+
 ONE_BY_ONE = 64  # up to so many clusters, seeds are chosen one by one
 GROWTH = 0.25  # share of the seeds chosen so far that a round adds
 TRIALS = 4  # candidates drawn for each seed of a round
@@ -65,6 +67,7 @@ def kmeans(
     tolerance: float = 5e-4,
     batch_tokens: int | None = None,
     seeding: str | None = None,
+    shard: HeadShard = WHOLE,
 ) -> Clusters:
     """Cluster the points of every group by k-means: k-means++ seeds, then Lloyd's iterations.
 
@@ -100,6 +103,9 @@ def kmeans(
         it for 1,024. Default: all points.
     seeding : {"exact", "rounds"}, optional
         Default: "exact" for at most `ONE_BY_ONE` clusters.
+    shard : HeadShard
+        The part of the groups that `points` are of. Random numbers are drawn for all of them, and all stop together, so
+        that the clusters are those that one process finds.
 
     Returns
     -------
@@ -114,15 +120,15 @@ def kmeans(
         Invalid shape, stride, number or name, or more clusters than points.
     """
     _check(points, num_clusters, iterations, tolerance, batch_tokens, seeding)
-    generator = torch.Generator(points.device).manual_seed(seed)
     if seeding is None:
         seeding = "exact" if num_clusters <= ONE_BY_ONE else "rounds"
     choose = _seeds_one_by_one if seeding == "exact" else _seeds_in_rounds
-    seeds = choose(points, num_clusters, generator)
+    draw = _Draw(torch.Generator(points.device).manual_seed(seed), shard)
+    seeds = choose(points, num_clusters, draw)
     if batch_tokens is None or batch_tokens >= points.shape[1]:
-        centres = _lloyd(points, seeds, iterations, tolerance)
+        centres = _lloyd(points, seeds, iterations, tolerance, shard)
     else:
-        centres = _mini_batches(points, seeds, iterations, batch_tokens, generator)
+        centres = _mini_batches(points, seeds, iterations, batch_tokens, draw.generator)
     labels, distances = nearest_centres(points, centres.to(points.dtype))
     return Clusters(labels, *sort_by_cluster(labels, num_clusters), distances.sum(dim=1, dtype=torch.float64))
 
@@ -155,31 +161,49 @@ def _take(points: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return points.gather(1, indices[:, :, None].expand(-1, -1, points.shape[2]))
 
 
-def _draw(weights: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+class _Draw(NamedTuple):
+    """Random numbers for groups of which this process may have a part only: the same as for all of them at once."""
+
+    generator: torch.Generator
+    shard: HeadShard
+
+    def integers(self, end: int, groups: int) -> torch.Tensor:
+        """Draw an integer below `end` for each group, int64 [groups, 1]."""
+        size = (groups * self.shard.size, 1)
+        drawn = torch.randint(end, size, generator=self.generator, device=self.generator.device)
+        return self.shard.slice(drawn)  # type: ignore[no-any-return]
+
+    def clocks(self, like: torch.Tensor) -> torch.Tensor:
+        """Draw exponential numbers for each group, of the shape and dtype of `like` [groups, n]."""
+        clocks = like.new_empty(like.shape[0] * self.shard.size, like.shape[1])
+        return self.shard.slice(clocks.exponential_(generator=self.generator))  # type: ignore[no-any-return]
+
+
+def _drawn(weights: torch.Tensor, count: int, draw: _Draw) -> torch.Tensor:
     """Draw `count` distinct indices [groups, count] with probabilities proportional to `weights` [groups, n].
 
     The winners of a race of exponential clocks are such a draw. Weights of 0 come last.
     """
-    clocks = torch.empty_like(weights).exponential_(generator=generator)
+    clocks = draw.clocks(weights)
     return (weights / clocks.clamp_(min=torch.finfo(clocks.dtype).tiny)).topk(count, dim=1)[1]
 
 
-def _first_seed(points: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_seed(points: torch.Tensor, draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a random point of each group [groups, 1, dim], and the squared distances to it [groups, n]."""
     groups, n, _ = points.shape
-    seed = _take(points, torch.randint(n, (groups, 1), generator=generator, device=points.device))
+    seed = _take(points, draw.integers(n, groups))
     return seed, nearest_centres(points, seed)[1]
 
 
-def _seeds_one_by_one(points: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+def _seeds_one_by_one(points: torch.Tensor, count: int, draw: _Draw) -> torch.Tensor:
     """Choose seeds [groups, count, dim]: each is the candidate that lowers the objective most."""
-    seed, closest = _first_seed(points, generator)
+    seed, closest = _first_seed(points, draw)
     seeds = [seed]
     wide = points.to(closest.dtype)
     norms = wide.square().sum(dim=2)
     trials = min(points.shape[1], 2 + int(math.log(count)))  # as scikit-learn
     for _ in range(count - 1):
-        drawn = _draw(closest, trials, generator)
+        drawn = _drawn(closest, trials, draw)
         products = torch.bmm(_take(wide, drawn), wide.transpose(1, 2))  # [groups, trials, n]
         distances = (norms[:, None] + norms.gather(1, drawn)[:, :, None] - 2 * products).clamp_(min=0)
         closer = torch.minimum(closest[:, None], distances)
@@ -189,13 +213,13 @@ def _seeds_one_by_one(points: torch.Tensor, count: int, generator: torch.Generat
     return torch.cat(seeds, dim=1)
 
 
-def _seeds_in_rounds(points: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+def _seeds_in_rounds(points: torch.Tensor, count: int, draw: _Draw) -> torch.Tensor:
     """Choose seeds [groups, count, dim], several in a round: the candidates whose points gain most."""
-    seed, closest = _first_seed(points, generator)
+    seed, closest = _first_seed(points, draw)
     seeds, chosen = [seed], 1
     while chosen < count:
         new = min(count - chosen, max(1, int(GROWTH * chosen)))
-        candidates = _take(points, _draw(closest, min(points.shape[1], TRIALS * new), generator))
+        candidates = _take(points, _drawn(closest, min(points.shape[1], TRIALS * new), draw))
         labels, distances = nearest_centres(points, candidates)
         gains = _sum_by_label(closest - distances, labels, candidates.shape[1])
         seeds.append(_take(candidates, gains.topk(new, dim=1)[1]))
@@ -225,7 +249,9 @@ def sort_by_cluster(labels: torch.Tensor, num_clusters: int) -> tuple[torch.Tens
     return order.view(groups, n).int() - every * n, offsets - every * n
 
 
-def _lloyd(points: torch.Tensor, centres: torch.Tensor, iterations: int, tolerance: float) -> torch.Tensor:
+def _lloyd(
+    points: torch.Tensor, centres: torch.Tensor, iterations: int, tolerance: float, shard: HeadShard
+) -> torch.Tensor:
     """Return the centres after Lloyd's iterations, in at least float32."""
     before: torch.Tensor | None = None
     for iteration in range(iterations):
@@ -237,7 +263,9 @@ def _lloyd(points: torch.Tensor, centres: torch.Tensor, iterations: int, toleran
         centres = torch.where(moved[:, :, None], _take(points, targets), centres)
         if iteration % CHECKED_EVERY == 0:
             objective = distances.sum(dim=1, dtype=torch.float64)
-            if before is not None and bool(((before - objective) <= tolerance * CHECKED_EVERY * before).all()):
+            if before is not None and shard.all_true(
+                ((before - objective) <= tolerance * CHECKED_EVERY * before).all()
+            ):
                 break
             before = objective
     return centres

@@ -9,6 +9,7 @@ import torch
 from hf_sparse_attn_kernels import centroid_weights
 
 from hf_sparse_attn.clusters.calibration import global_threshold
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 
 COARSE_SPARSITY = 0.5
 """Share of the tokens that the coarse level of a hierarchical lookup drops."""
@@ -17,7 +18,9 @@ QUERIES_AT_ONCE = 16
 Index = dict[str, torch.Tensor]
 
 
-def thresholds(queries: Sequence[torch.Tensor], indices: Sequence[Index], target_sparsity: float) -> Index:
+def thresholds(
+    queries: Sequence[torch.Tensor], indices: Sequence[Index], target_sparsity: float, shard: HeadShard = WHOLE
+) -> Index:
     """Find the threshold that leaves out a share of the context's tokens (arXiv 2411.09688).
 
     The threshold is the ``target_sparsity`` quantile of the estimated weights of all clustered tokens, over all layers
@@ -31,6 +34,8 @@ def thresholds(queries: Sequence[torch.Tensor], indices: Sequence[Index], target
         Each layer's index; see :mod:`hf_sparse_attn.clusters.index`.
     target_sparsity
         In [0, 1). At 0 the threshold is below every weight.
+    shard
+        The part of each layer's heads that these are of; the threshold is that of all.
 
     Returns
     -------
@@ -39,7 +44,8 @@ def thresholds(queries: Sequence[torch.Tensor], indices: Sequence[Index], target
     """
 
     def global_of(weights: list[torch.Tensor], sizes: str, share: float) -> torch.Tensor:
-        threshold = global_threshold(weights, [index[sizes][None] for index in indices], share)
+        every = [shard.all_gather(layer, dim=1) for layer in weights]
+        threshold = global_threshold(every, [shard.all_gather(index[sizes][None], dim=1) for index in indices], share)
         return torch.tensor(threshold, device=queries[0].device)
 
     found: Index = {}

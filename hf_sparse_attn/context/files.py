@@ -16,6 +16,7 @@ from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed
+from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 from hf_sparse_attn.patched import base_model, layer_devices
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
@@ -108,6 +109,7 @@ def write(context: FixedContext, path: Path) -> None:
 
 def read(cls: type[FixedContext], path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> FixedContext:
     """Read a context; see :meth:`FixedContext.load`."""
+    head_shard_of(base_model(model)).require_whole("FixedContext.load")
     with opened(path) as (file, header):
         header.identity.check(ModelIdentity.of(model), f"{path} was prepared")
         if input_ids is not None and hash_token_ids(input_ids) != header.token_ids_hash:

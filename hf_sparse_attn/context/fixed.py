@@ -156,7 +156,7 @@ class FixedContext:
         ------
         ValueError
             The file is damaged, cut off or no context, or belongs to another model, other token ids or another version
-            of the format.
+            of the format; or the model is divided by tensor parallelism.
         OSError
             The file cannot be read.
         """

@@ -19,6 +19,7 @@ from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
+from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 from hf_sparse_attn.patched import base_model
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def prepare_context(
         ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
     ValueError
         A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
-        model's positions, or the model is not supported.
+        model's positions, or the model is not supported, or divided by tensor parallelism.
 
     Examples
     --------
@@ -76,6 +77,7 @@ def prepare_context(
     >>> cache = context.cache(max_cache_len=512)
     >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=cache, max_new_tokens=200)
     """
+    head_shard_of(base_model(model)).require_whole("prepare_context")
     chosen = make_method("squeezed" if method is None else method, **hyperparameters)
     if not isinstance(chosen, Squeezed):
         raise TypeError(f"method must be a Squeezed, got {chosen!r}")

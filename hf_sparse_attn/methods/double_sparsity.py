@@ -132,9 +132,10 @@ class DoubleSparsity(SparseMethod):
         if self.calibration is None:
             chosen = torch.arange(self.channels, device=keys.device).expand(kv_heads, -1)
         else:
-            heads = (layer.q_heads, kv_heads)
+            shard = layer.head_shard
+            heads = (layer.q_heads * shard.size, kv_heads * shard.size)
             weights = channels_of_file(self.calibration, layer.layer_idx, self.statistic, heads, head_dim)
-            chosen = heaviest(weights, kv_heads, self.channels).to(keys.device)
+            chosen = heaviest(shard.slice(weights), kv_heads, self.channels).to(keys.device)
         dtypes = {"labels": keys.dtype if self.label_bits == MODEL_BITS else torch.uint8, "label_range": torch.float16}
         labels = {
             name: keys.new_zeros(batch, kv_heads, capacity, size, dtype=dtypes[name])

@@ -14,6 +14,7 @@ from hf_sparse_attn.methods.scores import GROUP_REDUCTIONS, grouped, reduce_grou
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
+    from hf_sparse_attn.head_shard import HeadShard
 
 KEY_SHARE = 1e-6
 """Weight of the keys' moments beside the queries', which orders directions that no query has."""
@@ -158,7 +159,7 @@ class InfiniGen(SparseMethod):
         heads = grouped(rehearsed, layer.keys.shape[1])
         partial = (heads @ layer.metadata["columns"].to(heads.dtype)).flatten(1, 2)
         scores = token_scores(partial, layer.metadata["partial_keys"], layer, scale)
-        most = self._most_tokens(scores, layer.row_lengths())
+        most = self._most_tokens(scores, layer.row_lengths(), layer.head_shard)
         order = reduce_group(scores, self.group_reduce).sort(dim=2, descending=True, stable=True).indices
         width = order.shape[2] if self.token_budget is None else min(self.token_budget, order.shape[2])
         order = order[..., :width]
@@ -166,10 +167,11 @@ class InfiniGen(SparseMethod):
         counts = most[:, None].expand(-1, order.shape[1])
         return Selection(order.int().masked_fill(~is_read, -1), counts.int().contiguous(), block_size=1)
 
-    def _most_tokens(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def _most_tokens(self, scores: torch.Tensor, lengths: torch.Tensor, shard: HeadShard) -> torch.Tensor:
         """Return how many tokens each row reads, int64 [batch], by estimates [batch, kv_heads, group, tokens]."""
         is_important = (scores >= scores.amax(3, keepdim=True) - self.alpha) & (scores > -math.inf)
-        mean = is_important.flatten(1).sum(1) // (scores.shape[1] * scores.shape[2])
+        heads = scores.shape[1] * scores.shape[2] * shard.size
+        mean = shard.all_reduce(is_important.flatten(1).sum(1)) // heads
         most = (lengths * self.max_share).long()
         if self.token_budget is not None:
             most = most.clamp_max(self.token_budget)

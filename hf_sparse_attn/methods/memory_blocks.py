@@ -147,6 +147,7 @@ def choose_blocks(query: torch.Tensor, layer: SparseLayer, split: BlockSplit, bl
     most = max(1, layer.max_blocks(split.size))  # a chunk of padding alone has none
     block_keys = layer.metadata["block_keys"][:, :, :most].to(heads.dtype)
     scores = (block_keys @ heads.unsqueeze(3)).squeeze(3).sum(1, keepdim=True)  # [batch, 1, blocks]
+    scores = layer.head_shard.all_reduce(scores)
     ends = (blocks * split.size).int()
     indices, _ = select_blocks(scores, torch.zeros_like(ends), ends, block_size=split.size, max_blocks=split.blocks)
     return indices[:, 0].long()

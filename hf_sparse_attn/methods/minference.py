@@ -137,7 +137,7 @@ class MInference(SparseMethod):
             candidates = of_budget(view, self.token_budget)
             choice = torch.stack([view.coverage(pattern) for pattern in candidates]).argmax(0)
         else:
-            own = read_patterns(self.patterns)[layer.layer_idx][heads]
+            own = layer.head_shard.slice(read_patterns(self.patterns)[layer.layer_idx])[heads]
             kinds: list[HeadPattern] = sorted(set(own))
             candidates = [of_file(view, kind) for kind in kinds]
             choice = torch.tensor([kinds.index(kind) for kind in own], device=query.device).expand(len(keys), -1)

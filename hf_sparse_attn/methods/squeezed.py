@@ -16,6 +16,7 @@ from hf_sparse_attn.clusters.index import add_coarse_level, build_index, mean_ke
 from hf_sparse_attn.clusters.kmeans import kmeans, normalised
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.dense import dense_attention
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods.base import SparseMethod
 from hf_sparse_attn.methods.clustered import Context, context_of, known_queries, row_keys, store, tokens_read
 
@@ -199,8 +200,10 @@ class Squeezed(SparseMethod):
             )
         for row in ready:
             tokens = lengths[row] - self.window
-            indices = [self.cluster(row_keys(layer, row, tokens)) for layer in layers]
-            found = thresholds([self.observed(layer, row) for layer in layers], indices, self.target_sparsity)
+            shard = first.head_shard
+            indices = [self.cluster(row_keys(layer, row, tokens), shard=shard) for layer in layers]
+            queries = [self.observed(layer, row) for layer in layers]
+            found = thresholds(queries, indices, self.target_sparsity, shard)
             for layer, index in zip(layers, indices, strict=True):
                 store(layer, row, tokens, {**index, **found})
 
@@ -213,7 +216,7 @@ class Squeezed(SparseMethod):
         scaled: torch.Tensor = states * (recent.scale * states.shape[2] ** 0.5)
         return scaled
 
-    def cluster(self, keys: torch.Tensor, recent: int = 0) -> dict[str, torch.Tensor]:
+    def cluster(self, keys: torch.Tensor, recent: int = 0, shard: HeadShard = WHOLE) -> dict[str, torch.Tensor]:
         """Cluster the keys of a layer, but the first ``sink_tokens`` and the last ``recent``, and build their index.
 
         Parameters
@@ -222,6 +225,8 @@ class Squeezed(SparseMethod):
             [kv_heads, tokens, head_dim], after RoPE.
         recent
             Last tokens, which are always read.
+        shard
+            The part of the layer's heads that ``keys`` are of.
 
         Returns
         -------
@@ -232,7 +237,7 @@ class Squeezed(SparseMethod):
         sinks, end = self.sink_tokens, keys.shape[1] - recent
         clustered = keys[:, sinks:end]
         num_clusters, num_coarse = (count(end - sinks) for count in (self.num_clusters, self.num_coarse))
-        fit = partial(kmeans, seed=self.seed, iterations=self.iterations)
+        fit = partial(kmeans, seed=self.seed, iterations=self.iterations, shard=shard)
         labels = fit(normalised(clustered), num_clusters, batch_tokens=self.batch_tokens).labels
         if self.levels == 2:
             centroids = mean_keys(clustered, labels, num_clusters)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from hf_sparse_attn_kernels import mean_query, select_tokens, sparse_prefill
 
 from hf_sparse_attn.methods.base import Selection, SparseMethod
+from hf_sparse_attn.methods.sharded_votes import select_tokens_together
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
 
 if TYPE_CHECKING:
@@ -197,23 +198,29 @@ class TokenSelect(SparseMethod):
         """Select by vote, or reuse the last selection; see :meth:`SparseMethod.select` for the arguments."""
         rope, split = layer.rope, self.split
         voting = rotated(query, rope.cos[split.last], rope.sin[split.last]).to(query.dtype)
-        block_indices, block_counts = select_tokens(
+        block_indices, block_counts = self._select(
+            layer,
             voting,
-            layer.keys,
-            layer.seq_start,
             layer.seq_end,
             max_tokens=self.token_budget,
             sink_tokens=split.first,
             recent_tokens=split.last,
-            vote=self.vote,
-            pool_size=self.pool_size,
             threshold=float(self.selection_cache_threshold),
             counter=layer.counter.totals,
             reuse_counter=layer.counter.own,
-            finished=layer.finished,
             **layer.metadata,
         )
         return Selection(block_indices, block_counts, block_size=1)
+
+    def _select(
+        self, layer: SparseLayer, voting: torch.Tensor, seq_end: torch.Tensor, **arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Select by the votes of all heads for a query [batch, q_heads, head_dim]; the op's other arguments by name."""
+        rows = (voting, layer.keys, layer.seq_start, seq_end)
+        arguments |= {"vote": self.vote, "pool_size": self.pool_size}
+        if layer.head_shard.is_whole:
+            return select_tokens(*rows, finished=layer.finished, **arguments)
+        return select_tokens_together(*rows, shard=layer.head_shard, **arguments)
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a chunk to one selection of the tokens before it and, causally, to itself.
@@ -252,15 +259,11 @@ class TokenSelect(SparseMethod):
             budget, split = cached, TokenSplit(0, cached, 0)
         # Rows that have tokens before the chunk have no padding in it, so the mean covers tokens only.
         voting = mean_query(query, *layer.rope, first_slot=split.last)
-        return select_tokens(
+        return self._select(
+            layer,
             voting,
-            layer.keys,
-            layer.seq_start,
             layer.seq_end - queries,
             max_tokens=budget,
             sink_tokens=split.first,
             recent_tokens=split.last,
-            vote=self.vote,
-            pool_size=self.pool_size,
-            finished=layer.finished,
         )

@@ -58,4 +58,7 @@ class TOVA(EvictingMethod):
             return None
         (weights,) = attention_weights(newest, layer, scale)
         mean = weights[:, :, :, 0].mean(2)
-        return mean if self.per_head else mean.mean(1, keepdim=True)
+        if self.per_head:
+            return mean
+        shard = layer.head_shard
+        return shard.all_reduce(mean.mean(1, keepdim=True)) / shard.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from transformers.generation import GenerationMode
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
-from hf_sparse_attn.methods import SparseMethod
-from hf_sparse_attn.patched import get_patch, is_patched, patched_method
+from hf_sparse_attn.head_shard import HeadShard
+from hf_sparse_attn.patched import Patch, get_patch, is_patched, patched_method
 from hf_sparse_attn.rope import depends_on_length
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
@@ -89,7 +90,7 @@ class PrepareCache(StandIn):
             cache = self._new_cache(generation_config, max_cache_length)
             model_kwargs["past_key_values"] = cache
         else:
-            check_cache(cache, patched_method(self.model))
+            check_cache(cache, get_patch(self.model))
             cache.recover()
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
@@ -102,17 +103,23 @@ class PrepareCache(StandIn):
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
         """Create a static cache if ``generate()`` compiles its decode step or asks for one, else a growing cache."""
-        config, patch = self.model.config, get_patch(self.model)
-        method, kv_storage = patch.method, patch.kv_storage
+        patch = get_patch(self.model)
+        make = partial(
+            SparseCache,
+            self.model.config,
+            patch.method,
+            kv_storage=patch.kv_storage,
+            head_shard=patch.head_shard,
+        )
         tokens = max(max_cache_length, generation_config.max_cache_len or 0)  # as in a stock static cache
         wanted = generation_config.cache_implementation
         if wanted == "static" or (wanted is None and not generation_config.disable_compile):
-            static = SparseCache(config, method, static_capacity(tokens), kv_storage=kv_storage)
+            static = make(static_capacity(tokens))
             if wanted == "static" or self.model._valid_auto_compile_criteria(
                 {"past_key_values": static}, generation_config
             ):
                 return static
-        return SparseCache(config, method, initial_capacity=max_cache_length, kv_storage=kv_storage)
+        return make(initial_capacity=max_cache_length)
 
 
 def _check_padding(attention_mask: Any) -> None:
@@ -142,6 +149,7 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
         and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
+        and get_patch(model).head_shard.is_whole
     )
 
 
@@ -160,12 +168,23 @@ def _check_room(
         )
 
 
-def check_cache(cache: Any, method: SparseMethod) -> None:
-    """Raise if a cache does not belong to a model patched with ``method``."""
+def check_cache(cache: Any, patch: Patch) -> None:
+    """Raise if a cache does not belong to a model that is patched so."""
     if not isinstance(cache, SparseCache):
         raise TypeError(
             f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
             "create one with SparseCache.for_model(model), or with PEFT's prefix tuning, patch the PEFT model itself"
         )
-    if cache.method != method:
-        raise ValueError(f"past_key_values was created for {cache.method}, but the model is patched with {method}")
+    if cache.method != patch.method:
+        raise ValueError(
+            f"past_key_values was created for {cache.method}, but the model is patched with {patch.method}"
+        )
+    if cache.head_shard != patch.head_shard:
+        raise ValueError(
+            f"past_key_values was created for {_in_words(cache.head_shard)}, but the model has "
+            f"{_in_words(patch.head_shard)}: create it with SparseCache.for_model(model)"
+        )
+
+
+def _in_words(shard: HeadShard) -> str:
+    return "all KV heads" if shard.is_whole else f"part {shard.rank + 1} of {shard.size} of the KV heads"

@@ -96,12 +96,12 @@ class DecoderHooks:
             return self._new_cache(patch) if use_cache else None
         if patch.takes_prefix and type(cache) is DynamicCache:
             return with_prefix(self._new_cache(patch), cache)
-        check_cache(cache, patch.method)
+        check_cache(cache, patch)
         checked: SparseCache = cache
         return checked
 
     def _new_cache(self, patch: Patch) -> SparseCache:
-        return SparseCache(self.model.config, patch.method, kv_storage=patch.kv_storage)
+        return SparseCache(self.model.config, patch.method, kv_storage=patch.kv_storage, head_shard=patch.head_shard)
 
     def _begin(
         self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], patch: Patch
@@ -117,7 +117,8 @@ class DecoderHooks:
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
-        token_bytes = 2 * config.num_key_value_heads * head_dim_of(config) * self.model.dtype.itemsize
+        kv_heads = config.num_key_value_heads // patch.head_shard.size
+        token_bytes = 2 * kv_heads * head_dim_of(config) * self.model.dtype.itemsize
         cache.check_host(_tokens(kwargs).shape[0], query_length, token_bytes)
         cache.shared.recorder = patch.recorder
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)

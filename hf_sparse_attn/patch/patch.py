@@ -26,12 +26,14 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_sparse_attn.attention import sparse_attention_forward
+from hf_sparse_attn.head_shard import HeadShard
 from hf_sparse_attn.methods import SparseMethod, make_method
 from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatching
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.rehearsal import rehearse
 from hf_sparse_attn.patch.support import check_supported, has_prefix
+from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of, ranks_of
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
 from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
 
@@ -111,7 +113,11 @@ def patch_model(
     TypeError
         ``model`` or ``method`` has the wrong type.
     ValueError
-        The architecture, the model's state, ``kv_storage`` or a hyperparameter is not supported.
+        The architecture, the model's state, ``kv_storage`` or a hyperparameter is not supported. Under tensor
+        parallelism: the number of ranks does not divide the heads, a rank could not be patched, or ranks differ in the
+        method, its hyperparameters, ``kv_storage`` or versions. Every rank then raises.
+    RuntimeError
+        Under tensor parallelism: a rank did not patch its part of the model within a minute.
 
     Examples
     --------
@@ -119,12 +125,14 @@ def patch_model(
     >>> model.generate(**inputs, max_new_tokens=100)
     >>> sparse_attention_stats(model).kv_fraction
     """
-    checked = make_method(method, **hyperparameters)
     inner = base_model(model)
-    takes_prefix = has_prefix(model)
-    check_supported(inner, checked, takes_prefix, kv_storage)
+    with agreement(ranks_of(inner)) as settings:
+        checked = make_method(method, **hyperparameters)
+        takes_prefix, head_shard = has_prefix(model), head_shard_of(inner)
+        check_supported(inner, checked, takes_prefix, kv_storage, head_shard)
+        settings |= {"method": repr(checked), "kv_storage": kv_storage}
     recorder = _take_out(inner).recorder if is_patched(inner) else None
-    _put_in(inner, checked, kv_storage, takes_prefix, recorder)
+    _put_in(inner, checked, kv_storage, takes_prefix, head_shard, recorder)
     return model
 
 
@@ -163,7 +171,7 @@ def sparse_attention(
         inner = base_model(model)
         recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
-            _put_in(inner, former.method, former.kv_storage, has_prefix(model), recorder)
+            _put_in(inner, former.method, former.kv_storage, has_prefix(model), former.head_shard, recorder)
 
 
 def _put_in(
@@ -171,6 +179,7 @@ def _put_in(
     method: SparseMethod,
     kv_storage: str,
     takes_prefix: bool,
+    head_shard: HeadShard,
     recorder: SelectionRecord | None,
 ) -> None:
     decoder = model.get_decoder()
@@ -179,6 +188,7 @@ def _put_in(
         stock_config=model.config,
         config=copy.copy(model.config),
         kv_storage=kv_storage,
+        head_shard=head_shard,
         takes_prefix=takes_prefix,
         recorder=recorder,
     )

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.patch.families import FAMILIES, in_short, refusal
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS
@@ -16,7 +17,11 @@ NO_TRAINING = "the model is in training mode; sparse attention is for inference:
 
 
 def check_supported(
-    model: PreTrainedModel, method: SparseMethod, takes_prefix: bool = False, kv_storage: str = "device"
+    model: PreTrainedModel,
+    method: SparseMethod,
+    takes_prefix: bool = False,
+    kv_storage: str = "device",
+    head_shard: HeadShard = WHOLE,
 ) -> None:
     """Raise if the model cannot be patched with the method."""
     if takes_prefix and method.rotates_keys:
@@ -46,7 +51,7 @@ def check_supported(
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
     method.check_model(model)
-    cache = SparseCache(config, method, kv_storage=kv_storage)
+    cache = SparseCache(config, method, kv_storage=kv_storage, head_shard=head_shard)
     full_attention = cache.sparse_layers
     if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
         raise ValueError(
