@@ -1,5 +1,6 @@
 """Test-wide settings: offline hub, Triton's interpreter where no CUDA device is present, no unwanted skips in CI."""
 
+import importlib.util
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -12,6 +13,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is decorated, so it must be set before the kernels package is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests.interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
 
 TESTS = Path(__file__).parent
 CONTRACTS = ("test_contracts.py", "context", "methods", "patch/test_families.py", "patch/test_speculation.py")
