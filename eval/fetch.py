@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eval.errors import EvalError
 from eval.sources import is_offline
-from hf_sparse_attn.cli.models import file_sha256
+from hf_sparse_attn.cli.files import file_sha256
 
 FETCH_TIMEOUT = (4.0, 10.0)
 """Seconds to connect and to wait for data, without a retry."""

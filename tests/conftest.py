@@ -1,7 +1,9 @@
 """Test-wide settings: offline hub, Triton's interpreter where no CUDA device is present, no unwanted skips in CI."""
 
+import importlib.util
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     # Read by Triton when a kernel is decorated, so it must be set before the kernels package is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests.interpreter import patch_once_per_launch
 
+        patch_once_per_launch()
+
+TESTS = Path(__file__).parent
+CONTRACTS = ("test_contracts.py", "context", "methods", "patch/test_families.py", "patch/test_speculation.py")
+"""Tests that compare what is chosen, or tokens, in which a processor's rounding could decide."""
 IN_CI = os.environ.get("HF_SPARSE_ATTN_CI") == "1"
 
 
@@ -20,7 +29,12 @@ def may_skip(reason: str) -> bool:
     return "needs CUDA" in reason and not torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    contracts = [TESTS / name for name in CONTRACTS]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in contracts):
+            item.add_marker(pytest.mark.contract)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

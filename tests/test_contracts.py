@@ -6,6 +6,7 @@ model must not depend on a processor's rounding.
 
 import copy
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -124,6 +125,12 @@ SCENARIOS = [single, left_padding, beam_search, multi_turn, chunked_prefill, ass
 ON_EVERY_FAMILY = (left_padding, multi_turn)
 
 
+@cache
+def dense_tokens(family, scenario):
+    """Run a scenario on the unpatched model, once for all methods."""
+    return scenario(shared_model(family), DynamicCache)
+
+
 @methods
 @pytest.mark.parametrize(
     ("family", "scenario"),
@@ -140,7 +147,7 @@ ON_EVERY_FAMILY = (left_padding, multi_turn)
 )
 @torch.inference_mode()
 def test_full_budget_is_dense_token_for_token(scenario, family, method_name, model, monkeypatch):
-    expected = scenario(model, DynamicCache)
+    expected = dense_tokens(family, scenario)
     method = always_sparse(method_name, monkeypatch)
     with sparse_attention(model, method):
         actual = scenario(model, lambda: SparseCache.for_model(model))
@@ -151,15 +158,25 @@ def test_full_budget_is_dense_token_for_token(scenario, family, method_name, mod
         assert stats.kv_bytes == stats.dense_bytes > 0
 
 
+def bf16_inputs():
+    """A prompt, and a padded batch; the logits are returned too."""
+    ids, mask = padded_batch()
+    returned = {"output_logits": True, "return_dict_in_generate": True}
+    return {"inputs": random_ids(1, 83), **returned}, {"inputs": ids, "attention_mask": mask, **returned}
+
+
+@cache
+def dense_bf16_outputs(family):
+    """Run them on the unpatched model, once for all methods."""
+    return [shared_model(family, torch.bfloat16).generate(**inputs, **GREEDY) for inputs in bf16_inputs()]
+
+
 @methods
 @families
 @torch.inference_mode()
 def test_bf16_within_the_budget_is_dense_token_for_token(family, method_name):
     model = shared_model(family, torch.bfloat16)
-    ids, mask = padded_batch()
-    for inputs in ({"inputs": random_ids(1, 83)}, {"inputs": ids, "attention_mask": mask}):
-        inputs |= {"output_logits": True, "return_dict_in_generate": True}
-        expected = model.generate(**inputs, **GREEDY)
+    for inputs, expected in zip(bf16_inputs(), dense_bf16_outputs(family), strict=True):
         with sparse_attention(
             model, METHOD_CLASSES[method_name](token_budget=COVERS_ALL, **COVERING.get(method_name, {}))
         ):

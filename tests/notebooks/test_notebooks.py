@@ -27,6 +27,10 @@ def test_the_readme_lists_every_notebook():
     assert len(NAMES) == 22
 
 
+def test_the_longest_exist():
+    assert set(run.LONGEST) < set(NAMES)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_stripped_and_metadata_is_minimal(name):
     notebook = read(name)
