@@ -14,7 +14,8 @@ struct alignas(16) Words4 { u32 x[4]; };
 // ---- threads
 
 DEVICE int thread_index() { return (int)threadIdx.x; }
-DEVICE int block_index() { return (int)blockIdx.x; }
+DEVICE int block_x() { return (int)blockIdx.x; }
+DEVICE int block_y() { return (int)blockIdx.y; }
 
 DEVICE int cluster_rank() {
   u32 rank;
@@ -74,15 +75,16 @@ DEVICE void multiply_bf16(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
 
 // ---- global memory
 
-// 16 bytes, zeros without `exists`. The predicate is in the instruction: a branch would wait for every single load.
+// 16 bytes at an offset, zeros without `exists`. The predicate is in the instruction: a branch would wait for every load.
+template <int OFFSET>
 DEVICE Words4 load16(const void* address, bool exists) {
   Words4 r;
   asm volatile(
       "{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
       "  mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
-      "  @p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      "  @p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4 + %6]; }"
       : "=&r"(r.x[0]), "=&r"(r.x[1]), "=&r"(r.x[2]), "=&r"(r.x[3])
-      : "l"(address), "r"((u32)exists)
+      : "l"(address), "r"((u32)exists), "n"(OFFSET)
       : "memory");
   return r;
 }
@@ -112,9 +114,9 @@ DEVICE void add_shared(u32* address) { atomicAdd(address, 1u); }
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// ---- the cluster: a barrier, and stores to another block's shared memory that count their bytes in on its mbarrier
+// ---- the cluster: a barrier that orders nothing but `publish_barriers`, and stores to another block's shared memory that count their bytes in on its mbarrier
 
-DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -141,7 +143,7 @@ DEVICE void wait_barrier(u64* barrier, int parity) {
   u32 done = 0;
   while (!done)
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
@@ -181,7 +183,7 @@ DEVICE u8* dynamic_shared() {
     if (threadIdx.x == 0) {                                         \
       u64 now;                                                      \
       asm volatile("mov.u64 %0, %%clock64;" : "=l"(now)::"memory"); \
-      (clocks)[blockIdx.x * 16 + (stage)] = now;                    \
+      (clocks)[(blockIdx.y * gridDim.x + blockIdx.x) * 16 + (stage)] = now; \
     }                                                               \
   } while (0)
 #else

@@ -71,18 +71,18 @@ class ClusterKernel:
     def max_clusters(self, shared: int) -> int:
         """Return how many clusters the device runs at once; 0 if it has no room for one with so much shared memory."""
         count = ctypes.c_int()
-        launch = _launch(self._cluster, self._cluster, self._threads, shared, 0)
+        launch = _launch(self._cluster, (1, 1), self._threads, shared, 0)
         self._call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
         return count.value
 
-    def __call__(self, blocks: int, shared: int, stream: int, arguments: bytes) -> None:
-        """Launch on a stream, by its handle, with `shared` bytes of shared memory for each block.
+    def __call__(self, clusters: tuple[int, int], shared: int, stream: int, arguments: bytes) -> None:
+        """Launch clusters in x and y on a stream, by its handle, with `shared` bytes of shared memory for each block.
 
-        `arguments` is the kernel's only parameter, a struct. The kernel may start before the stream's previous one ends.
+        `arguments` is the kernel's only parameter, a struct. The kernel may start before the previous one ends.
         """
         parameter = ctypes.c_char_p(arguments)
         parameters = (ctypes.c_void_p * 1)(ctypes.cast(parameter, ctypes.c_void_p))
-        launch = self._launch(self._cluster, blocks, self._threads, shared, stream)
+        launch = self._launch(self._cluster, clusters, self._threads, shared, stream)
         code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
         if code:
             self._fail("cuLaunchKernelEx", code)
@@ -98,7 +98,7 @@ class ClusterKernel:
         raise CudaError(f"{name} failed: {(text.value or b'unknown error').decode()}")
 
 
-def _launch(cluster: int, blocks: int, threads: int, shared: int, stream: int) -> _Launch:
+def _launch(cluster: int, clusters: tuple[int, int], threads: int, shared: int, stream: int) -> _Launch:
     attributes = (_Attribute * 3)()
     attributes[0].id = CLUSTER_DIMENSION
     attributes[0].value[:3] = [cluster, 1, 1]
@@ -106,7 +106,7 @@ def _launch(cluster: int, blocks: int, threads: int, shared: int, stream: int) -
     attributes[1].value[0] = SPREAD
     attributes[2].id = PROGRAMMATIC_STREAM_SERIALIZATION
     attributes[2].value[0] = 1
-    return _Launch(blocks, 1, 1, threads, 1, 1, shared, stream, attributes, len(attributes))
+    return _Launch(cluster * clusters[0], clusters[1], 1, threads, 1, 1, shared, stream, attributes, len(attributes))
 
 
 @lru_cache

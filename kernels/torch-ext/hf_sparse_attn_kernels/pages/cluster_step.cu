@@ -96,12 +96,11 @@ DEVICE void load_tile(Tile& tile, const Arguments& a, const Place& at, const s8*
   for (int r = 0; r < 2; r++) {
     const int page = page_of(at, n * TILE + at.g + 8 * r);
     const bool exists = page < a.num_pages;
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int channel = (4 * c + at.t) * 16;
-      tile.upper[r][c] = load16(page_max + page * a.max_p + channel, exists);
-      tile.lower[r][c] = load16(page_min + page * a.min_p + channel, exists);
-    }
+    const s8 *upper = page_max + page * a.max_p + 16 * at.t, *lower = page_min + page * a.min_p + 16 * at.t;
+    tile.upper[r][0] = load16<0>(upper, exists);
+    tile.lower[r][0] = load16<0>(lower, exists);
+    tile.upper[r][1] = load16<64>(upper, exists);
+    tile.lower[r][1] = load16<64>(lower, exists);
     tile.exponent[r] = load_s8(a.page_exponent + (long long)at.pair * a.max_pages + page, exists);
   }
 }
@@ -138,6 +137,7 @@ DEVICE void split_query(Shared& s, const Arguments& a, const Place& at) {
       if (d == 0) s.unit[h] = a.scale * LOG2_E * power_of_two(exponent);
     }
   }
+#pragma unroll 1
   for (int i = at.tid; i < 2 * (8 * SETS - 2 * GROUP) * HEAD_DIM; i += THREADS) {
     const int empty = 8 * SETS - 2 * GROUP > 0 ? 8 * SETS - 2 * GROUP : 1;
     s.query_bytes[i / (empty * HEAD_DIM)][2 * GROUP + i / HEAD_DIM % empty][i % HEAD_DIM] = 0;
@@ -226,16 +226,18 @@ DEVICE void score_tile(const Tile& tile, const Words4 (&bytes)[2][SETS][2], cons
         multiply_s8u8(above, u0.x[i], u1.x[i], u0.x[i + 1], u1.x[i + 1], positive.x[i], positive.x[i + 1]);
         multiply_s8u8(below, l0.x[i], l1.x[i], l0.x[i + 1], l1.x[i + 1], negative.x[i], negative.x[i + 1]);
       }
+    float score[2], top = lse[set].max;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int local = n * TILE + at.g + 8 * r, head = 4 * set + at.t;
       const int sum = (above[2 * r] - below[2 * r]) * 256 + (above[2 * r + 1] - below[2 * r + 1]);
-      const float score = (float)sum * (unit[set] * power_of_two(tile.exponent[r]));
-      if (page_of(at, local) < at.last_page) {            // the last page is scored with its new token
-        if (head < GROUP) scores[head * stride + local] = score;
-        lse[set] = merge(lse[set], MaxSum{score, 1.f});
-      }
+      const bool exists = page_of(at, local) < at.last_page;   // the last page is scored with its new token
+      score[r] = exists ? (float)sum * (unit[set] * power_of_two(tile.exponent[r])) : LOW;
+      if (exists && head < GROUP) scores[head * stride + local] = score[r];
+      top = fmaxf(top, score[r]);
     }
+    const float others = lse[set].sum * exp2_fast(lse[set].max - top);
+    lse[set] = MaxSum{top, others + exp2_fast(score[0] - top) + exp2_fast(score[1] - top)};
   }
 }
 
@@ -247,6 +249,7 @@ DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores,
   load_tile(tiles[1], a, at, page_min, page_max, at.warp + WARPS);
   at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
   if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
+#pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
   split_query(s, a, at);
   at.length = max(at.end - at.start, 0);
@@ -377,6 +380,7 @@ DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
   u64* barrier = &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS];
   Words4(*counts_in)[VECTORS] = s.counts_in[round & 1];
   sync_block();                                           // the histogram is complete
+#pragma unroll 1
   for (int i = at.tid; i < CLUSTER * VECTORS; i += THREADS) {
     const int v = i % VECTORS;
     const Words4 low = ((const Words4*)s.histogram)[2 * v], high = ((const Words4*)s.histogram)[2 * v + 1];
@@ -413,9 +417,11 @@ DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
     before += count[i];
   }
   sync_block();
+#pragma unroll 1
   for (int c = at.warp; c < CLUSTER; c += WARPS) {        // of every block: pages above the edge, and at it
     const u16* of_block = (const u16*)counts_in[c];
     int above = 0;
+#pragma unroll 1
     for (int bin = at.lane; bin < s.edge; bin += 32) above += of_block[bin];
     above = warp_sum(above);
     if (at.lane == 0) s.above_of[c] += above, s.level_of[c] = of_block[s.edge];
@@ -439,7 +445,9 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   }
   if (REDUCE != 1 && GROUP == 1) top = lse[0];
   if (REDUCE == 0 && GROUP > 1) top = log2_fast((float)GROUP);
+#pragma unroll 1
   for (int i = at.tid; i < CLUSTER; i += THREADS) s.above_of[i] = 0;
+#pragma unroll 1
   for (int local = at.tid; local < local_pages; local += THREADS) {
     const int page = page_of(at, local);
     u32 key = 0;
@@ -455,6 +463,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   const int count = min(at.row_pages, a.max_blocks);
   Edge edge{0, 48, 0, false};
   int need = count, level = 0;
+#pragma unroll 1
   for (int round = 0;; round++) {                         // the same in all blocks
     find_edge(s, at, round, need);
     if (round == 0)
@@ -465,8 +474,10 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     edge.all = level == need;
     if (edge.all || level <= MOST_CANDIDATES) break;
     sync_block();
+#pragma unroll 1
     for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
     sync_block();
+#pragma unroll 1
     for (int local = at.tid; local < local_pages; local += THREADS) {
       const int page = page_of(at, local);
       const u64 rank = rank_of(keys[local], page);
@@ -478,6 +489,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   MARK(a.clocks, 5);
 
   // Chosen pages and candidates of every word of 32 pages, whose sums are the places of each.
+#pragma unroll 1
   for (int i = 0; i < rounds; i++) {
     const int local = i * THREADS + at.tid, page = page_of(at, local);
     Kind kind = OUT;
@@ -492,9 +504,11 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   const u32 lanes_below = (1u << at.lane) - 1;
   const u16* row_keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
   const u16* row_values = a.values + at.row * a.values_b + at.head * a.values_h;
+#pragma unroll 1
   for (int i = 0, word = 0; i < rounds; i++) {            // word: up to which the places count
     const int mine = i * WARPS + at.warp;
     int between = 0;
+#pragma unroll 1
     for (int j = word + at.lane; j < mine; j += 32) between += (int)word_counts[j];
     between = warp_sum(between);
     place += between & 0xFFFF, candidate += between >> 16, word = mine;
@@ -529,9 +543,11 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
 
 // Rank the candidates among themselves: in every block, which keeps its own.
 DEVICE void choose_candidates(Shared& s, const Place& at, const Choice& choice) {
+#pragma unroll 1
   for (int i = at.tid; i < choice.level; i += THREADS) {
     const u64 rank = s.candidates[i];
     int n = choice.sure;
+#pragma unroll 1
     for (int j = 0; j < choice.level; j++) n += s.candidates[j] > rank;
     const int page = 0xFFFF - (int)(rank & 0xFFFF);
     if (n < choice.count && n % CLUSTER == at.rank) s.pages[n / CLUSTER] = page;
@@ -551,14 +567,18 @@ DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, c
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int token = first + 4 * (at.g >> 1) + (at.g & 1) + 2 * e;
-#pragma unroll
-    for (int i = 0; i < 4; i++) tokens.keys[e][i] = load16(keys + token * a.keys_n + (4 * i + at.t) * 8, token < at.end);
+    const u16* of_token = keys + token * a.keys_n + 8 * at.t;
+    tokens.keys[e][0] = load16<0>(of_token, token < at.end);
+    tokens.keys[e][1] = load16<64>(of_token, token < at.end);
+    tokens.keys[e][2] = load16<128>(of_token, token < at.end);
+    tokens.keys[e][3] = load16<192>(of_token, token < at.end);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int token = first + 4 * at.t + i;
-#pragma unroll
-    for (int h = 0; h < 2; h++) tokens.values[h][i] = load16(values + token * a.values_n + 64 * h + 8 * at.g, token < at.end);
+    const u16* of_token = values + token * a.values_n + 8 * at.g;
+    tokens.values[0][i] = load16<0>(of_token, token < at.end);
+    tokens.values[1][i] = load16<128>(of_token, token < at.end);
   }
 }
 
@@ -676,6 +696,7 @@ DEVICE void send_output(Shared& s, const Place& at, const Output& out, Words4* q
 // The selection in ascending order, and the counts; the first block, while the outputs are on their way.
 DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at, const Choice& choice) {
   int* indices = a.block_indices + (long long)at.pair * a.max_blocks;
+#pragma unroll 1
   for (int i = at.tid; i < a.max_blocks; i += THREADS) {
     if (i >= choice.count) {
       indices[i] = -1;
@@ -688,6 +709,7 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
 #pragma unroll
       for (int k = 0; k < 4; k++) before += (int)four.x[k] < page;
     }
+#pragma unroll 1
     for (; j < choice.count; j++) before += s.chosen[j] < page;
     indices[before] = page;
   }
@@ -706,6 +728,7 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
 DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
   wait_barrier(&s.barriers[OUTPUT], 0);
   MARK(a.clocks, 9);
+#pragma unroll 1
   for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
     const int quad = at.rank * QUADS_EACH + i / 4;
     if (quad >= QUADS) break;
@@ -737,7 +760,7 @@ KERNEL(quest_step)(const Arguments a) {
 
   Place at;
   at.tid = thread_index(), at.lane = at.tid % 32, at.warp = at.tid / 32, at.g = at.lane / 4, at.t = at.lane % 4;
-  at.rank = cluster_rank(), at.pair = block_index() / CLUSTER, at.row = at.pair / a.kv_heads, at.head = at.pair % a.kv_heads;
+  at.rank = cluster_rank(), at.row = block_y(), at.head = block_x() / CLUSTER, at.pair = at.row * a.kv_heads + at.head;
   if (at.tid == 0) {
     for (int i = 0; i < BARRIERS; i++) init_barrier(&s.barriers[i]);
     publish_barriers();

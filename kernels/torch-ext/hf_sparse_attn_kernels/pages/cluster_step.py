@@ -26,7 +26,6 @@ class Plan(NamedTuple):
     """How a shape is launched."""
 
     kernel: ClusterKernel
-    blocks: int
     shared: int
     """Bytes of shared memory of a block."""
     local_pages: int
@@ -150,7 +149,7 @@ def append_and_attend(
         plan.local_pages,
         head_dim**-0.5 if scale is None else scale,
     )
-    plan.kernel(plan.blocks, plan.shared, torch.cuda.current_stream(query.device).cuda_stream, arguments)
+    plan.kernel((kv_heads, batch), plan.shared, torch.cuda.current_stream(query.device).cuda_stream, arguments)
     return out, lse, block_indices, block_counts
 
 
@@ -208,7 +207,7 @@ def _plan(
             refused = error
             continue
         if fits:
-            return Plan(kernel, pairs * size, shared, local_pages, cluster > 0)
+            return Plan(kernel, shared, local_pages, cluster > 0)
         refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
     return refused
 
