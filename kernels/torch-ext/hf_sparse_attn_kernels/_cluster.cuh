@@ -174,7 +174,7 @@ DEVICE u8* dynamic_shared() {
   return shared_bytes;
 }
 
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS, 1) name
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name
 
 #ifdef CLOCKS
 // Diagnostics: the clock of each stage's end, for each block.

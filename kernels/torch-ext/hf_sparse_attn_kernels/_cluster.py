@@ -12,6 +12,7 @@ from ._nvrtc import CudaError, compiled
 MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 CLUSTER_DIMENSION, CLUSTER_SCHEDULING_POLICY, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 5, 6
 SPREAD = 1
+INVALID_CONTEXT = 201
 PORTABLE_CLUSTER = 8
 MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
 
@@ -84,6 +85,9 @@ class ClusterKernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.cast(parameter, ctypes.c_void_p))
         launch = self._launch(self._cluster, clusters, self._threads, shared, stream)
         code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
+        if code == INVALID_CONTEXT:  # a thread that has not used the device yet
+            torch.cuda.set_device(torch.cuda.current_device())
+            code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
         if code:
             self._fail("cuLaunchKernelEx", code)
 

@@ -1,7 +1,7 @@
 // Quest's decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, scores the
 // pages, chooses among them, attends and merges. Compiled with _cluster.cuh before it and these macros:
-// CLUSTER (1 to 16), THREADS (of a block, 256 or 512), GROUP (1 to 8), REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES
-// (set apart for Shared).
+// CLUSTER (1 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
+// REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared).
 //
 // The blocks of a cluster score tiles of 16 pages in turn. They meet four times, each time by stores to each other's
 // shared memory that count themselves in on a barrier there: for the log-sum-exp of every query head, for the counts of

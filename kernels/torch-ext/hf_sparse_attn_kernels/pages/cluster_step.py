@@ -219,6 +219,8 @@ def _kernel(
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
+        # Registers for 512 threads of 128 each, or for 256 where the scores of a large group take more.
+        "BLOCKS": 1 if group > 4 else 512 // threads,
         "GROUP": group,
         "REDUCE": reduction,
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
