@@ -51,7 +51,8 @@ struct Shared {
   u64 barriers[BARRIERS];
   MaxSum warp_lse[WARPS + 1][GROUP], lse_in[CLUSTER][GROUP], warp_output[WARPS][GROUP], sums_in[CLUSTER][GROUP];
   float unit[GROUP], lse[GROUP];
-  u32 largest[GROUP * 4], histogram[BINS];
+  u32 largest[GROUP * 4];
+  alignas(16) u32 histogram[BINS];
   int warp_total[WARPS], above_of[CLUSTER], level_of[CLUSTER];
   int edge, above, level;
   int pages[MOST_EACH];                                   // that this block attends to
@@ -257,6 +258,15 @@ DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores,
   at.last_page = max(at.row_pages - 1, 0);
   at.tiles = ((at.row_pages + TILE - 1) / TILE - at.rank + CLUSTER - 1) / CLUSTER;
   MARK(a.clocks, 1);
+#ifdef PREFETCH_BOUNDS
+  if (at.lane == 0 && a.min_p == HEAD_DIM && a.max_p == HEAD_DIM)
+#pragma unroll 1
+    for (int n = at.warp + 2 * WARPS; n < at.tiles; n += WARPS) {
+      const int page = page_of(at, n * TILE), count = min(TILE, a.num_pages - page);
+      prefetch_l2(page_max + page * a.max_p, count * HEAD_DIM);
+      prefetch_l2(page_min + page * a.min_p, count * HEAD_DIM);
+    }
+#endif
   if (at.warp == WARPS - 1 && at.length > 0 && at.last_page / TILE % CLUSTER == at.rank)
     append(s, a, at, scores, stride);
 
@@ -374,8 +384,51 @@ DEVICE Kind kind_of(const Edge& edge, int bin, u64 rank) {
   return edge.all ? CHOSEN : CANDIDATE;
 }
 
+// Keys and values of a page to the L2 cache, where they are one piece.
+DEVICE void prefetch_page(const Arguments& a, const Place& at, int page) {
+  const int first = at.start + page * PAGE, bytes = min(PAGE, a.capacity - first) * HEAD_DIM * 2;
+  if (a.keys_n != HEAD_DIM || a.values_n != HEAD_DIM) return;
+  prefetch_l2(a.keys + at.row * a.keys_b + at.head * a.keys_h + first * a.keys_n, bytes);
+  prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + first * a.values_n, bytes);
+}
+
+#ifdef SPECULATE
+// Prefetch the pages that this block's own histogram makes likely, while the other blocks' are on their way.
+DEVICE void prefetch_likely(Shared& s, const Arguments& a, const Place& at, const u32* keys, int local_pages, int need, float top) {
+  if (at.warp == WARPS - 1) {
+    const int likely = (need * SPECULATE) / (CLUSTER * 4);
+    int count[BINS / 32], sum = 0;
+#pragma unroll
+    for (int i = 0; i < BINS / 32; i += 4) {
+      const Words4 four = *(const Words4*)&s.histogram[at.lane * (BINS / 32) + i];
+#pragma unroll
+      for (int j = 0; j < 4; j++) sum += count[i + j] = (int)four.x[j];
+    }
+    int before = sum;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = shuffle_up(before, distance);
+      if (at.lane >= distance) before += other;
+    }
+    before -= sum;
+    int bins = 0;                                         // whose pages are all among the likely ones
+#pragma unroll
+    for (int i = 0; i < BINS / 32; i++) bins += (before += count[i]) <= likely;
+    bins = warp_sum(bins);
+    if (at.lane == 0) s.edge = bins;
+  }
+  sync_block();
+#pragma unroll 1
+  for (int local = at.tid; local < local_pages; local += THREADS) {
+    const int page = page_of(at, local);
+    if (page < at.row_pages && bin_of(keys[local], top) < s.edge) prefetch_page(a, at, page);
+  }
+  sync_block();
+}
+#endif
+
 // Send this block's histogram to all blocks, add theirs up, and find the bin in which the `need`-th page lies.
-DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
+DEVICE void find_edge(Shared& s, const Arguments& a, const Place& at, const u32* keys, int local_pages, float top, int round, int need) {
   constexpr int VECTORS = BINS / 8;
   u64* barrier = &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS];
   Words4(*counts_in)[VECTORS] = s.counts_in[round & 1];
@@ -388,10 +441,11 @@ DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
                            high.x[2] | high.x[3] << 16};
     send(&counts_in[at.rank][v], i / VECTORS, counts, barrier);
   }
-  if (at.tid == 0) {
-    arm_barrier(barrier, CLUSTER * BINS * 2);
-    s.edge = s.above = s.level = 0;
-  }
+  if (at.tid == 0) arm_barrier(barrier, CLUSTER * BINS * 2);
+#ifdef SPECULATE
+  if (round == 0) prefetch_likely(s, a, at, keys, local_pages, need, top);
+#endif
+  if (at.tid == 0) s.edge = s.above = s.level = 0;
   wait_barrier(barrier, round >> 1 & 1);
   int count[BINS_EACH], sum = 0;
 #pragma unroll
@@ -465,7 +519,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   int need = count, level = 0;
 #pragma unroll 1
   for (int round = 0;; round++) {                         // the same in all blocks
-    find_edge(s, at, round, need);
+    find_edge(s, a, at, keys, local_pages, top, round, need);
     if (round == 0)
       edge.bin = s.edge;
     else
@@ -502,8 +556,6 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   int place = warp_sum(at.lane < at.rank && at.lane < CLUSTER ? s.above_of[at.lane] + (edge.all ? s.level_of[at.lane] : 0) : 0);
   int candidate = warp_sum(at.lane < at.rank && at.lane < CLUSTER ? s.level_of[at.lane] : 0);
   const u32 lanes_below = (1u << at.lane) - 1;
-  const u16* row_keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
-  const u16* row_values = a.values + at.row * a.values_b + at.head * a.values_h;
 #pragma unroll 1
   for (int i = 0, word = 0; i < rounds; i++) {            // word: up to which the places count
     const int mine = i * WARPS + at.warp;
@@ -516,13 +568,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     Kind kind = OUT;
     if (local < local_pages && page < at.row_pages) kind = kind_of(edge, bin_of(keys[local], top), rank_of(keys[local], page));
     const u32 chosen = warp_ballot(kind == CHOSEN), candidates = warp_ballot(kind == CANDIDATE);
-    if (kind != OUT) {
-      const int first = at.start + page * PAGE, tokens = min(PAGE, a.capacity - first);
-      if (a.keys_n == HEAD_DIM && a.values_n == HEAD_DIM) {
-        prefetch_l2(row_keys + first * a.keys_n, tokens * HEAD_DIM * 2);
-        prefetch_l2(row_values + first * a.values_n, tokens * HEAD_DIM * 2);
-      }
-    }
+    if (kind != OUT) prefetch_page(a, at, page);
     if (kind == CHOSEN) {
       const int n = place + count_bits(chosen & lanes_below);
       send((u32*)&s.pages[n / CLUSTER], n % CLUSTER, (u32)page, &s.barriers[CHOICE]);
