@@ -51,7 +51,7 @@ def compiled(sources: tuple[str, ...], capability: tuple[int, int], macros: tupl
     """
     library = _nvrtc()
     text = "\n".join((PACKAGE / source).read_text(encoding="utf-8") for source in sources)
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", "--generate-line-info"]
     options += [f"-D{name}={value}" for name, value in macros]
     version = (ctypes.c_int(), ctypes.c_int())
     _check(library, library.nvrtcVersion(*map(ctypes.byref, version)), "nvrtcVersion")
