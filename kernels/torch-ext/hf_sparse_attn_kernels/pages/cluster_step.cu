@@ -35,6 +35,8 @@ constexpr int QUADS_EACH = (QUADS + CLUSTER - 1) / CLUSTER;
 constexpr int ELEMENTS = (GROUP * HEAD_DIM + THREADS - 1) / THREADS;
 constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr u32 MINUS_INFINITY = 0xFF800000u, FORCED = 0xFFFFFFFFu;
+constexpr int NO_PAGE = 0x7FFFFFFF;
+static_assert(MOST_CANDIDATES % 8 == 0 && MOST_CANDIDATES <= THREADS && MOST_READ % 16 == 0, "lists are read several at once");
 
 enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
 enum Kind { OUT, CANDIDATE, CHOSEN };
@@ -252,6 +254,9 @@ DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores,
   if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
 #pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
+#pragma unroll 1
+  for (int i = at.tid; i < MOST_READ; i += THREADS) s.chosen[i] = NO_PAGE;
+  if (at.tid < MOST_CANDIDATES) s.candidates[at.tid] = 0;
   split_query(s, a, at);
   at.length = max(at.end - at.start, 0);
   at.row_pages = min((at.length + PAGE - 1) / PAGE, a.num_pages);
@@ -473,12 +478,18 @@ DEVICE void find_edge(Shared& s, const Arguments& a, const Place& at, const u32*
   sync_block();
 #pragma unroll 1
   for (int c = at.warp; c < CLUSTER; c += WARPS) {        // of every block: pages above the edge, and at it
-    const u16* of_block = (const u16*)counts_in[c];
     int above = 0;
-#pragma unroll 1
-    for (int bin = at.lane; bin < s.edge; bin += 32) above += of_block[bin];
+#pragma unroll
+    for (int v = at.lane; v < VECTORS; v += 32) {
+      const Words4 counts = counts_in[c][v];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        above += 8 * v + 2 * j < s.edge ? (int)(counts.x[j] & 0xFFFF) : 0;
+        above += 8 * v + 2 * j + 1 < s.edge ? (int)(counts.x[j] >> 16) : 0;
+      }
+    }
     above = warp_sum(above);
-    if (at.lane == 0) s.above_of[c] += above, s.level_of[c] = of_block[s.edge];
+    if (at.lane == 0) s.above_of[c] += above, s.level_of[c] = ((const u16*)counts_in[c])[s.edge];
   }
 }
 
@@ -501,7 +512,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   if (REDUCE == 0 && GROUP > 1) top = log2_fast((float)GROUP);
 #pragma unroll 1
   for (int i = at.tid; i < CLUSTER; i += THREADS) s.above_of[i] = 0;
-#pragma unroll 1
+#pragma unroll 2
   for (int local = at.tid; local < local_pages; local += THREADS) {
     const int page = page_of(at, local);
     u32 key = 0;
@@ -594,7 +605,9 @@ DEVICE void choose_candidates(Shared& s, const Place& at, const Choice& choice) 
     const u64 rank = s.candidates[i];
     int n = choice.sure;
 #pragma unroll 1
-    for (int j = 0; j < choice.level; j++) n += s.candidates[j] > rank;
+    for (int j = 0; j < choice.level; j += 8)             // zeros after the last
+#pragma unroll
+      for (int k = 0; k < 8; k++) n += s.candidates[j + k] > rank;
     const int page = 0xFFFF - (int)(rank & 0xFFFF);
     if (n < choice.count && n % CLUSTER == at.rank) s.pages[n / CLUSTER] = page;
     if (n < choice.count && at.rank == 0) s.chosen[n] = page;
@@ -749,14 +762,14 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
       continue;
     }
     const int page = s.chosen[i];
-    int before = 0, j = 0;
-    for (; j + 4 <= choice.count; j += 4) {
-      const Words4 four = *(const Words4*)&s.chosen[j];
-#pragma unroll
-      for (int k = 0; k < 4; k++) before += (int)four.x[k] < page;
-    }
+    int before = 0;
 #pragma unroll 1
-    for (; j < choice.count; j++) before += s.chosen[j] < page;
+    for (int j = 0; j < choice.count; j += 16)            // NO_PAGE after the last
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const Words4 four = *(const Words4*)&s.chosen[j + 4 * k];
+        before += ((int)four.x[0] < page) + ((int)four.x[1] < page) + ((int)four.x[2] < page) + ((int)four.x[3] < page);
+      }
     indices[before] = page;
   }
   if (at.tid == 0) {
