@@ -85,7 +85,7 @@ DEVICE MaxSum merge(MaxSum a, MaxSum b) {
 }
 
 // The page of a block's `local` one: tiles go to the blocks by turns.
-DEVICE int page_of(const Place& at, int local) { return ((local / TILE) * CLUSTER + at.rank) * TILE + local % TILE; }
+DEVICE int page_of(const Place& at, u32 local) { return ((local / TILE) * CLUSTER + at.rank) * TILE + local % TILE; }
 
 // ---- scores
 
@@ -94,17 +94,31 @@ struct Tile {
   int exponent[2];
 };
 
-DEVICE void load_tile(Tile& tile, const Arguments& a, const Place& at, const s8* page_min, const s8* page_max, int n) {
+// A lane's part of the bounds: of the page that is its row of the block's first tile.
+struct Bounds {
+  const s8 *upper, *lower, *exponent;
+  long long upper_p, lower_p;
+  int page, num_pages;
+};
+
+DEVICE Bounds bounds_of(const Arguments& a, const Place& at) {
+  const int page = at.rank * TILE + at.g;
+  const s8* upper = a.page_max + at.row * a.max_b + at.head * a.max_h + page * a.max_p + 16 * at.t;
+  const s8* lower = a.page_min + at.row * a.min_b + at.head * a.min_h + page * a.min_p + 16 * at.t;
+  return Bounds{upper, lower, a.page_exponent + (long long)at.pair * a.max_pages + page, a.max_p, a.min_p, page, a.num_pages};
+}
+
+DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int page = page_of(at, n * TILE + at.g + 8 * r);
-    const bool exists = page < a.num_pages;
-    const s8 *upper = page_max + page * a.max_p + 16 * at.t, *lower = page_min + page * a.min_p + 16 * at.t;
+    const u32 step = n * (CLUSTER * TILE) + 8 * r;
+    const bool exists = of.page + step < of.num_pages;
+    const s8 *upper = of.upper + step * of.upper_p, *lower = of.lower + step * of.lower_p;
     tile.upper[r][0] = load16<0>(upper, exists);
     tile.lower[r][0] = load16<0>(lower, exists);
     tile.upper[r][1] = load16<64>(upper, exists);
     tile.lower[r][1] = load16<64>(lower, exists);
-    tile.exponent[r] = load_s8(a.page_exponent + (long long)at.pair * a.max_pages + page, exists);
+    tile.exponent[r] = load_s8(of.exponent + step, exists);
   }
 }
 
@@ -244,12 +258,10 @@ DEVICE void score_tile(const Tile& tile, const Words4 (&bytes)[2][SETS][2], cons
   }
 }
 
-DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores, int stride) {
-  const s8* page_min = a.page_min + at.row * a.min_b + at.head * a.min_h;
-  const s8* page_max = a.page_max + at.row * a.max_b + at.head * a.max_h;
+DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Place& at, float* scores, int stride) {
   Tile tiles[2];                                          // in flight before the row's length is known
-  load_tile(tiles[0], a, at, page_min, page_max, at.warp);
-  load_tile(tiles[1], a, at, page_min, page_max, at.warp + WARPS);
+  load_tile(tiles[0], bounds, at.warp);
+  load_tile(tiles[1], bounds, at.warp + WARPS);
   at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
   if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
 #pragma unroll 1
@@ -268,8 +280,8 @@ DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores,
 #pragma unroll 1
     for (int n = at.warp + 2 * WARPS; n < at.tiles; n += WARPS) {
       const int page = page_of(at, n * TILE), count = min(TILE, a.num_pages - page);
-      prefetch_l2(page_max + page * a.max_p, count * HEAD_DIM);
-      prefetch_l2(page_min + page * a.min_p, count * HEAD_DIM);
+      prefetch_l2(bounds.upper + (page - bounds.page) * a.max_p, count * HEAD_DIM);
+      prefetch_l2(bounds.lower + (page - bounds.page) * a.min_p, count * HEAD_DIM);
     }
 #endif
   if (at.warp == WARPS - 1 && at.length > 0 && at.last_page / TILE % CLUSTER == at.rank)
@@ -294,7 +306,7 @@ DEVICE void score_pages(Shared& s, const Arguments& a, Place& at, float* scores,
     for (int slot = 0; slot < 2; slot++) {
       const int of_slot = n + slot * WARPS;
       if (of_slot < at.tiles) score_tile(tiles[slot], bytes, unit, at, of_slot, scores, stride, lse);
-      if (of_slot + 2 * WARPS < at.tiles) load_tile(tiles[slot], a, at, page_min, page_max, of_slot + 2 * WARPS);
+      if (of_slot + 2 * WARPS < at.tiles) load_tile(tiles[slot], bounds, of_slot + 2 * WARPS);
     }
 #pragma unroll
   for (int set = 0; set < SETS; set++) {
@@ -826,10 +838,11 @@ KERNEL(quest_step)(const Arguments a) {
   }
   sync_warp();
   arrive_cluster();
+  const Bounds bounds = bounds_of(a, at);
   wait_for_previous_kernel();
   let_next_kernel_start();
   MARK(a.clocks, 0);
-  score_pages(s, a, at, scores, stride);
+  score_pages(s, a, bounds, at, scores, stride);
   MARK(a.clocks, 2);
   exchange_lse(s, at);
   MARK(a.clocks, 3);
