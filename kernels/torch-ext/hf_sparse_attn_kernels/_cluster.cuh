@@ -142,11 +142,16 @@ DEVICE void arm_barrier(u64* barrier, u32 bytes) {
 DEVICE void wait_barrier(u64* barrier, int parity) {
   u32 done = 0;
   while (!done)
+#ifdef SPIN
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
+#endif
 }
 
 #define SEND "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"

@@ -233,7 +233,8 @@ def _kernel(
 
 def _shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:
     """Return the shared memory of a block: the kernel's `Shared`, then scores, or the warps' outputs."""
-    scores = 4 * group * (local_pages + 8) + local_pages // 8
+    words = threads // 32 * cdiv(local_pages, threads)  # of 32 pages, as many in all warps
+    scores = 4 * (group * (local_pages + 8) + words)
     outputs = threads // 32 * group * HEAD_DIM * 4
     return _fixed_shared_bytes(cluster, threads, group) + max(scores, outputs)
 
