@@ -142,16 +142,11 @@ DEVICE void arm_barrier(u64* barrier, u32 bytes) {
 DEVICE void wait_barrier(u64* barrier, int parity) {
   u32 done = 0;
   while (!done)
-#ifdef SPIN
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-#else
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
-#endif
 }
 
 #define SEND "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
@@ -180,17 +175,3 @@ DEVICE u8* dynamic_shared() {
 }
 
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name
-
-#ifdef CLOCKS
-// Diagnostics: the clock of each stage's end, for each block.
-#define MARK(clocks, stage)                                         \
-  do {                                                              \
-    if (threadIdx.x == 0) {                                         \
-      u64 now;                                                      \
-      asm volatile("mov.u64 %0, %%clock64;" : "=l"(now)::"memory"); \
-      (clocks)[(blockIdx.y * gridDim.x + blockIdx.x) * 16 + (stage)] = now; \
-    }                                                               \
-  } while (0)
-#else
-#define MARK(clocks, stage)
-#endif

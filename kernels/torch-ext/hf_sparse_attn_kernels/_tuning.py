@@ -23,8 +23,6 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "score": {"block_p": 64, "per_multiprocessor": 3, "warps": 4},
     # Pages from which the selection has two levels, and pages that a program reduces over the group.
     "select": {"two_levels_from": 2049, "reduced": 512, "warps": 4},
-    # Blocks in the cluster of each row and KV head, or 0 where separate launches are faster; threads in a block.
-    "cluster_step": {"cluster": 8, "threads": 512},
     # Most blocks that one program sorts, a power of two, and warps in a program.
     "rank": {"span": 1024, "warps": 4},
     # Tokens in a tile, programs for each multiprocessor, warps in a program, tiles in flight, and whether a separate
@@ -44,6 +42,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # greatest estimate of a group, and for those by softmax, which keep every estimate.
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
+    # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
+    # threads in a block.
+    "cluster_step": {"cluster": 0, "threads": 512},
 }
 
 
@@ -67,22 +68,6 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     "select": [
         {"two_levels_from": two_levels_from, "reduced": reduced, "warps": warps}
         for two_levels_from, reduced, warps in ((8193, 512, 8), (1025, 512, 4), (1025, 512, 2), (1025, 256, 4))
-    ],
-    "cluster_step": [
-        {"cluster": cluster, "threads": threads}
-        for cluster, threads in (
-            (16, 256),
-            (16, 512),
-            (12, 512),
-            (8, 512),
-            (8, 256),
-            (4, 512),
-            (4, 256),
-            (2, 512),
-            (2, 256),
-            (1, 512),
-            (0, 512),
-        )
     ],
     "rank": [
         {"span": span, "warps": warps}
@@ -203,6 +188,20 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             (512, 4, 8, 3),
             (1024, 2, 8, 3),
             (1024, 3, 8, 3),
+        )
+    ],
+    "cluster_step": [
+        {"cluster": cluster, "threads": threads}
+        for cluster, threads in (
+            (16, 256),
+            (8, 512),
+            (8, 256),
+            (4, 256),
+            (3, 512),
+            (2, 512),
+            (2, 256),
+            (1, 512),
+            (0, 512),
         )
     ],
 }

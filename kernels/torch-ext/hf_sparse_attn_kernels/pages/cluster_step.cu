@@ -17,7 +17,6 @@ struct Arguments {
   float* lse;                                                      // [batch, q_heads]
   int* block_indices;                                              // [batch, kv_heads, max_blocks]
   int* block_counts;                                               // [batch, kv_heads]
-  u64* clocks;                                                     // diagnostics
   long long query_b, query_h, query_d, new_key_b, new_key_h, new_value_b, new_value_h;  // strides, in elements
   long long keys_b, keys_h, keys_n, values_b, values_h, values_n;
   long long min_b, min_h, min_p, max_b, max_h, max_p;
@@ -67,7 +66,6 @@ struct Place {
   int tiles;                                              // of this block
 };
 
-DEVICE u64 offset(u32 index, u32 stride) { return (u64)index * stride; }   // one instruction
 DEVICE float bf16(u32 bits) { return as_float(bits << 16); }
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 DEVICE float clamp(float x, float low, float high) { return fmaxf(fminf(x, high), low); }
@@ -98,15 +96,15 @@ struct Tile {
 // A lane's part of the bounds: of the page that is its row of the block's first tile.
 struct Bounds {
   const s8 *upper, *lower, *exponent;
-  u32 upper_p, lower_p;
+  long long upper_p, lower_p;
   int page, num_pages;
 };
 
 DEVICE Bounds bounds_of(const Arguments& a, const Place& at) {
   const int page = at.rank * TILE + at.g;
-  const s8* upper = a.page_max + at.row * a.max_b + at.head * a.max_h + offset(page, a.max_p) + 16 * at.t;
-  const s8* lower = a.page_min + at.row * a.min_b + at.head * a.min_h + offset(page, a.min_p) + 16 * at.t;
-  return Bounds{upper, lower, a.page_exponent + (long long)at.pair * a.max_pages + page, (u32)a.max_p, (u32)a.min_p, page, a.num_pages};
+  const s8* upper = a.page_max + at.row * a.max_b + at.head * a.max_h + page * a.max_p + 16 * at.t;
+  const s8* lower = a.page_min + at.row * a.min_b + at.head * a.min_h + page * a.min_p + 16 * at.t;
+  return Bounds{upper, lower, a.page_exponent + (long long)at.pair * a.max_pages + page, a.max_p, a.min_p, page, a.num_pages};
 }
 
 DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
@@ -114,7 +112,7 @@ DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
   for (int r = 0; r < 2; r++) {
     const u32 step = n * (CLUSTER * TILE) + 8 * r;
     const bool exists = of.page + step < of.num_pages;
-    const s8 *upper = of.upper + offset(step, of.upper_p), *lower = of.lower + offset(step, of.lower_p);
+    const s8 *upper = of.upper + step * of.upper_p, *lower = of.lower + step * of.lower_p;
     tile.upper[r][0] = load16<0>(upper, exists);
     tile.lower[r][0] = load16<0>(lower, exists);
     tile.upper[r][1] = load16<64>(upper, exists);
@@ -125,31 +123,16 @@ DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
 
 // The query in units of the bounds, as whole numbers of 16 bits: bytes for products with the levels, exact sums.
 // bf16 has 8 bits, so only channels below 2**-8 of the largest are rounded, to 2**-16 of it.
-struct QueryParts {
-  u16 query[ELEMENTS];
-  s8 exponent[ELEMENTS];
-};
-
-DEVICE QueryParts load_query(const Arguments& a, const Place& at) {
-  QueryParts parts;
-#pragma unroll
-  for (int i = 0; i < ELEMENTS; i++) {
-    const int at_element = i * THREADS + at.tid, h = at_element / HEAD_DIM, d = at_element % HEAD_DIM;
-    const bool exists = at_element < GROUP * HEAD_DIM;
-    parts.query[i] = exists ? a.query[at.row * a.query_b + (at.head * GROUP + h) * a.query_h + d * a.query_d] : 0;
-    parts.exponent[i] = exists ? a.channel_exponent[(long long)at.pair * HEAD_DIM + d] : 0;
-  }
-  return parts;
-}
-
-DEVICE void split_query(Shared& s, const Arguments& a, const Place& at, const QueryParts& parts) {
+DEVICE void split_query(Shared& s, const Arguments& a, const Place& at) {
   float scaled[ELEMENTS];
 #pragma unroll
   for (int i = 0; i < ELEMENTS; i++) {
     const int at_element = i * THREADS + at.tid, h = at_element / HEAD_DIM, d = at_element % HEAD_DIM;
-    scaled[i] = bf16(parts.query[i]) * power_of_two(parts.exponent[i]);
+    scaled[i] = 0.f;
     if (at_element < GROUP * HEAD_DIM) {                  // the same for a warp
-      s.query[h][d] = parts.query[i];
+      const u16 q = a.query[at.row * a.query_b + (at.head * GROUP + h) * a.query_h + d * a.query_d];
+      scaled[i] = bf16(q) * power_of_two(a.channel_exponent[(long long)at.pair * HEAD_DIM + d]);
+      s.query[h][d] = q;
       const u32 largest = warp_max(as_bits(fabsf(scaled[i])));
       if (at.lane == 0) s.largest[at_element / 32] = largest;
     }
@@ -275,32 +258,21 @@ DEVICE void score_tile(const Tile& tile, const Words4 (&bytes)[2][SETS][2], cons
 }
 
 DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Place& at, float* scores, int stride) {
-  at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
-  const QueryParts query = load_query(a, at);             // before the tiles, behind which it would have to wait
   Tile tiles[2];                                          // in flight before the row's length is known
   load_tile(tiles[0], bounds, at.warp);
   load_tile(tiles[1], bounds, at.warp + WARPS);
+  at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
   if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
 #pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
 #pragma unroll 1
   for (int i = at.tid; i < MOST_READ; i += THREADS) s.chosen[i] = NO_PAGE;
   if (at.tid < MOST_CANDIDATES) s.candidates[at.tid] = 0;
-  split_query(s, a, at, query);
+  split_query(s, a, at);
   at.length = max(at.end - at.start, 0);
   at.row_pages = min((at.length + PAGE - 1) / PAGE, a.num_pages);
   at.last_page = max(at.row_pages - 1, 0);
   at.tiles = ((at.row_pages + TILE - 1) / TILE - at.rank + CLUSTER - 1) / CLUSTER;
-  MARK(a.clocks, 1);
-#ifdef PREFETCH_BOUNDS
-  if (at.lane == 0 && a.min_p == HEAD_DIM && a.max_p == HEAD_DIM)
-#pragma unroll 1
-    for (int n = at.warp + 2 * WARPS; n < at.tiles; n += WARPS) {
-      const int page = page_of(at, n * TILE), count = min(TILE, a.num_pages - page);
-      prefetch_l2(bounds.upper + (page - bounds.page) * a.max_p, count * HEAD_DIM);
-      prefetch_l2(bounds.lower + (page - bounds.page) * a.min_p, count * HEAD_DIM);
-    }
-#endif
   if (at.warp == WARPS - 1 && at.length > 0 && at.last_page / TILE % CLUSTER == at.rank)
     append(s, a, at, scores, stride);
 
@@ -426,43 +398,9 @@ DEVICE void prefetch_page(const Arguments& a, const Place& at, int page) {
   prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + first * a.values_n, bytes);
 }
 
-#ifdef SPECULATE
-// Prefetch the pages that this block's own histogram makes likely, while the other blocks' are on their way.
-DEVICE void prefetch_likely(Shared& s, const Arguments& a, const Place& at, const u32* keys, int local_pages, int need, float top) {
-  if (at.warp == WARPS - 1) {
-    const int likely = (need * SPECULATE) / (CLUSTER * 4);
-    int count[BINS / 32], sum = 0;
-#pragma unroll
-    for (int i = 0; i < BINS / 32; i += 4) {
-      const Words4 four = *(const Words4*)&s.histogram[at.lane * (BINS / 32) + i];
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum += count[i + j] = (int)four.x[j];
-    }
-    int before = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = shuffle_up(before, distance);
-      if (at.lane >= distance) before += other;
-    }
-    before -= sum;
-    int bins = 0;                                         // whose pages are all among the likely ones
-#pragma unroll
-    for (int i = 0; i < BINS / 32; i++) bins += (before += count[i]) <= likely;
-    bins = warp_sum(bins);
-    if (at.lane == 0) s.edge = bins;
-  }
-  sync_block();
-#pragma unroll 1
-  for (int local = at.tid; local < local_pages; local += THREADS) {
-    const int page = page_of(at, local);
-    if (page < at.row_pages && bin_of(keys[local], top) < s.edge) prefetch_page(a, at, page);
-  }
-  sync_block();
-}
-#endif
 
 // Send this block's histogram to all blocks, add theirs up, and find the bin in which the `need`-th page lies.
-DEVICE void find_edge(Shared& s, const Arguments& a, const Place& at, const u32* keys, int local_pages, float top, int round, int need) {
+DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
   constexpr int VECTORS = BINS / 8;
   u64* barrier = &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS];
   Words4(*counts_in)[VECTORS] = s.counts_in[round & 1];
@@ -475,11 +413,10 @@ DEVICE void find_edge(Shared& s, const Arguments& a, const Place& at, const u32*
                            high.x[2] | high.x[3] << 16};
     send(&counts_in[at.rank][v], i / VECTORS, counts, barrier);
   }
-  if (at.tid == 0) arm_barrier(barrier, CLUSTER * BINS * 2);
-#ifdef SPECULATE
-  if (round == 0) prefetch_likely(s, a, at, keys, local_pages, need, top);
-#endif
-  if (at.tid == 0) s.edge = s.above = s.level = 0;
+  if (at.tid == 0) {
+    arm_barrier(barrier, CLUSTER * BINS * 2);
+    s.edge = s.above = s.level = 0;
+  }
   wait_barrier(barrier, round >> 1 & 1);
   int count[BINS_EACH], sum = 0;
 #pragma unroll
@@ -552,14 +489,13 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     keys[local] = key;
   }
-  MARK(a.clocks, 4);
 
   const int count = min(at.row_pages, a.max_blocks);
   Edge edge{0, 48, 0, false};
   int need = count, level = 0;
 #pragma unroll 1
   for (int round = 0;; round++) {                         // the same in all blocks
-    find_edge(s, a, at, keys, local_pages, top, round, need);
+    find_edge(s, at, round, need);
     if (round == 0)
       edge.bin = s.edge;
     else
@@ -580,7 +516,6 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     edge.shift -= 8;
   }
-  MARK(a.clocks, 5);
 
   // Chosen pages and candidates of every word of 32 pages, whose sums are the places of each.
 #pragma unroll 1
@@ -655,7 +590,7 @@ DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, c
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int token = first + 4 * (at.g >> 1) + (at.g & 1) + 2 * e;
-    const u16* of_token = keys + offset(token, a.keys_n) + 8 * at.t;
+    const u16* of_token = keys + token * a.keys_n + 8 * at.t;
     tokens.keys[e][0] = load16<0>(of_token, token < at.end);
     tokens.keys[e][1] = load16<64>(of_token, token < at.end);
     tokens.keys[e][2] = load16<128>(of_token, token < at.end);
@@ -664,7 +599,7 @@ DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, c
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int token = first + 4 * at.t + i;
-    const u16* of_token = values + offset(token, a.values_n) + 8 * at.g;
+    const u16* of_token = values + token * a.values_n + 8 * at.g;
     tokens.values[0][i] = load16<0>(of_token, token < at.end);
     tokens.values[1][i] = load16<128>(of_token, token < at.end);
   }
@@ -676,7 +611,7 @@ struct Output {
 };
 
 DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, const Place& at, int first, float scale) {
-  float c[2][4] = {};
+  float c[2][4] = {}, d[2][4] = {};                       // two chains of products each
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     Words4 q = {{0, 0, 0, 0}};
@@ -684,13 +619,13 @@ DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, co
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       multiply_bf16(c[e], q.x[0], q.x[1], page.keys[e][i].x[0], page.keys[e][i].x[1]);
-      multiply_bf16(c[e], q.x[2], q.x[3], page.keys[e][i].x[2], page.keys[e][i].x[3]);
+      multiply_bf16(d[e], q.x[2], q.x[3], page.keys[e][i].x[2], page.keys[e][i].x[3]);
     }
   }
   float weight[4], top = out.total.max;                   // of tokens 4 t to 4 t + 3
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    weight[i] = first + 4 * at.t + i < at.end ? c[i >> 1][i & 1] * scale : LOW;
+    weight[i] = first + 4 * at.t + i < at.end ? (c[i >> 1][i & 1] + d[i >> 1][i & 1]) * scale : LOW;
     top = fmaxf(top, weight[i]);
   }
   top = fmaxf(top, shuffle_xor(top, 1));
@@ -714,21 +649,22 @@ DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, co
   }
 }
 
-// Attend to this block's pages, a warp a page.
+// Attend to this block's pages, a warp a page; those that are surely chosen are loaded before candidates are ranked.
 DEVICE void attend(Shared& s, const Arguments& a, const Place& at, const Choice& choice, Output& out) {
   const u16* keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
   const u16* values = a.values + at.row * a.values_b + at.head * a.values_h;
   wait_barrier(&s.barriers[CHOICE], 0);
-  MARK(a.clocks, 6);
   const int own = at.rank < choice.count ? (choice.count - at.rank + CLUSTER - 1) / CLUSTER : 0;
-  choose_candidates(s, at, choice);                       // before the loads, behind which shared memory would wait
+  PageTokens tokens;
+  const bool early = at.warp * CLUSTER + at.rank < choice.sure;
+  if (early) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
+  choose_candidates(s, at, choice);
   sync_block();
-  MARK(a.clocks, 7);
+  if (!early && at.warp < own) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
 #pragma unroll 1
   for (int n = at.warp; n < own; n += WARPS) {
     const int first = at.start + s.pages[n] * PAGE;
-    PageTokens tokens;
-    load_page(tokens, a, at, keys, values, first);
+    if (n != at.warp) load_page(tokens, a, at, keys, values, first);
     attend_page(out, tokens, s, at, first, a.scale * LOG2_E);
   }
 }
@@ -812,7 +748,6 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
 
 DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
   wait_barrier(&s.barriers[OUTPUT], 0);
-  MARK(a.clocks, 9);
 #pragma unroll 1
   for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
     const int quad = at.rank * QUADS_EACH + i / 4;
@@ -855,17 +790,12 @@ KERNEL(quest_step)(const Arguments a) {
   const Bounds bounds = bounds_of(a, at);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  MARK(a.clocks, 0);
   score_pages(s, a, bounds, at, scores, stride);
-  MARK(a.clocks, 2);
   exchange_lse(s, at);
-  MARK(a.clocks, 3);
   const Choice choice = choose(s, a, at, scores, stride, word_counts);
   Output out = {MaxSum{LOW, 0.f}, {}};
   attend(s, a, at, choice, out);
-  MARK(a.clocks, 8);
   send_output(s, at, out, quads);
   if (at.rank == 0) write_selection(s, a, at, choice);
   write_output(s, a, at);
-  MARK(a.clocks, 10);
 }

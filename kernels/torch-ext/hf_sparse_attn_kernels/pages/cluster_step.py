@@ -6,20 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from .._cluster import MOST_SHARED, ClusterKernel
+from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel
 from .._nvrtc import CudaError
 from .._triton import cdiv
-from .._tuning import DEFAULTS, choice
+from .._tuning import choice
 
 SOURCES = ("_cluster.cuh", "pages/cluster_step.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ALIGNMENT = 16  # bytes that a thread loads at once
-ARGUMENTS = struct.Struct("17P19q8if4x")
-
-
-_clocks: torch.Tensor | None = None
+ARGUMENTS = struct.Struct("16P19q8if4x")
 
 
 class Plan(NamedTuple):
@@ -30,8 +27,8 @@ class Plan(NamedTuple):
     """Bytes of shared memory of a block."""
     local_pages: int
     """Maximum number of pages that a block scores, a multiple of 32."""
-    is_fastest: bool
-    """Whether no other implementation was measured to be faster."""
+    max_clusters: int
+    """Clusters that the device runs at once; the others start late."""
 
 
 def limit(
@@ -83,12 +80,15 @@ def limit(
             )
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    plan = _plan_of(query, keys, page_min, group_reduce, num_pages)
-    if isinstance(plan, Plan):
-        if by_name or plan.is_fastest:
-            return None
-        return ValueError("another implementation was measured to be faster")
-    return plan
+    if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
+    plan = _plan_of(query, keys, pages, group_reduce)
+    if not isinstance(plan, Plan):
+        return plan
+    pairs = query.shape[0] * keys.shape[1]
+    if not by_name and plan.max_clusters < pairs:
+        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
+    return None
 
 
 def append_and_attend(
@@ -118,10 +118,11 @@ def append_and_attend(
     """Do the whole step in one launch."""
     assert page_exponent is not None
     assert channel_exponent is not None
-    plan = _plan_of(query, keys, page_min, group_reduce, num_pages)
-    assert isinstance(plan, Plan)
     batch, kv_heads, capacity, head_dim = keys.shape
     max_pages = page_min.shape[2]
+    num_pages = max_pages if num_pages is None else num_pages
+    plan = _plan_of(query, keys, num_pages, group_reduce)
+    assert isinstance(plan, Plan)
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     block_indices = seq_end.new_empty((batch, kv_heads, max_blocks))
@@ -135,14 +136,13 @@ def append_and_attend(
         lse.data_ptr(),
         block_indices.data_ptr(),
         block_counts.data_ptr(),
-        0 if _clocks is None else _clocks.data_ptr(),
         *query.stride(),
         *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
         *(stride for tensor in (keys, values, page_min, page_max) for stride in tensor.stride()[:3]),
         kv_heads,
         capacity,
         max_pages,
-        max_pages if num_pages is None else num_pages,
+        num_pages,
         max_blocks,
         sink_blocks,
         recent_blocks,
@@ -153,43 +153,29 @@ def append_and_attend(
     return out, lse, block_indices, block_counts
 
 
-def _plan_of(
-    query: torch.Tensor, keys: torch.Tensor, page_min: torch.Tensor, group_reduce: str, num_pages: int | None
-) -> Plan | RuntimeError:
+def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
-    pages = page_min.shape[2] if num_pages is None else num_pages
     group = query.shape[1] // kv_heads
-    config = choice(
+    return choice(
         "cluster_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=pages * PAGE
     )
-    return _plan(
-        query.device,
-        batch * kv_heads,
-        group,
-        group_reduce,
-        pages,
-        config["cluster"],
-        config["threads"],
-        _clocks is not None,
-    )
+
+
+def _plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+    config = _choice_of(query, keys, pages)
+    group = query.shape[1] // keys.shape[1]
+    return _plan(query.device, group, group_reduce, pages, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device,
-    pairs: int,
-    group: int,
-    group_reduce: str,
-    pages: int,
-    cluster: int,
-    threads: int,
-    clocked: bool,
+    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int
 ) -> Plan | RuntimeError:
-    """Plan the launches of a shape, or return why there is no plan; chosen clusters of 0 blocks mean no clusters."""
+    """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
-    sizes = (cluster or DEFAULTS["cluster_step"]["cluster"], 16, 8, 4)
+    sizes = (cluster, 16, 8, 4)
     refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
     for size in dict.fromkeys(sizes):
         local_pages = cdiv(cdiv(cdiv(pages, TILE), size) * TILE, 32) * 32
@@ -201,21 +187,19 @@ def _plan(
             )
             continue
         try:
-            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce), clocked)
-            fits = kernel.max_clusters(shared) > 0
+            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce))
+            max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
             continue
-        if fits:
-            return Plan(kernel, shared, local_pages, cluster > 0)
+        if max_clusters > 0:
+            return Plan(kernel, shared, local_pages, max_clusters)
         refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
     return refused
 
 
 @lru_cache(maxsize=256)
-def _kernel(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocked: bool
-) -> ClusterKernel:
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int) -> ClusterKernel:
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
@@ -225,8 +209,6 @@ def _kernel(
         "REDUCE": reduction,
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
-    if clocked:
-        macros["CLOCKS"] = 1
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, tuple(macros.items()), "quest_step", cluster=cluster, threads=threads)
 
