@@ -3,7 +3,7 @@
 import torch
 
 from ..attention.decode import sparse_decode
-from .step import append_and_select
+from ..pages.step import append_and_select
 
 
 def append_and_attend(
