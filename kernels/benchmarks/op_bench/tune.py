@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import use_impl
 
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family
@@ -134,7 +135,7 @@ def _describe(shape: Shape) -> dict[str, int]:
 
 def _time(entry: Entry, layers: list[Any], choices: dict[str, dict[str, int]]) -> float:
     """Return microseconds per layer; infinite if the choice does not fit the device."""
-    with tuning.forced(**choices):
+    with tuning.forced(**choices), use_impl("cluster"):
         try:
             graph, _ = capture(lambda: [entry.run(layer, None) for layer in layers])
         except RuntimeError as error:

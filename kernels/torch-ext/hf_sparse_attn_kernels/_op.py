@@ -75,10 +75,10 @@ def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = Non
         def choose(impl: str | None, arguments: tuple[Any, ...], options: dict[str, Any], tensor: torch.Tensor) -> str:
             if impl == "cluster" and cluster is None:
                 raise ValueError(f"impl='cluster' for {name}; allowed: None, 'triton', 'reference'")
-            requested, resolved = requested_impl(impl), resolve_impl(impl, tensor)
-            if cluster is None or requested not in (None, "cluster") or (requested is None and resolved != "triton"):
+            resolved = resolve_impl(impl, tensor)
+            if cluster is None or requested_impl(impl) != "cluster":
                 return resolved
-            by_name = requested == "cluster"
+            by_name = impl == "cluster"
             error = implementation("cluster", "limit")(*arguments, **options, by_name=by_name)
             if error is None:
                 return "cluster"
@@ -179,9 +179,9 @@ def use_impl(name: str | None) -> Iterator[None]:
     Parameters
     ----------
     name : str or None
-        "triton", "reference" or "cluster". None restores the package's default: for CUDA tensors clusters where the op
-        has them and they are faster, else Triton if it is installed; else the reference. With "cluster", ops without
-        clusters run as by default.
+        "triton", "reference" or "cluster". None restores the package's default: Triton for CUDA tensors if Triton is
+        installed, else the reference. With "cluster", ops run on thread-block clusters where they can and were measured
+        to be faster so, and elsewhere as by default; a debug log says once why.
 
     Raises
     ------

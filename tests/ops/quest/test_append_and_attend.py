@@ -75,9 +75,8 @@ def test_an_input_beyond_the_limits_of_clusters_is_an_error_that_names_the_limit
     shape = {"head_dim": change.pop("head_dim", 128), "group": change.pop("group", 2), "dtype": dtype}
     arguments = _copy(_arguments([40, 20], change.pop("int8", True), **shape) | change)
     before = _copy(arguments)
-    for call in ({"impl": "cluster"}, {}):
-        with use_impl("cluster"), pytest.raises(error, match=message):
-            append_and_attend(**arguments, **call)
+    with pytest.raises(error, match=message):
+        append_and_attend(**arguments, impl="cluster")
     _check_state(arguments, before)
 
 
@@ -108,7 +107,7 @@ def test_ops_without_clusters_run_as_by_default():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"):
         for _ in range(2):
             append_and_attend(**_copy(_arguments([40], head_dim=64, dtype=torch.bfloat16)))
     said = "append_and_attend runs as separate launches: head_dim=64 of query; allowed for impl='cluster': 128"
