@@ -84,7 +84,7 @@ def test_a_step_crosses_at_most_eight_files():
     assert 0 < len(files) <= 8
     assert len(files) == len(set(files)) == len(re.findall(r"^\d+\. ", section, re.MULTILINE))
     kernel = (ROOT / files[-1]).read_text(encoding="utf-8")
-    assert "@triton.jit" in kernel
+    assert "@triton.jit" in kernel or "\nKERNEL(" in kernel
 
 
 def test_class_variables_and_verbs_that_are_named_exist():

@@ -130,6 +130,11 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.storage.capacity
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether an op of a decode step may write to and read from :attr:`keys` and :attr:`values`."""
+        return self.storage.keeps_rows
+
+    @property
     def seq_start(self) -> torch.Tensor:
         """int32 [batch]: position of each row's first token."""
         return self.lengths.seq_start

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import append_and_select, select_blocks
+from hf_sparse_attn_kernels import append_and_attend, append_and_select, select_blocks
 
 from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.paged import PagedMethod
@@ -111,29 +111,30 @@ class Quest(PagedMethod):
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Append, score and select in one op, then attend; see :meth:`SparseMethod.decode`."""
+        """Append, score, select and attend in one op, or attend apart from it; see :meth:`SparseMethod.decode`."""
         newest = layer.newest
-        block_indices, block_counts = append_and_select(
-            query,
-            new_key,
-            new_value,
-            newest.keys,
-            newest.values,
-            seq_start=newest.seq_start,
-            seq_end=newest.seq_end,
-            page_size=self.page_size,
-            max_blocks=self.num_pages,
-            sink_blocks=self.sink_pages,
-            recent_blocks=1,
-            scale=scale,
-            group_reduce=self.group_reduce,
-            num_pages=layer.max_blocks(self.page_size),
-            counter=layer.counter.totals,
-            finished=layer.finished,
-            statistic=self._statistic,
+        tensors = (query, new_key, new_value, newest.keys, newest.values)
+        options: dict[str, Any] = {
+            "seq_start": newest.seq_start,
+            "seq_end": newest.seq_end,
+            "page_size": self.page_size,
+            "max_blocks": self.num_pages,
+            "sink_blocks": self.sink_pages,
+            "recent_blocks": 1,
+            "scale": scale,
+            "group_reduce": self.group_reduce,
+            "num_pages": layer.max_blocks(self.page_size),
+            "counter": layer.counter.totals,
+            "finished": layer.finished,
+            "statistic": self._statistic,
             **layer.metadata,
-        )
-        return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
+        }
+        if not layer.keeps_rows:
+            block_indices, block_counts = append_and_select(*tensors, **options)
+            return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
+        output, _, block_indices, block_counts = append_and_attend(*tensors, **options)
+        layer.note(Selection(block_indices, block_counts, self.page_size))
+        return output
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every page and keep the best; see :meth:`SparseMethod.select` for the arguments."""

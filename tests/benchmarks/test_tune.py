@@ -8,7 +8,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from op_bench import tune as tune_module
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import Shape
-from op_bench.tune import TIMED_WITH, chosen_launches, tune, write
+from op_bench.tune import SEPARATE_LAUNCHES, TIMED_WITH, chosen_launches, tune, write
 
 SHAPE = Shape(4, 2, 16, 1, 64)
 
@@ -29,9 +29,13 @@ def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
     assert found["select"] == [{"shape": described, "choice": tuning.CANDIDATES["select"][3]}]
     assert found["score"] == [{"shape": described, "choice": tuning.CANDIDATES["score"][0]}]
     assert found["rope_decode"] == []
-    assert len(lines) == 4
+    assert len(lines) == 5
     # The selection is timed with the scores' choice, which comes first.
     assert all(choices["score"] == tuning.CANDIDATES["score"][0] for _, choices in timed if "select" in choices)
+    # Separate launches are timed without clusters, which come last.
+    clusters = [choices["cluster_step"] for _, choices in timed]
+    ours = tuning.CANDIDATES["cluster_step"]
+    assert clusters == [SEPARATE_LAUNCHES] * (len(timed) - len(ours)) + ours
 
 
 def test_a_partial_run_keeps_other_shapes_and_launches(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import torch
 from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import Quest, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod
 from tests.layers import hand_over, make_layer
 from tests.models import POSITIONS, make_model, random_ids
@@ -29,14 +30,15 @@ def filled(method, length, padding, max_cache_len, seed=0):
 @pytest.mark.parametrize("length", [63, 64, 200])
 def test_the_fused_op_equals_its_parts(bounds_dtype, max_cache_len, length, monkeypatch):
     method = Quest(token_budget=64, bounds_dtype=bounds_dtype)
-    monkeypatch.setattr(Quest, "attend", lambda self, query, layer, selection, scale: selection)
-    results = []
+    selections, results = [], []
+    monkeypatch.setattr(SparseLayer, "note", lambda self, selection: selections.append(selection))
     for decode in (Quest.decode, SparseMethod.decode):
         layer, query, (key, value) = filled(method, length, 21, max_cache_len)
         hand_over(layer, key, value)
-        selection = decode(method, query, layer, key, value, HEAD_DIM**-0.5)
-        results.append((layer, selection))
-    (one, chosen), (parts, expected) = results
+        results.append((layer, decode(method, query, layer, key, value, HEAD_DIM**-0.5)))
+    (one, output), (parts, right) = results
+    chosen, expected = selections
+    assert torch.equal(output, right)
     assert torch.equal(chosen.block_indices, expected.block_indices)
     assert torch.equal(chosen.block_counts, expected.block_counts)
     assert torch.equal(one.counter.totals, parts.counter.totals)

@@ -9,7 +9,16 @@ from hf_sparse_attn_kernels import append_and_select, dense_decode, page_bounds,
 
 from tests.ops.helpers import device, empty_bounds, grid, make_rows
 
-OWN_TESTS = ("rank", "token_decode", "rope_decode", "runs_decode", "progressive_decode", "code_scan", "softmax_scan")
+OWN_TESTS = (
+    "cluster_step",
+    "rank",
+    "token_decode",
+    "rope_decode",
+    "runs_decode",
+    "progressive_decode",
+    "code_scan",
+    "softmax_scan",
+)
 """Launches whose candidates are tested next to the ops."""
 CANDIDATES = [
     (op, candidate) if candidate in (candidates[0], candidates[-1]) else grid(op, candidate)

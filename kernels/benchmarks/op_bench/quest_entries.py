@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import hf_sparse_attn_kernels as ops
@@ -50,9 +51,9 @@ def _run_select(layer: Layer, impl: str | None) -> Outputs:
     return selection
 
 
-def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs:
+def _append_and(op: Callable[..., Outputs], kind: str, layer: Layer, impl: str | None) -> Outputs:
     settings, bounds = layer.settings, layer.bounds[kind]
-    selection: Outputs = ops.append_and_select(
+    return op(
         layer.query,
         layer.new_key,
         layer.new_value,
@@ -70,7 +71,6 @@ def _run_append_and_select(kind: str, layer: Layer, impl: str | None) -> Outputs
         statistic=STATISTICS[kind],
         impl=impl,
     )
-    return selection
 
 
 def _sparse_decode(layer: Layer, block_indices: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
@@ -94,8 +94,8 @@ def _run_dense_prefill(layer: Layer, impl: str | None) -> Outputs:
 
 
 def _run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:
-    block_indices, block_counts = _run_append_and_select(kind, layer, impl)
-    return (*_sparse_decode(layer, block_indices, block_counts, impl), block_indices, block_counts)
+    output, _, block_indices, block_counts = _append_and(ops.append_and_attend, kind, layer, impl)
+    return output, block_indices, block_counts
 
 
 def _spoil_prompt_bounds(kind: str, layer: Layer) -> None:
@@ -197,7 +197,7 @@ def _of_kind(kind: str) -> list[Entry]:
         Entry(
             "append_and_select",
             kind,
-            bind(_run_append_and_select, kind),
+            bind(_append_and, ops.append_and_select, kind),
             bind(_check_append_and_select, kind),
             bind(floors.append_and_select_bytes, kind),
             prepare=bind(take_newest_token_away, kind),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import use_impl
 
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family
@@ -32,11 +33,14 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "runs_decode": (SQUEEZED_DECODE, "squeezed_step", None),
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
+    "cluster_step": (QUEST, "quest_step", None),
 }
 """The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
 For attention to a selection it is the whole step: when its programs start depends on the kernel before.
 """
+SEPARATE_LAUNCHES = {"cluster": 0, "threads": 512}
+"""The choice under which a step runs as the launches that are tuned before it."""
 FAMILIES = tuple(dict.fromkeys(family for family, *_ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
 LAYERS = 8
@@ -105,7 +109,10 @@ def _tune_shape(
     for launch in launches:
         entry = timed_entry(launch)
         candidates = tuning.CANDIDATES[launch]
-        times = [_time(entry, layers, {**best, launch: candidate}) for candidate in candidates]
+        times = [
+            _time(entry, layers, {"cluster_step": SEPARATE_LAUNCHES, **best, launch: candidate})
+            for candidate in candidates
+        ]
         best[launch] = candidates[min(range(len(times)), key=times.__getitem__)]
         say(f"{shape.name} {launch}: {', '.join(f'{time:.1f}' for time in times)} us; {best[launch]}")
     return best
@@ -128,7 +135,7 @@ def _describe(shape: Shape) -> dict[str, int]:
 
 def _time(entry: Entry, layers: list[Any], choices: dict[str, dict[str, int]]) -> float:
     """Return microseconds per layer; infinite if the choice does not fit the device."""
-    with tuning.forced(**choices):
+    with tuning.forced(**choices), use_impl("cluster"):
         try:
             graph, _ = capture(lambda: [entry.run(layer, None) for layer in layers])
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """`@op` turns a public function into an op: its signature is the schema, its body the checks and the fake."""
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ except ImportError:
 else:
     HAS_TRITON = True
 
-IMPLS = ("triton", "reference")
+IMPLS = ("triton", "reference", "cluster")
 NAMESPACE = str(__package__)
 """Namespace of the torch.library ops: the name that the package is imported under. Hugging Face's ``kernels`` gives
 each build a name of its own, so that several versions can be loaded side by side."""
 
 _default_impl: ContextVar[str | None] = ContextVar("hf_sparse_attn_kernels_impl", default=None)
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +41,7 @@ def selection_output(like: torch.Tensor, batch: int, heads: int, max_blocks: int
     return output(like, (batch, heads, max_blocks), torch.int32), output(like, (batch, heads), torch.int32)
 
 
-def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
+def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = None) -> Callable[[F], F]:
     """Turn a function that checks its arguments and declares its `output`s into an op.
 
     The function takes tensors, then keyword-only options, the last of which is `impl`. A call runs the function for its
@@ -52,6 +55,9 @@ def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
         function of this name in the module `reference`.
     writes : tuple of str
         Arguments written in place.
+    cluster : str, optional
+        Module next to the function's, whose function of the same name launches one kernel on thread-block clusters. Its
+        function `limit`, with the same arguments and `by_name`, returns the error of a call that it does not serve.
     """
 
     def decorate(function: F) -> F:
@@ -61,19 +67,34 @@ def op(*, launcher: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
         defaults = {key: value.default for key, value in parameters.items() if value.default is not value.empty}
 
         @lru_cache
-        def implementation(impl: str) -> Callable[..., Any]:
-            module = "reference" if impl == "reference" else launcher
+        def implementation(impl: str, name: str = name) -> Callable[..., Any]:
+            module = {"reference": "reference", "triton": launcher, "cluster": cluster}[impl]
             package = function.__module__.rpartition(".")[0]
             return cast(F, getattr(import_module(f".{module}", package), name))
+
+        def choose(impl: str | None, arguments: tuple[Any, ...], options: dict[str, Any], tensor: torch.Tensor) -> str:
+            if impl == "cluster" and cluster is None:
+                raise ValueError(f"impl='cluster' for {name}; allowed: None, 'triton', 'reference'")
+            resolved = resolve_impl(impl, tensor)
+            if cluster is None or requested_impl(impl) != "cluster":
+                return resolved
+            by_name = impl == "cluster"
+            error = implementation("cluster", "limit")(*arguments, **options, by_name=by_name)
+            if error is None:
+                return "cluster"
+            if by_name:
+                raise error
+            _say_once(f"{name} runs as separate launches: {error}")
+            return resolved
 
         def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             function(*arguments, **options)
             tensor = arguments[0] if arguments else options[first]
-            impl = resolve_impl(options.pop("impl"), tensor)
-            if impl == "reference" or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-                return implementation(impl)(*arguments, **options)
-            with torch.cuda.device(tensor.device):  # Triton launches on the current device
-                return implementation(impl)(*arguments, **options)
+            impl = options.pop("impl")
+            if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+                return implementation(choose(impl, arguments, options, tensor))(*arguments, **options)
+            with torch.cuda.device(tensor.device):  # kernels are launched on the current device
+                return implementation(choose(impl, arguments, options, tensor))(*arguments, **options)
 
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -124,11 +145,21 @@ def _allocate(outputs: Any) -> Any:
     return like.new_empty(shape, dtype=dtype)
 
 
-def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
-    """Return "triton" or "reference" for an op on `tensor`; raise if the requested one cannot run."""
+@lru_cache(maxsize=64)
+def _say_once(text: str) -> None:
+    logger.debug(text)
+
+
+def requested_impl(impl: str | None) -> str | None:
+    """Return the implementation that the call or `use_impl` names, or None."""
     _check_impl(impl)
-    impl = impl or _default_impl.get()
-    if impl is None:
+    return impl or _default_impl.get()
+
+
+def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
+    """Return "triton" or "reference" for an op on `tensor` without clusters; raise if the requested one cannot run."""
+    impl = requested_impl(impl)
+    if impl in (None, "cluster"):
         return "triton" if HAS_TRITON and tensor.is_cuda else "reference"
     if impl == "triton":
         if not HAS_TRITON:
@@ -148,8 +179,9 @@ def use_impl(name: str | None) -> Iterator[None]:
     Parameters
     ----------
     name : str or None
-        "triton" or "reference". None restores the package's default: Triton for CUDA tensors if Triton is installed,
-        else the reference.
+        "triton", "reference" or "cluster". None restores the package's default: Triton for CUDA tensors if Triton is
+        installed, else the reference. With "cluster", ops run on thread-block clusters where they can and were measured
+        to be faster so, and elsewhere as by default; a debug log says once why.
 
     Raises
     ------

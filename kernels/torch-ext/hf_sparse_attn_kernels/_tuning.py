@@ -42,6 +42,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # greatest estimate of a group, and for those by softmax, which keep every estimate.
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
+    # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
+    # threads in a block.
+    "cluster_step": {"cluster": 0, "threads": 512},
 }
 
 
@@ -185,6 +188,20 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             (512, 4, 8, 3),
             (1024, 2, 8, 3),
             (1024, 3, 8, 3),
+        )
+    ],
+    "cluster_step": [
+        {"cluster": cluster, "threads": threads}
+        for cluster, threads in (
+            (16, 256),
+            (8, 512),
+            (8, 256),
+            (4, 256),
+            (3, 512),
+            (2, 512),
+            (2, 256),
+            (1, 512),
+            (0, 512),
         )
     ],
 }

@@ -1,0 +1,121 @@
+"""Kernels launched on thread-block clusters through the CUDA driver."""
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ._nvrtc import CudaError, compiled
+
+# Of the driver's enumerations.
+MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
+CLUSTER_DIMENSION, CLUSTER_SCHEDULING_POLICY, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 5, 6
+SPREAD = 1
+INVALID_CONTEXT = 201
+PORTABLE_CLUSTER = 8
+MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class ClusterKernel:
+    """A kernel on the current device whose blocks come in clusters, one after another in the grid.
+
+    Parameters
+    ----------
+    sources, macros
+        As for `compiled`.
+    name : str
+        The kernel's name.
+    cluster, threads : int
+        Blocks of a cluster, and threads of a block.
+
+    Raises
+    ------
+    CudaError
+        NVRTC or the driver is missing, or refuses the kernel.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[str, ...],
+        macros: tuple[tuple[str, int], ...],
+        name: str,
+        *,
+        cluster: int,
+        threads: int,
+    ) -> None:
+        torch.cuda.current_stream()  # creates the context
+        self._driver = _driver()
+        self._cluster, self._threads = cluster, threads
+        image = compiled(sources, torch.cuda.get_device_capability(), macros)
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(self._module), image)
+        self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+        self._call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, MOST_SHARED)
+        if cluster > PORTABLE_CLUSTER:
+            self._call("cuFuncSetAttribute", self._function, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        self._launch = lru_cache(maxsize=256)(_launch)
+
+    def max_clusters(self, shared: int) -> int:
+        """Return how many clusters the device runs at once; 0 if it has no room for one with so much shared memory."""
+        count = ctypes.c_int()
+        launch = _launch(self._cluster, (1, 1), self._threads, shared, 0)
+        self._call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(launch))
+        return count.value
+
+    def __call__(self, clusters: tuple[int, int], shared: int, stream: int, arguments: bytes) -> None:
+        """Launch clusters in x and y on a stream, by its handle, with `shared` bytes of shared memory for each block.
+
+        `arguments` is the kernel's only parameter, a struct. The kernel may start before the previous one ends.
+        """
+        parameter = ctypes.c_char_p(arguments)
+        parameters = (ctypes.c_void_p * 1)(ctypes.cast(parameter, ctypes.c_void_p))
+        launch = self._launch(self._cluster, clusters, self._threads, shared, stream)
+        code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
+        if code == INVALID_CONTEXT:  # a thread that has not used the device yet
+            torch.cuda.set_device(torch.cuda.current_device())
+            code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
+        if code:
+            self._fail("cuLaunchKernelEx", code)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            self._fail(name, code)
+
+    def _fail(self, name: str, code: int) -> None:
+        text = ctypes.c_char_p()
+        self._driver.cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+
+
+def _launch(cluster: int, clusters: tuple[int, int], threads: int, shared: int, stream: int) -> _Launch:
+    attributes = (_Attribute * 3)()
+    attributes[0].id = CLUSTER_DIMENSION
+    attributes[0].value[:3] = [cluster, 1, 1]
+    attributes[1].id = CLUSTER_SCHEDULING_POLICY
+    attributes[1].value[0] = SPREAD
+    attributes[2].id = PROGRAMMATIC_STREAM_SERIALIZATION
+    attributes[2].value[0] = 1
+    return _Launch(cluster * clusters[0], clusters[1], 1, threads, 1, 1, shared, stream, attributes, len(attributes))
+
+
+@lru_cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"the CUDA driver is not found: {error}") from error

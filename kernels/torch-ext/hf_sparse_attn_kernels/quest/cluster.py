@@ -1,0 +1,242 @@
+"""`append_and_attend` as one launch on thread-block clusters, for compute capability 9.0 and later."""
+
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel
+from .._nvrtc import CudaError
+from .._triton import cdiv
+from .._tuning import choice
+
+SOURCES = ("_cluster.cuh", "quest/cluster.cu")
+REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
+HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
+MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
+ALIGNMENT = 16  # bytes that a thread loads at once
+ARGUMENTS = struct.Struct("16P19q8if4x")
+
+
+class Plan(NamedTuple):
+    """How a shape is launched."""
+
+    kernel: ClusterKernel
+    shared: int
+    """Bytes of shared memory of a block."""
+    local_pages: int
+    """Maximum number of pages that a block scores, a multiple of 32."""
+    max_clusters: int
+    """Clusters that the device runs at once; the others start late."""
+
+
+def limit(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_blocks: int,
+    group_reduce: str,
+    num_pages: int | None,
+    statistic: str,
+    by_name: bool,
+    **_: object,
+) -> Exception | None:
+    """Return the error of a call that this implementation does not serve, or None.
+
+    If `by_name` is False, a call that another implementation serves faster is not served either.
+    """
+    shapes = (
+        ("dtype", query.dtype, "query", torch.bfloat16),
+        ("dtype", page_min.dtype, "page_min", torch.int8),
+        ("head_dim", query.shape[2], "query", HEAD_DIM),
+        ("page_size", page_size, None, PAGE),
+        ("statistic", statistic, None, "minmax"),
+    )
+    for name, value, tensor, allowed in shapes:
+        if value != allowed:
+            of_tensor = "" if tensor is None else f" of {tensor}"
+            error = TypeError if name == "dtype" else ValueError
+            return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
+    group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
+    most = (("group", group, MOST_GROUP), ("max_blocks", max_blocks, MOST_BLOCKS), ("num_pages", pages, MOST_PAGES))
+    for name, value, allowed in most:
+        if value > allowed:
+            return ValueError(f"{name}={value}; allowed for impl='cluster': at most {allowed}")
+    for name, buffer in (("keys", keys), ("values", values), ("page_min", page_min), ("page_max", page_max)):
+        size = buffer.element_size()
+        if any(place % ALIGNMENT for place in (buffer.data_ptr(), *(size * stride for stride in buffer.stride()[:3]))):
+            return ValueError(
+                f"{name} has strides {list(buffer.stride())} from address {buffer.data_ptr():#x}; allowed for "
+                f"impl='cluster': multiples of {ALIGNMENT} bytes"
+            )
+    if not query.is_cuda:
+        return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
+    if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
+    plan = _plan_of(query, keys, pages, group_reduce)
+    if not isinstance(plan, Plan):
+        return plan
+    pairs = query.shape[0] * keys.shape[1]
+    if not by_name and plan.max_clusters < pairs:
+        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
+    return None
+
+
+def append_and_attend(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_blocks: int,
+    sink_blocks: int,
+    recent_blocks: int,
+    scale: float | None,
+    group_reduce: str,
+    num_pages: int | None,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    finished: torch.Tensor | None,
+    statistic: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do the whole step in one launch."""
+    assert page_exponent is not None
+    assert channel_exponent is not None
+    batch, kv_heads, capacity, head_dim = keys.shape
+    max_pages = page_min.shape[2]
+    num_pages = max_pages if num_pages is None else num_pages
+    plan = _plan_of(query, keys, num_pages, group_reduce)
+    assert isinstance(plan, Plan)
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    block_indices = seq_end.new_empty((batch, kv_heads, max_blocks))
+    block_counts = seq_end.new_empty((batch, kv_heads))
+    row_bounds = (seq_start.contiguous(), seq_end.contiguous())
+    tensors = (query, new_key, new_value, keys, values, page_min, page_max, page_exponent, channel_exponent)
+    arguments = ARGUMENTS.pack(
+        *(tensor.data_ptr() for tensor in (*tensors, *row_bounds)),
+        0 if counter is None else counter.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        block_indices.data_ptr(),
+        block_counts.data_ptr(),
+        *query.stride(),
+        *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
+        *(stride for tensor in (keys, values, page_min, page_max) for stride in tensor.stride()[:3]),
+        kv_heads,
+        capacity,
+        max_pages,
+        num_pages,
+        max_blocks,
+        sink_blocks,
+        recent_blocks,
+        plan.local_pages,
+        head_dim**-0.5 if scale is None else scale,
+    )
+    plan.kernel((kv_heads, batch), plan.shared, torch.cuda.current_stream(query.device).cuda_stream, arguments)
+    return out, lse, block_indices, block_counts
+
+
+def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
+    batch, kv_heads = keys.shape[:2]
+    group = query.shape[1] // kv_heads
+    return choice(
+        "cluster_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=pages * PAGE
+    )
+
+
+def _plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+    config = _choice_of(query, keys, pages)
+    group = query.shape[1] // keys.shape[1]
+    return _plan(query.device, group, group_reduce, pages, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int
+) -> Plan | RuntimeError:
+    """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
+    sizes = (cluster, 16, 8, 4)
+    refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
+    for size in dict.fromkeys(sizes):
+        local_pages = cdiv(cdiv(cdiv(pages, TILE), size) * TILE, 32) * 32
+        shared = _shared_bytes(size, threads, group, local_pages)
+        if shared > MOST_SHARED:
+            refused = RuntimeError(
+                f"num_pages={pages} takes {shared} bytes of a block's shared memory in impl='cluster'; "
+                f"allowed: at most {MOST_SHARED}"
+            )
+            continue
+        try:
+            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce))
+            max_clusters = kernel.max_clusters(shared)
+        except CudaError as error:
+            refused = error
+            continue
+        if max_clusters > 0:
+            return Plan(kernel, shared, local_pages, max_clusters)
+        refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
+    return refused
+
+
+@lru_cache(maxsize=256)
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int) -> ClusterKernel:
+    macros = {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        # Registers for 512 threads of 128 each, or for 256 where the scores of a large group take more.
+        "BLOCKS": 1 if group > 4 else 512 // threads,
+        "GROUP": group,
+        "REDUCE": reduction,
+        "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
+    }
+    with torch.cuda.device(device):
+        return ClusterKernel(SOURCES, tuple(macros.items()), "quest_step", cluster=cluster, threads=threads)
+
+
+def _shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:
+    """Return the shared memory of a block: the kernel's `Shared`, then scores, or the warps' outputs."""
+    words = threads // 32 * cdiv(local_pages, threads)  # of 32 pages, as many in all warps
+    scores = 4 * (group * (local_pages + 8) + words)
+    outputs = threads // 32 * group * HEAD_DIM * 4
+    return _fixed_shared_bytes(cluster, threads, group) + max(scores, outputs)
+
+
+def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
+    """Return the bytes set apart for the kernel's struct `Shared`, which asserts that it fits."""
+    warps, columns = threads // 32, 8 * cdiv(group, 4)
+    quads_each = cdiv(group * HEAD_DIM // 4, cluster)
+    arrays = (
+        2 * cluster * BINS * 2,  # counts_in
+        cluster * quads_each * 16,  # output_in
+        2 * columns * HEAD_DIM,  # query_bytes
+        group * (HEAD_DIM + 8) * 2,  # query
+        MOST_BLOCKS * 4,  # chosen
+        128 * 8,  # candidates
+        5 * 8,  # barriers
+        8 * group * (2 * warps + 1 + 2 * cluster),  # warp_lse, lse_in, warp_output, sums_in
+        2 * group * 4,  # unit, lse
+        group * 16 + BINS * 4,  # largest, histogram
+        4 * (warps + 2 * cluster + 3),  # warp_total, above_of, level_of, edge, above, level
+        cdiv(MOST_BLOCKS, cluster) * 4,  # pages
+    )
+    return cdiv(sum(arrays) + 64, 128) * 128  # with the struct's padding

@@ -1,0 +1,72 @@
+"""Triton launcher of `append_and_attend`: the launches of `append_and_select`, then those of `sparse_decode`."""
+
+import torch
+
+from ..attention.decode import sparse_decode
+from ..pages.step import append_and_select
+
+
+def append_and_attend(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_blocks: int,
+    sink_blocks: int,
+    recent_blocks: int,
+    scale: float | None,
+    group_reduce: str,
+    num_pages: int | None,
+    page_exponent: torch.Tensor | None,
+    channel_exponent: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    finished: torch.Tensor | None,
+    statistic: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Select, then attend."""
+    block_indices, block_counts = append_and_select(
+        query,
+        new_key,
+        new_value,
+        keys,
+        values,
+        page_min,
+        page_max,
+        seq_start,
+        seq_end,
+        page_size=page_size,
+        max_blocks=max_blocks,
+        sink_blocks=sink_blocks,
+        recent_blocks=recent_blocks,
+        scale=scale,
+        group_reduce=group_reduce,
+        num_pages=num_pages,
+        page_exponent=page_exponent,
+        channel_exponent=channel_exponent,
+        counter=counter,
+        finished=finished,
+        statistic=statistic,
+    )
+    out, lse = sparse_decode(
+        query,
+        keys,
+        values,
+        block_indices,
+        block_counts,
+        seq_start,
+        seq_end,
+        block_size=page_size,
+        rope_cos=None,
+        rope_sin=None,
+        scale=scale,
+        counter=counter,
+        finished=finished,
+    )
+    return out, lse, block_indices, block_counts
