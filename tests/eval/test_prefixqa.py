@@ -303,9 +303,9 @@ def test_a_fixed_context_is_clustered_once_for_all_questions(
 ) -> None:
     stock, clustered = Squeezed.cluster, []
 
-    def counting(self: Squeezed, keys: torch.Tensor, *arguments: Any) -> Any:
+    def counting(self: Squeezed, keys: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         clustered.append((self.target_sparsity, keys.shape[1]))
-        return stock(self, keys, *arguments)
+        return stock(self, keys, *arguments, **options)
 
     monkeypatch.setattr(Squeezed, "cluster", counting)
     first, second = materials(loaded, qa_dir)
