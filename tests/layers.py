@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from hf_sparse_attn import SparseMethod
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.cache.padding import Padding
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage
+from hf_sparse_attn.methods.base import Selection
 
 
 def make_layer(
@@ -26,6 +28,13 @@ def hand_over(layer: SparseLayer, key: torch.Tensor, value: torch.Tensor) -> Non
     layer.lengths.expects_step = True
     layer.update(key.unsqueeze(2), value.unsqueeze(2))
     assert layer.take_token() is not None
+
+
+def noted_selections(monkeypatch: pytest.MonkeyPatch) -> list[Selection]:
+    """Return a list to which every layer's decode step adds its selection from now on."""
+    selections: list[Selection] = []
+    monkeypatch.setattr(SparseLayer, "note", lambda self, selection: selections.append(selection))
+    return selections
 
 
 def step(layer: SparseLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from hf_sparse_attn import ArkVale
 from hf_sparse_attn.methods import SparseMethod, make_method
-from tests.layers import hand_over, make_layer
+from tests.layers import hand_over, make_layer, noted_selections
 
 HEAD_DIM, KV_HEADS, GROUP = 16, 2, 3
 
@@ -44,10 +44,11 @@ def best_pages(keys, queries, method):
 def test_a_step_reads_the_pages_that_the_definition_chooses(length, max_cache_len, monkeypatch):
     """In float64, with a box in the model's dtype: nothing is rounded that could change a selection."""
     method = ArkVale(token_budget=64, page_size=16, bounds_dtype="model")
-    monkeypatch.setattr(ArkVale, "attend", lambda self, query, layer, selection, scale: selection)
+    selections = noted_selections(monkeypatch)
     layer, query, (key, value) = filled(method, length, 21, max_cache_len, torch.float64)
     hand_over(layer, key, value)
-    selection = method.decode(query, layer, key, value, HEAD_DIM**-0.5)
+    method.decode(query, layer, key, value, HEAD_DIM**-0.5)
+    (selection,) = selections
     assert selection.block_size == 16
     assert (selection.block_counts == 4).all()
     for row, start in enumerate((0, 21)):
@@ -61,13 +62,14 @@ def test_a_step_reads_the_pages_that_the_definition_chooses(length, max_cache_le
 @pytest.mark.parametrize("length", [63, 64, 200])
 def test_the_fused_op_equals_its_parts(bounds_dtype, length, monkeypatch):
     method = ArkVale(token_budget=96, bounds_dtype=bounds_dtype)
-    monkeypatch.setattr(ArkVale, "attend", lambda self, query, layer, selection, scale: selection)
-    results = []
+    selections, results = noted_selections(monkeypatch), []
     for decode in (ArkVale.decode, SparseMethod.decode):
         layer, query, (key, value) = filled(method, length, 21)
         hand_over(layer, key, value)
         results.append((layer, decode(method, query, layer, key, value, HEAD_DIM**-0.5)))
-    (fused, chosen), (parts, expected) = results
+    (fused, output), (parts, right) = results
+    chosen, expected = selections
+    assert torch.equal(output, right)
     assert torch.equal(chosen.block_indices, expected.block_indices)
     assert torch.equal(chosen.block_counts, expected.block_counts)
     assert torch.equal(fused.counter.totals, parts.counter.totals)

@@ -5,9 +5,8 @@ import torch
 from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import Quest, sparse_attention, sparse_attention_stats
-from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod
-from tests.layers import hand_over, make_layer
+from tests.layers import hand_over, make_layer, noted_selections
 from tests.models import POSITIONS, make_model, random_ids
 
 HEAD_DIM, KV_HEADS = 16, 2
@@ -30,8 +29,7 @@ def filled(method, length, padding, max_cache_len, seed=0):
 @pytest.mark.parametrize("length", [63, 64, 200])
 def test_the_fused_op_equals_its_parts(bounds_dtype, max_cache_len, length, monkeypatch):
     method = Quest(token_budget=64, bounds_dtype=bounds_dtype)
-    selections, results = [], []
-    monkeypatch.setattr(SparseLayer, "note", lambda self, selection: selections.append(selection))
+    selections, results = noted_selections(monkeypatch), []
     for decode in (Quest.decode, SparseMethod.decode):
         layer, query, (key, value) = filled(method, length, 21, max_cache_len)
         hand_over(layer, key, value)
