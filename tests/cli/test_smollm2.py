@@ -91,13 +91,14 @@ class ComparedQuest(Quest):
     agreed: ClassVar[list[int]] = []
     chosen: ClassVar[list[int]] = []
 
-    def attend(self, query, layer, selection, scale):
+    def decode(self, query, layer, new_key, new_value, scale):
+        output = super().decode(query, layer, new_key, new_value, scale)
         exact_quest = Quest(token_budget=self.token_budget, bounds_dtype="model")
         exact = exact_quest.select(query, layer.fork(exact_quest, layer._shared), scale)
-        pages = selection.block_indices[..., None]
+        pages = self.select(query, layer, scale).block_indices[..., None]
         self.agreed.append(int(((pages == exact.block_indices[..., None, :]) & (pages >= 0)).sum()))
         self.chosen.append(int(exact.block_counts.sum()))
-        return super().attend(query, layer, selection, scale)
+        return output
 
 
 @torch.inference_mode()
