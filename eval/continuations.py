@@ -27,6 +27,16 @@ DIVERGENCE_BUCKET = 250
 
 
 @dataclass(frozen=True)
+class Departure:
+    """Where a method that is fed dense attention's answer would for the first time have answered otherwise."""
+
+    cache: SparseCache
+    """A fork with the tokens fed until then. The cache that was fed further shares its buffers and must not go on."""
+    token_ids: tuple[int, ...]
+    """The method's own answer: dense attention's tokens, and as the last one the method's own, which is not cached."""
+
+
+@dataclass(frozen=True)
 class Continuation:
     """What a cache's continuation gave, and its times."""
 
@@ -36,6 +46,7 @@ class Continuation:
     decode_steps: int
     single_token_steps: int
     new_tokens: int
+    departure: Departure | None = None
 
 
 @dataclass(frozen=True)
@@ -124,52 +135,64 @@ def ends_of_texts(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Callabl
 def dense_path(
     model: PreTrainedModel,
     sample: Sample,
-    caches: tuple[SparseCache, SparseCache],
+    cache: SparseCache,
     token_by_token: bool,
     stop_ids: Any,
     is_ended: Callable[[Sequence[int]], bool] | None = None,
 ) -> DensePath:
-    """Return what an unpatched model answers and predicts; each of two forks of the material is used once.
+    """Return what an unpatched model answers and predicts, continuing a fork of the material.
 
     A sample with a given text (``forced_ids``) has that text instead of an answer.
     """
-    answer_ids = None
     if sample.forced_ids:
         fed_ids = tuple(sample.forced_ids[:-1])
-    else:
-        given = answer(
-            model,
-            caches[0],
-            sample.question_ids,
-            sample.max_new_tokens,
-            token_by_token=token_by_token,
-            stop_ids=stop_ids,
-            min_new_tokens=sample.min_new_tokens,
-            is_ended=is_ended,
-        )
-        answer_ids = given.token_ids
-        fed_ids = answer_ids[: given.decode_steps]  # the last token is not fed if the limit ended the answer
-    logits = list(_predictions(model, caches[1], sample.question_ids, fed_ids, token_by_token))
-    return DensePath(fed_ids, logits, answer_ids)
+        return DensePath(fed_ids, list(_predictions(model, cache, sample.question_ids, fed_ids, token_by_token)), None)
+    logits: list[torch.Tensor] = []
+    given = answer(
+        model,
+        cache,
+        sample.question_ids,
+        sample.max_new_tokens,
+        token_by_token=token_by_token,
+        stop_ids=stop_ids,
+        min_new_tokens=sample.min_new_tokens,
+        is_ended=is_ended,
+        on_logits=logits.append,
+    )
+    # The last token is not fed if the limit ended the answer.
+    return DensePath(given.token_ids[: given.decode_steps], logits[given.question_steps - 1 :], given.token_ids)
 
 
 def follow_dense(
-    model: PreTrainedModel, sample: Sample, cache: SparseCache, path: DensePath, token_by_token: bool
+    model: PreTrainedModel,
+    sample: Sample,
+    cache: SparseCache,
+    path: DensePath,
+    token_by_token: bool,
+    departs: bool = False,
 ) -> Continuation:
     """Feed dense attention's tokens, and compare the predictions with dense attention's (teacher forcing).
 
     The result has ``divergence``, the mean over the predicted tokens of KL(dense || method) in nats,
     ``divergence_max``, its maximum, and ``top_agreement``, the share of tokens whose most likely token is the same.
     ``divergence_by_position`` has the means over each ``DIVERGENCE_BUCKET`` tokens, from the first predicted one on.
+    With ``departs`` the cache is forked where the most likely token is not the same for the first time.
     """
+    departure: Departure | None = None
+    forked_seconds = 0.0
     started = time.perf_counter()
-    predicted = _predictions(model, cache, sample.question_ids, path.fed_ids, token_by_token)
-    logits = [next(predicted)]
-    logits[0].argmax().item()  # waits for the device
-    first_token_seconds = time.perf_counter() - started
-    logits += predicted
+    logits: list[torch.Tensor] = []
+    for predicted in _predictions(model, cache, sample.question_ids, path.fed_ids, token_by_token):
+        logits.append(predicted)
+        best = int(predicted.argmax()) if departs or len(logits) == 1 else None  # waits for the device
+        if len(logits) == 1:
+            first_token_seconds = time.perf_counter() - started
+        if best is not None and departs and departure is None and best != int(path.logits[len(logits) - 1].argmax()):
+            forking = time.perf_counter()
+            departure = Departure(cache.fork(cache.method), (*path.fed_ids[: len(logits) - 1], best))
+            forked_seconds = time.perf_counter() - forking
     logits[-1].argmax().item()
-    decode_seconds = time.perf_counter() - started - first_token_seconds
+    decode_seconds = time.perf_counter() - started - first_token_seconds - forked_seconds
     losses = [_divergence(dense, own) for dense, own in zip(path.logits, logits, strict=True)]
     agreeing = [bool(dense.argmax() == own.argmax()) for dense, own in zip(path.logits, logits, strict=True)]
     return Continuation(
@@ -184,6 +207,7 @@ def follow_dense(
         decode_steps=len(path.fed_ids),
         single_token_steps=len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0),
         new_tokens=0,
+        departure=departure,
     )
 
 
@@ -195,6 +219,28 @@ def same_answer(sample: Sample, path: DensePath, followed: Continuation) -> tupl
     """
     agrees = followed.result["top_agreement"] == 1.0 and sample.min_new_tokens == 0
     return path.answer_ids if agrees else None
+
+
+def answer_from(
+    model: PreTrainedModel,
+    sample: Sample,
+    departure: Departure,
+    stop_ids: Collection[int],
+    is_ended: Callable[[Sequence[int]], bool] | None = None,
+) -> tuple[int, ...]:
+    """Return the answer of a method that has departed from dense attention's, without the token that ended it."""
+    *before, own = departure.token_ids
+    if own in stop_ids:
+        return tuple(before)
+    begun = departure.token_ids
+    left = sample.max_new_tokens - len(begun)
+    if left == 0 or (is_ended is not None and is_ended(begun)):
+        return begun
+
+    def is_over(token_ids: Sequence[int]) -> bool:
+        return is_ended is not None and is_ended([*begun, *token_ids])
+
+    return begun + answer(model, departure.cache, [own], left, stop_ids=stop_ids, is_ended=is_over).token_ids
 
 
 def _predictions(

@@ -15,6 +15,7 @@ from eval.config import DENSE, RunConfig
 from eval.continuations import (
     Continuation,
     DensePath,
+    answer_from,
     answer_sample,
     dense_path,
     ends_of_texts,
@@ -151,8 +152,8 @@ class Engine:
     -----
     To measure a method's divergence it is fed dense attention's own answer. Dense attention's predictions along the
     answers of a material's samples are in memory together: ``new tokens x vocabulary`` numbers for each sample. If the
-    score is measured too, the method then answers in a fork of its own, unless its answer is known to be dense
-    attention's. Reads and times are those along dense attention's answer.
+    score is measured too, the cache is forked where the method would first have answered otherwise, and the method's
+    own answer goes on from there. Reads and times are those along dense attention's answer.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
@@ -239,10 +240,9 @@ class Engine:
 
     def _walk_densely(self, sample: Sample, prefix: _Context) -> DensePath:
         started = time.perf_counter()
-        caches = prefix.cache.fork(DENSE), prefix.cache.fork(DENSE)
         feeds, ends = self._feeds_tokens(sample), self._ends_of(sample)
         is_ended = ends_of_texts(self.tokenizer, sample)
-        path = dense_path(self.model, sample, caches, feeds, ends, is_ended)
+        path = dense_path(self.model, sample, prefix.cache.fork(DENSE), feeds, ends, is_ended)
         self.model_seconds += time.perf_counter() - started
         return path
 
@@ -292,6 +292,9 @@ class Engine:
     ) -> dict[str, Any]:
         """Return the result of a variant that has followed dense attention and now answers by itself."""
         known = same_answer(sample, path, followed)
+        if followed.departure is not None:
+            is_ended = ends_of_texts(self.tokenizer, sample)
+            known = answer_from(self.model, sample, followed.departure, self._ends_of(sample), is_ended)
         if known is not None:
             return {"prediction": prediction_of(self.tokenizer, sample, known), "new_tokens": len(known)}
         answered = self._continue(sample, context.cache.fork(variant.method), None)
@@ -300,7 +303,8 @@ class Engine:
     def _continue(self, sample: Sample, cache: SparseCache, path: DensePath | None) -> Continuation:
         token_by_token = self._feeds_tokens(sample)
         if path is not None:
-            return follow_dense(self.model, sample, cache, path, token_by_token)
+            departs = "score" in self.config.measure and path.answer_ids is not None and sample.min_new_tokens == 0
+            return follow_dense(self.model, sample, cache, path, token_by_token, departs)
         if sample.forced_ids:
             return force_sample(self.model, sample, cache)
         return answer_sample(self.model, self.tokenizer, sample, cache, token_by_token, self._ends_of(sample))

@@ -68,6 +68,7 @@ def answer(
     min_new_tokens: int = 0,
     is_ended: Callable[[Sequence[int]], bool] | None = None,
     on_step: Callable[[], None] | None = None,
+    on_logits: Callable[[torch.Tensor], None] | None = None,
 ) -> GreedyAnswer:
     """Answer a question greedily, continuing from the cache.
 
@@ -92,6 +93,8 @@ def answer(
         Called with the answer after each of its tokens; the answer ends with the token after which it returns True.
     on_step : callable, optional
         Called after each forward pass.
+    on_logits : callable, optional
+        Called with the logits [vocabulary] of each forward pass, before ``min_new_tokens`` hides any.
 
     Raises
     ------
@@ -107,6 +110,8 @@ def answer(
 
     def step(token_ids: Sequence[int], may_stop: bool) -> int:
         logits = forward(model, cache, token_ids)
+        if on_logits is not None:
+            on_logits(logits)
         if not may_stop:
             ended = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
             logits = logits.index_fill(0, ended, -torch.inf)

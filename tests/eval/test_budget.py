@@ -286,7 +286,7 @@ def test_following_dense_attention_densely_finds_no_divergence(loaded, token_by_
             model(torch.tensor([sample.material_ids]), past_key_values=cache)
         return cache
 
-    path = dense_path(model, sample, (prefilled(), prefilled()), token_by_token, stop_ids=())
+    path = dense_path(model, sample, prefilled(), token_by_token, stop_ids=())
     prompt = torch.tensor([ids])
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert path.fed_ids == tuple(expected[0, 40:44].tolist())
@@ -304,8 +304,7 @@ def test_following_dense_attention_densely_finds_no_divergence(loaded, token_by_
 
 def test_a_given_text_is_followed_instead_of_an_answer(loaded):
     sample = Sample([5, 6, 7], [8, 9], references=None, max_new_tokens=0, forced_ids=[10, 11, 12])
-    caches = (SparseCache(loaded.model.config, "full"), SparseCache(loaded.model.config, "full"))
-    path = dense_path(loaded.model, sample, caches, True, stop_ids=())
+    path = dense_path(loaded.model, sample, SparseCache(loaded.model.config, "full"), True, stop_ids=())
     assert path.fed_ids == (10, 11)
     assert len(path.logits) == 3
 

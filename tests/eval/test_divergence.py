@@ -15,8 +15,10 @@ from eval.runner import run
 from eval.session import Processes
 from eval.store import read_records
 from eval.terminal import summary_table
+from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.models import load_model
 from tests.eval.test_run import Loaded, invoke
+from tests.models import SPARSE
 
 PASSKEY = {"benchmark": "passkey", "lengths": [400], "method": ["quest"], "token_budget": [64, 512], "limit": 2}
 
@@ -72,6 +74,23 @@ def test_both_measures_give_the_scores_and_the_divergences_of_each(tmp_path, loa
         if both["top_agreement"] is not None:
             kept[both["top_agreement"] == 1.0] += 1
     assert all(kept.values())  # both ways to an answer were taken
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"full"}))
+def test_an_answer_departs_from_dense_attention_where_it_would_by_itself(tmp_path, loaded, model_dir, method):
+    """The fork in which a method's own answer goes on gives what a new answer gives, whatever state a method has."""
+    given = {"method": method, **SPARSE.get(method, {}), **({"n_local": 16} if method == "tokenselect" else {})}
+    if "token_budget" in METHODS[method].__dataclass_fields__:
+        given["token_budget"] = 100 if method == "infllm" else 64
+    settings = {**PASSKEY, "method": [], "token_budget": [], "variants": [given], "question": "decode"}
+    for measure in ("score", ["score", "divergence"]):
+        go(tmp_path / "".join(measure), loaded, model_dir, **settings, measure=measure)
+    own, beside = (read_records(tmp_path / name / "rows.jsonl") for name in ("score", "scoredivergence"))
+    assert [record["error"] for record in beside] == [None] * 4
+    assert [record["prediction"] for record in beside] == [record["prediction"] for record in own]
+    assert [record["new_tokens"] for record in beside] == [record["new_tokens"] for record in own]
+    if method not in ("ntk", "self_extend"):  # which change positions alone; the tiny model hardly heeds them
+        assert min(record["top_agreement"] or 1.0 for record in beside) < 1  # it did depart
 
 
 def test_perplexities_are_measured_beside_the_divergence_along_the_text(tmp_path, loaded, model_dir, data_dir):
