@@ -37,19 +37,25 @@ class Mean:
 
 @dataclass(frozen=True)
 class Point:
-    """A variant over the samples that every variant of its model has measured."""
+    """A variant over samples that it shares with the other variants of its model.
+
+    Of the samples with needles these are the ones that every variant has measured, apart from variants that have
+    measured no needle at all; the same holds for the other samples. What is a mean over both is None for a variant that
+    has measured only one kind.
+    """
 
     method: str
     token_budget: int | None
     variant: str
-    kv_percent: float
-    """Bytes of keys, values and metadata in all layers, as a share of dense attention's: mean over the samples."""
+    kv_percent: float | None
+    """Bytes of keys, values and metadata in all layers, as a share of dense attention's: mean over all samples."""
     kv_percent_needles: float | None
     divergence: Mean | None
-    """KL(dense || variant) in nats, over all samples; None for dense attention."""
+    """KL(dense || variant) in nats, over all samples; None for dense attention too."""
     divergence_needles: Mean | None
     divergence_others: Mean | None
     agreement: float | None
+    """Over all samples."""
     found: Mean | None
     """Score of the needles, 0 to 1; None if none was scored."""
 
@@ -84,6 +90,11 @@ class Frontier:
     left_out: tuple[str, ...]
     """Variants of which no sample was measured."""
 
+    @property
+    def of_one_kind(self) -> tuple[str, ...]:
+        """Names of the variants that were measured with needles alone, or with other samples alone; not in a mean."""
+        return tuple(point.name for point in self.points if point.kv_percent is None)
+
 
 def is_needle(record: Record) -> bool:
     """Whether a record's task is to find sentences in a text, so that its score is the share that was found."""
@@ -114,26 +125,38 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
         if record["error"] is None and (record["method"] == DENSE or record.get("divergence") is not None):
             measured[tuple(record[name] for name in _SAMPLE)][column] = record
     tried = [column for column in columns if any(column in found for found in measured.values())]
-    shared = [found for found in measured.values() if all(column in found for column in tried)]
-    if not shared or not any(column[0] != DENSE for column in tried):
+    by_kind: dict[bool, list[dict[Column, Record]]] = {True: [], False: []}
+    for found in measured.values():
+        by_kind[is_needle(next(iter(found.values())))].append(found)
+    needles, others = _shared(by_kind[True]), _shared(by_kind[False])
+    samples, has_both = [*needles, *others], bool(needles and others)
+    if not samples or not any(column[0] != DENSE for column in tried):
         return None
     for name in ("device", "dtype"):
-        if len({record[name] for found in shared for record in found.values()}) > 1:
+        if len({record[name] for found in samples for record in found.values()}) > 1:
             raise EvalError(f"records of {records[0]['model']} differ in their {name}: they cannot be compared")
-    one = next(iter(shared[0].values()))
-    samples = [next(iter(found.values())) for found in shared]
-    needles = sum(is_needle(record) for record in samples)
-    points = [_point(column, [found[column] for found in shared]) for column in tried]
+    one = next(iter(samples[0].values()))
+    points = []
+    for column in tried:
+        own_needles, own_others = ([found[column] for found in kind if column in found] for kind in (needles, others))
+        if own_needles or own_others:
+            points.append(_point(column, own_needles, own_others, has_both))
     return Frontier(
         one["model"],
         one["device"],
         one["dtype"],
-        needles,
-        len(shared) - needles,
-        tuple(dict.fromkeys(_place(record) for record in samples)),
+        len(needles),
+        len(others),
+        tuple(dict.fromkeys(_place(next(iter(found.values()))) for found in samples)),
         tuple(sorted(points, key=lambda point: column_order(point.method, point.token_budget, point.variant))),
         tuple(" ".join(str(part) for part in column if part) for column in columns if column not in tried),
     )
+
+
+def _shared(measured: Sequence[dict[Column, Record]]) -> list[dict[Column, Record]]:
+    """Return the samples of a kind that every variant has measured which has measured any of them."""
+    columns = {column for found in measured for column in found}
+    return [found for found in measured if len(found) == len(columns)]
 
 
 def _place(record: Record) -> str:
@@ -141,15 +164,13 @@ def _place(record: Record) -> str:
     return f"{record['benchmark']} {record['task']}{length}"
 
 
-def _point(column: Column, records: Sequence[Record]) -> Point:
-    needles = [record for record in records if is_needle(record)]
-    others = [record for record in records if not is_needle(record)]
-    read = _mean("kv_fraction", records)
-    assert read is not None  # every sample feeds single tokens
-    of_needles, agreement = _mean("kv_fraction", needles), _mean("top_agreement", records)
+def _point(column: Column, needles: Sequence[Record], others: Sequence[Record], has_both: bool) -> Point:
+    records = [] if has_both and not (needles and others) else [*needles, *others]
+    read, of_needles = _mean("kv_fraction", records), _mean("kv_fraction", needles)
+    agreement = _mean("top_agreement", records)
     return Point(
         *column,
-        kv_percent=100 * read.value,
+        kv_percent=None if read is None else 100 * read.value,
         kv_percent_needles=None if of_needles is None else 100 * of_needles.value,
         divergence=_mean("divergence", records),
         divergence_needles=_mean("divergence", needles),
@@ -178,7 +199,7 @@ def lines(frontier: Frontier) -> list[list[str]]:
     return [
         [
             point.name,
-            f"{point.kv_percent:.1f}",
+            percent(point.kv_percent),
             divergence(point.divergence_needles),
             divergence(point.divergence_others),
             percent(point.agreement, 100),

@@ -91,9 +91,11 @@ def _percent(mean: Mean | None) -> float | None:
 
 
 def _said(point: Point) -> str:
-    parts = [f"{point.name}: {point.kv_percent:.1f} % read"]
+    parts = []
+    if point.kv_percent is not None:
+        parts.append(f"{point.kv_percent:.1f} % read")
     if point.divergence is not None:
         parts.append(f"KL {point.divergence.value:.4f}")
     if point.found is not None:
         parts.append(f"{100 * point.found.value:.0f} % found")
-    return ", ".join(parts)
+    return f"{point.name}: {', '.join(parts)}"

@@ -107,6 +107,21 @@ def test_only_samples_of_every_variant_count_and_a_variant_that_always_failed_is
     assert "Not measured, since every sample failed: keycodes 256 bits=2." in frontier_tables(tmp_path, SWEEP)
 
 
+def test_a_variant_that_measured_needles_alone_takes_no_other_sample_from_the_rest(tmp_path):
+    needles = records_of("passkey", "book", 3, length=4000)
+    others = [each for each in records_of("longbench", "lcc", 2, score=None) if each["method"] != "quest"]
+    [frontier] = frontiers(sweep(tmp_path, needles, others) / SWEEP)
+    assert (frontier.needles, frontier.others) == (3, 2)
+    shown = {line[0]: line[1:] for line in lines(frontier)}
+    assert shown["quest 256"] == ["-", "0.0200 ± 0.0058", "-", "-", "33.3 ± 33.3", "5.0"]
+    assert shown["keycodes 256"][2] == "0.0350 ± 0.0050"
+    text = frontier_tables(tmp_path, SWEEP)
+    assert "Measured on samples of one kind alone: quest 256, quest 1,024." in text
+    divergence, found = frontier_picture(frontier, "name").figure.axes
+    assert "quest" not in {line.get_label() for line in divergence.lines}
+    assert "quest" in {line.get_label() for line in found.lines}
+
+
 def test_models_have_frontiers_of_their_own_and_devices_are_not_mixed(tmp_path):
     large, small = (records_of("passkey", "book", 2, length=4000, model=name) for name in ("large", "small"))
     assert [frontier.model for frontier in frontiers(sweep(tmp_path, large, small) / SWEEP)] == ["large", "small"]
