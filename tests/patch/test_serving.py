@@ -45,7 +45,7 @@ def generated(model, prompt):
 
 
 @pytest.fixture
-def model():
+def model(exact):
     return make_model("llama", dtype=torch.float64)
 
 
