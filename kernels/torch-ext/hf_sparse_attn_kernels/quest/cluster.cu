@@ -1,7 +1,7 @@
 // Quest's decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, scores the
 // pages, chooses among them, attends and merges. Compiled with _cluster.cuh before it and these macros:
 // CLUSTER (1 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
-// REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared).
+// REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
 // The blocks of a cluster score tiles of 16 pages in turn. They meet four times, each time by stores to each other's
 // shared memory that count themselves in on a barrier there: for the log-sum-exp of every query head, for the counts of
@@ -39,6 +39,7 @@ static_assert(MOST_CANDIDATES % 8 == 0 && MOST_CANDIDATES <= THREADS && MOST_REA
 
 enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
 enum Kind { OUT, CANDIDATE, CHOSEN };
+enum class Stage { START, QUERY, SCORES, EXCHANGE, KEYS, EDGE, LIST, RANK, ATTEND, MERGE, WRITE };  // STAGES in cluster.py
 
 struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
@@ -269,6 +270,7 @@ DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Pla
   for (int i = at.tid; i < MOST_READ; i += THREADS) s.chosen[i] = NO_PAGE;
   if (at.tid < MOST_CANDIDATES) s.candidates[at.tid] = 0;
   split_query(s, a, at);
+  MARK(Stage::QUERY);
   at.length = max(at.end - at.start, 0);
   at.row_pages = min((at.length + PAGE - 1) / PAGE, a.num_pages);
   at.last_page = max(at.row_pages - 1, 0);
@@ -489,6 +491,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     keys[local] = key;
   }
+  MARK(Stage::KEYS);
 
   const int count = min(at.row_pages, a.max_blocks);
   Edge edge{0, 48, 0, false};
@@ -516,6 +519,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     edge.shift -= 8;
   }
+  MARK(Stage::EDGE);
 
   // Chosen pages and candidates of every word of 32 pages, whose sums are the places of each.
 #pragma unroll 1
@@ -654,12 +658,14 @@ DEVICE void attend(Shared& s, const Arguments& a, const Place& at, const Choice&
   const u16* keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
   const u16* values = a.values + at.row * a.values_b + at.head * a.values_h;
   wait_barrier(&s.barriers[CHOICE], 0);
+  MARK(Stage::LIST);
   const int own = at.rank < choice.count ? (choice.count - at.rank + CLUSTER - 1) / CLUSTER : 0;
   PageTokens tokens;
   const bool early = at.warp * CLUSTER + at.rank < choice.sure;
   if (early) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
   choose_candidates(s, at, choice);
   sync_block();
+  MARK(Stage::RANK);
   if (!early && at.warp < own) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
 #pragma unroll 1
   for (int n = at.warp; n < own; n += WARPS) {
@@ -748,6 +754,7 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
 
 DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
   wait_barrier(&s.barriers[OUTPUT], 0);
+  MARK(Stage::MERGE);
 #pragma unroll 1
   for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
     const int quad = at.rank * QUADS_EACH + i / 4;
@@ -790,12 +797,17 @@ KERNEL(quest_step)(const Arguments a) {
   const Bounds bounds = bounds_of(a, at);
   wait_for_previous_kernel();
   let_next_kernel_start();
+  MARK(Stage::START);
   score_pages(s, a, bounds, at, scores, stride);
+  MARK(Stage::SCORES);
   exchange_lse(s, at);
+  MARK(Stage::EXCHANGE);
   const Choice choice = choose(s, a, at, scores, stride, word_counts);
   Output out = {MaxSum{LOW, 0.f}, {}};
   attend(s, a, at, choice, out);
+  MARK(Stage::ATTEND);
   send_output(s, at, out, quads);
   if (at.rank == 0) write_selection(s, a, at, choice);
   write_output(s, a, at);
+  MARK(Stage::WRITE);
 }

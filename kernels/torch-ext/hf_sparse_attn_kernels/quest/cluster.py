@@ -17,12 +17,19 @@ HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ALIGNMENT = 16  # bytes that a thread loads at once
 ARGUMENTS = struct.Struct("16P19q8if4x")
+STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
+"""Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
+CLOCKS_STRIDE = 16  # clocks that the kernel has room for in each block
 
 
 class Plan(NamedTuple):
     """How a shape is launched."""
 
     kernel: ClusterKernel
+    cluster: int
+    """Blocks of a cluster."""
+    threads: int
+    """Threads of a block."""
     shared: int
     """Bytes of shared memory of a block."""
     local_pages: int
@@ -82,7 +89,7 @@ def limit(
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
         return ValueError("they are as fast at this shape, or clusters have not been measured")
-    plan = _plan_of(query, keys, pages, group_reduce)
+    plan = plan_of(query, keys, pages, group_reduce)
     if not isinstance(plan, Plan):
         return plan
     pairs = query.shape[0] * keys.shape[1]
@@ -121,7 +128,7 @@ def append_and_attend(
     batch, kv_heads, capacity, head_dim = keys.shape
     max_pages = page_min.shape[2]
     num_pages = max_pages if num_pages is None else num_pages
-    plan = _plan_of(query, keys, num_pages, group_reduce)
+    plan = plan_of(query, keys, num_pages, group_reduce)
     assert isinstance(plan, Plan)
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -161,15 +168,26 @@ def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str,
     )
 
 
-def _plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+    """Return how a call is launched, or why it cannot be.
+
+    A benchmark may force a choice with `clocks`, a number of blocks: they store the clocks of their stages.
+    """
     config = _choice_of(query, keys, pages)
     group = query.shape[1] // keys.shape[1]
-    return _plan(query.device, group, group_reduce, pages, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+    cluster, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
+    return _plan(query.device, group, group_reduce, pages, cluster, config["threads"], clocks)
+
+
+def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
+    """Return of each block the clocks at its start and at the end of each of `STAGES`, after a launch with `clocks`."""
+    unpack = struct.Struct(f"{CLOCKS_STRIDE}Q").iter_unpack
+    return [clocks[: len(STAGES) + 1] for clocks in unpack(plan.kernel.read("stage_clocks", 8 * CLOCKS_STRIDE * blocks))]
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int
+    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int, clocks: int
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
@@ -187,19 +205,30 @@ def _plan(
             )
             continue
         try:
-            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce))
+            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce), clocks)
             max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
             continue
         if max_clusters > 0:
-            return Plan(kernel, shared, local_pages, max_clusters)
+            return Plan(kernel, size, threads, shared, local_pages, max_clusters)
         refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
     return refused
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int) -> ClusterKernel:
+def _kernel(
+    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int
+) -> ClusterKernel:
+    macros = kernel_macros(cluster, threads, group, reduction, clocks)
+    with torch.cuda.device(device):
+        return ClusterKernel(SOURCES, macros, "quest_step", cluster=cluster, threads=threads)
+
+
+def kernel_macros(
+    cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0
+) -> tuple[tuple[str, int], ...]:
+    """Return the macros that the kernel is compiled with; `reduction` counts `REDUCTIONS`."""
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
@@ -209,8 +238,9 @@ def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduct
         "REDUCE": reduction,
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
-    with torch.cuda.device(device):
-        return ClusterKernel(SOURCES, tuple(macros.items()), "quest_step", cluster=cluster, threads=threads)
+    if clocks:
+        macros["CLOCKS"] = clocks
+    return tuple(macros.items())
 
 
 def _shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:
