@@ -16,6 +16,7 @@ REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ALIGNMENT = 16  # bytes that a thread loads at once
+MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
@@ -85,6 +86,9 @@ def limit(
                 f"{name} has strides {list(buffer.stride())} from address {buffer.data_ptr():#x}; allowed for "
                 f"impl='cluster': multiples of {ALIGNMENT} bytes"
             )
+        if buffer.stride(2) > MOST_STRIDE:
+            stride = f"{name} has stride {buffer.stride(2)} in dimension 2"
+            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
@@ -182,7 +186,9 @@ def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: s
 def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
     """Return of each block the clocks at its start and at the end of each of `STAGES`, after a launch with `clocks`."""
     unpack = struct.Struct(f"{CLOCKS_STRIDE}Q").iter_unpack
-    return [clocks[: len(STAGES) + 1] for clocks in unpack(plan.kernel.read("stage_clocks", 8 * CLOCKS_STRIDE * blocks))]
+    return [
+        clocks[: len(STAGES) + 1] for clocks in unpack(plan.kernel.read("stage_clocks", 8 * CLOCKS_STRIDE * blocks))
+    ]
 
 
 @lru_cache(maxsize=1024)
@@ -217,9 +223,7 @@ def _plan(
 
 
 @lru_cache(maxsize=256)
-def _kernel(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int
-) -> ClusterKernel:
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int) -> ClusterKernel:
     macros = kernel_macros(cluster, threads, group, reduction, clocks)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "quest_step", cluster=cluster, threads=threads)
