@@ -14,13 +14,14 @@ from .._tuning import choice
 SOURCES = ("_cluster.cuh", "quest/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
+LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
-CLOCKS_STRIDE = 16  # clocks that the kernel has room for in each block
+MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
 
 
 class Plan(NamedTuple):
@@ -166,16 +167,18 @@ def append_and_attend(
 
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
-    group = query.shape[1] // kv_heads
-    return choice(
-        "cluster_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=pages * PAGE
-    )
+    return choice_of(query.device, batch * kv_heads, query.shape[1] // kv_heads, pages * PAGE)
+
+
+def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict[str, int]:
+    """Return the launch choice of a shape: rows times KV heads, query heads per KV head, and capacity."""
+    return choice("cluster_step", device, pairs=pairs, group=group, head_dim=HEAD_DIM, tokens=tokens)
 
 
 def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
     """Return how a call is launched, or why it cannot be.
 
-    A benchmark may force a choice with `clocks`, a number of blocks: they store the clocks of their stages.
+    A benchmark may force a choice with `clocks` of 1: the blocks then store the clocks of their stages.
     """
     config = _choice_of(query, keys, pages)
     group = query.shape[1] // keys.shape[1]
@@ -184,11 +187,13 @@ def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: s
 
 
 def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
-    """Return of each block the clocks at its start and at the end of each of `STAGES`, after a launch with `clocks`."""
-    unpack = struct.Struct(f"{CLOCKS_STRIDE}Q").iter_unpack
-    return [
-        clocks[: len(STAGES) + 1] for clocks in unpack(plan.kernel.read("stage_clocks", 8 * CLOCKS_STRIDE * blocks))
-    ]
+    """Return clocks of the last launch, whose plan had `clocks`, for each of its first `MOST_CLOCKED` blocks.
+
+    They are those of a block's multiprocessor at the block's start and at the end of each of `STAGES`.
+    """
+    clocks = struct.Struct(f"{CLOCKS_STRIDE}Q")
+    stored = plan.kernel.read("stage_clocks", clocks.size * min(blocks, MOST_CLOCKED))
+    return [each[: len(STAGES) + 1] for each in clocks.iter_unpack(stored)]
 
 
 @lru_cache(maxsize=1024)
@@ -197,8 +202,9 @@ def _plan(
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0):
-        return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
+    if capability < LEAST_CAPABILITY:
+        allowed = f"allowed: {LEAST_CAPABILITY} and later"
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
     sizes = (cluster, 16, 8, 4)
     refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
     for size in dict.fromkeys(sizes):
@@ -243,7 +249,7 @@ def kernel_macros(
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
     if clocks:
-        macros["CLOCKS"] = clocks
+        macros["CLOCKS"] = MOST_CLOCKED
     return tuple(macros.items())
 
 
