@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             device = torch.device("cuda", torch.cuda.current_device())
             chosen = matching_shapes(ALL_TUNED_SHAPES, options.shape), chosen_launches(options.op)
-            write(tune(device, *chosen, lambda line: print(line, flush=True)), device)
+            tune(device, *chosen, lambda line: print(line, flush=True), lambda found: write(found, device))
             return 0
         if options.end_to_end:
             from op_bench.end_to_end import run_end_to_end
@@ -123,11 +123,15 @@ def run_kernels(options: argparse.Namespace, command: str) -> int:
     }
     whole = results.merged(kept, report) if kept else report  # fails before any work if they cannot be merged
     lost: str | None = None
+    started: set[str] = set()
     planned = [(family, shape) for family in FAMILIES for shape in family.shapes_of(quick=options.quick)]
     for family, shape in planned:
         chosen = [entry for entry in entries if entry in family.entries]
         if not chosen or shape not in shapes:
             continue
+        if family.name not in started:
+            started.add(family.name)
+            family.setup()
         try:
             measure_shape(family, shape, chosen, run, report)
         except DeviceLostError as error:

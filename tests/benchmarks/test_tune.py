@@ -6,9 +6,10 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from op_bench import tune as tune_module
+from op_bench.cluster_entries import CLUSTERS
 from op_bench.quest_entries import QUEST
-from op_bench.shapes import Shape
-from op_bench.tune import SEPARATE_LAUNCHES, TIMED_WITH, chosen_launches, tune, write
+from op_bench.shapes import CLUSTER_SHAPES, DECODE_SHAPES, Shape
+from op_bench.tune import SEPARATE_LAUNCHES, TIMED_WITH, chosen_launches, tune, tuned_shapes, write
 
 SHAPE = Shape(4, 2, 16, 1, 64)
 
@@ -21,21 +22,41 @@ def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
         return 10.0 - (choices.get("select", {}).get("reduced") == 256)
 
     monkeypatch.setattr(tune_module, "_time", nine_for_256_pages)
-    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family is QUEST else [])
+    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family in (QUEST, CLUSTERS) else [])
+    monkeypatch.setattr(tune_module, "fits", lambda layer, choice: choice["cluster"] != 16)
     monkeypatch.setattr(tune_module, "LAYERS", 1)
-    lines = []
-    found = tune(torch.device("cpu"), [SHAPE], chosen_launches([]), lines.append)
+    lines, stored = [], []
+    found = tune(torch.device("cpu"), [SHAPE], chosen_launches([]), lines.append, lambda part: stored.append(str(part)))
     described = {"pairs": 2, "group": 2, "head_dim": 16, "tokens": 64}
     assert found["select"] == [{"shape": described, "choice": tuning.CANDIDATES["select"][3]}]
     assert found["score"] == [{"shape": described, "choice": tuning.CANDIDATES["score"][0]}]
     assert found["rope_decode"] == []
+    assert stored[-1] == str(found) != stored[0]
     assert len(lines) == 5
     # The selection is timed with the scores' choice, which comes first.
     assert all(choices["score"] == tuning.CANDIDATES["score"][0] for _, choices in timed if "select" in choices)
-    # Separate launches are timed without clusters, which come last.
-    clusters = [choices["cluster_step"] for _, choices in timed]
-    ours = tuning.CANDIDATES["cluster_step"]
-    assert clusters == [SEPARATE_LAUNCHES] * (len(timed) - len(ours)) + ours
+    # Separate launches are timed without clusters, of which those that fit are timed last.
+    clusters = [choices["cluster_step"] for op, choices in timed if op == "cluster_step"]
+    assert clusters == [choice for choice in tuning.CANDIDATES["cluster_step"] if choice["cluster"] != 16]
+    assert all(choices["cluster_step"] == SEPARATE_LAUNCHES for op, choices in timed if op != "cluster_step")
+    assert found["cluster_step"] == [{"shape": described, "choice": SEPARATE_LAUNCHES}]
+
+
+@pytest.mark.parametrize(("of_launches", "chosen"), [(10.4, {"cluster": 8, "threads": 256}), (10.2, SEPARATE_LAUNCHES)])
+def test_clusters_are_chosen_where_they_are_clearly_faster(monkeypatch, of_launches, chosen):
+    times = {8: 10.0, 0: of_launches}
+    monkeypatch.setattr(tune_module, "_time", lambda entry, layers, choices: times[choices["cluster_step"]["cluster"]])
+    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family is CLUSTERS else [])
+    monkeypatch.setattr(tune_module, "fits", lambda layer, choice: choice["cluster"] in times)
+    monkeypatch.setattr(tune_module, "LAYERS", 1)
+    found = tune(torch.device("cpu"), [SHAPE], ["cluster_step"], lambda line: None)
+    assert [entry["choice"] for entry in found["cluster_step"]] == [chosen]
+
+
+def test_clusters_are_tuned_at_the_measured_shapes_first():
+    shapes = tuned_shapes(CLUSTERS)
+    assert shapes[: len(CLUSTER_SHAPES)] == list(CLUSTER_SHAPES)
+    assert {shape for shape in DECODE_SHAPES if shape.head_dim == 128} == set(shapes)
 
 
 def test_a_partial_run_keeps_other_shapes_and_launches(monkeypatch, tmp_path):

@@ -30,6 +30,8 @@ class Entry:
     """Spoils the tensors that the op writes in place, so that no check passes on the work of an earlier call."""
     against_dense: bool = False
     """Whether the op replaces dense attention, and is compared with it."""
+    details: Callable[[list[Any]], dict[str, Any]] = lambda layers: {}
+    """More measurements over the layers, which the record holds by their names."""
 
     @property
     def name(self) -> str:
@@ -54,6 +56,10 @@ class Family:
     backends: Callable[[Shape], list[Backend]]
     """Dense backends of other libraries."""
     least_layers: int = 8
+    more_tuned: tuple[Shape, ...] = ()
+    """Shapes at which launches are tuned, beside those that are measured."""
+    setup: Callable[[], None] = lambda: None
+    """Runs before the first shape is measured."""
 
     def shapes_of(self, *, quick: bool) -> tuple[Shape, ...]:
         """Return the shapes of a whole or of a quick run."""

@@ -115,6 +115,8 @@ def _measure_entry(entry: Entry, shape: Shape, layers: list[Any], error: str | N
         record["times"], record["error"] = _attempt(step)
     if record["times"]:
         record["over_floor"] = over_floor(record["times"], record["floor_us"])
+        details, record["error"] = _attempt(lambda: entry.details(layers))
+        record |= details or {}
     _say(entry.name, record, run)
     return record
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from op_bench.beside_quest import codes_part, progressive_part
 from op_bench.break_even import break_even, speed_ratios, step_ratios
+from op_bench.cluster_tables import cluster_part
 from op_bench.load_tables import load_part
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
@@ -36,6 +37,7 @@ def tables(root: Path) -> str:
         if series(report):
             label = f"Time of a decode step of one layer against length, {report['machine']['device']}"
             parts.append("\n".join(f"![{label}](assets/{_figure(stem, name)}#only-{name})" for name in THEMES) + "\n")
+        parts += cluster_part(report)
         parts += token_part(report)
         parts += squeezed_part(report)
         parts += progressive_part(report)

@@ -93,7 +93,8 @@ def _run_dense_prefill(layer: Layer, impl: str | None) -> Outputs:
     return ops.dense_prefill(tokens, layer.keys, layer.values, layer.seq_start, layer.seq_end, impl=impl)[:1]
 
 
-def _run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:
+def run_step(kind: str, layer: Layer, impl: str | None) -> Outputs:
+    """Run a whole step; return the output and the selection."""
     output, _, block_indices, block_counts = _append_and(ops.append_and_attend, kind, layer, impl)
     return output, block_indices, block_counts
 
@@ -135,7 +136,8 @@ def _check_append_and_select(kind: str, layer: Layer, outputs: Outputs) -> None:
     oracle.check_counter(layer, (0, 0, floors.metadata_bytes(kind, layer.shape, layer.settings), 0))
 
 
-def _check_step(kind: str, layer: Layer, outputs: Outputs) -> None:
+def check_step(kind: str, layer: Layer, outputs: Outputs) -> None:
+    """Raise unless a whole step wrote, chose, attended and counted what it should."""
     output, *selection = outputs
     _check_appended_and_selected(kind, layer, tuple(selection))
     oracle.check_sparse_output(output, layer, *selection)
@@ -205,8 +207,8 @@ def _of_kind(kind: str) -> list[Entry]:
         Entry(
             "quest_step",
             kind,
-            bind(_run_step, kind),
-            bind(_check_step, kind),
+            bind(run_step, kind),
+            bind(check_step, kind),
             bind(floors.step_bytes, kind),
             prepare=bind(take_newest_token_away, kind),
             against_dense=True,

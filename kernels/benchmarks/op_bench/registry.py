@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from op_bench.cluster_entries import CLUSTERS
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
@@ -14,6 +15,7 @@ from op_bench.token_entries import TOKEN_CHUNK, TOKEN_DECODE
 
 __all__ = [
     "CHUNK_STEP",
+    "CLUSTER_STEPS",
     "ENTRIES",
     "FAMILIES",
     "KEYCODES_STEP",
@@ -40,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     CODES,
     KEPT,
     LOADS,
+    CLUSTERS,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
@@ -55,6 +58,8 @@ PSA_STEP = ("psa_step", "")
 """The entry of Progressive Sparse Attention's decode step."""
 KEYCODES_STEP = ("keycodes_step", "softmax")
 """The entry of a decode step with key codes in tables: the default reduction over the group."""
+CLUSTER_STEPS = (("cluster_step", "clusters"), ("cluster_step", "separate launches"))
+"""The entries of Quest's whole step: where `use_impl("cluster")` runs it, and as Triton launches."""
 LOAD = "load_blocks"
 """The op whose entries are the loads from host memory."""
 

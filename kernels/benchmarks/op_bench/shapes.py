@@ -156,6 +156,18 @@ DECODE_SHAPES = (
 )
 QUICK_DECODE_SHAPES = (Shape(32, 32, 128, 1, 8192), Shape(32, 8, 128, 1, 32768), Shape(32, 8, 128, 8, 8192))
 
+CLUSTER_SHAPES = (
+    *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),
+    *_shapes(32, 32, 128, 1, (32, 128)),
+    *_shapes(28, 4, 128, 1, (128,)),
+    *_shapes(32, 8, 128, 8, (128,)),
+)
+QUICK_CLUSTER_SHAPES = (Shape(32, 8, 128, 1, 131072),)
+CLUSTER_TUNED_SHAPES = (
+    *_shapes(32, 8, 128, 32, (8, 32)),
+    *(shape for shape in DECODE_SHAPES if shape.head_dim == 128 and shape.batch < 32 and shape not in CLUSTER_SHAPES),
+)
+
 TOKEN_DECODE_SHAPES = (
     *_shapes(32, 32, 128, 1, (32, 128, 512)),
     *_shapes(32, 8, 128, 1, (8, 32, 128, 512)),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import use_impl
 
+from op_bench.cluster_entries import CLUSTERS, compile_candidates, fits
 from op_bench.code_entries import CODES
 from op_bench.entry import Entry, Family
 from op_bench.progressive_entries import PROGRESSIVE
@@ -33,7 +35,7 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "runs_decode": (SQUEEZED_DECODE, "squeezed_step", None),
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
-    "cluster_step": (QUEST, "quest_step", None),
+    "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
 }
 """The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
@@ -41,6 +43,8 @@ For attention to a selection it is the whole step: when its programs start depen
 """
 SEPARATE_LAUNCHES = {"cluster": 0, "threads": 512}
 """The choice under which a step runs as the launches that are tuned before it."""
+AS_FAST = 1.03
+"""Separate launches are chosen unless they take this many times as long as the best clusters: times vary."""
 FAMILIES = tuple(dict.fromkeys(family for family, *_ in TIMED_WITH.values()))
 MOST_BYTES = 24 << 30
 LAYERS = 8
@@ -49,7 +53,8 @@ BUDGET_MS = 15.0
 
 def tuned_shapes(family: Family) -> list[Shape]:
     """Return the shapes at which a family's launches are measured."""
-    return [shape for shape in family.shapes if shape.batch * shape.kv_heads * shape.length <= MOST_TOKENS]
+    shapes = (*family.shapes, *family.more_tuned)
+    return [shape for shape in shapes if shape.batch * shape.kv_heads * shape.length <= MOST_TOKENS]
 
 
 ALL_TUNED_SHAPES = tuple(dict.fromkeys(shape for family in FAMILIES for shape in tuned_shapes(family)))
@@ -70,16 +75,27 @@ def chosen_launches(names: Sequence[str]) -> list[str]:
 
 
 def tune(
-    device: torch.device, shapes: Sequence[Shape], launches: Sequence[str], say: Callable[[str], None]
+    device: torch.device,
+    shapes: Sequence[Shape],
+    launches: Sequence[str],
+    say: Callable[[str], None],
+    store: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph."""
+    """Return the fastest choice of every launch for every shape, measured over several layers in one CUDA graph.
+
+    What was found is stored after every shape, so that a later failure loses nothing.
+    """
     found: dict[str, list[dict[str, Any]]] = {launch: [] for launch in launches}
+    if "cluster_step" in launches:
+        groups = {shape.group for shape in tuned_shapes(CLUSTERS) if shape in shapes}
+        compile_candidates(device, list(product(sorted(groups), tuning.CANDIDATES["cluster_step"])))
     for family in FAMILIES:
         of_family = [launch for launch in launches if TIMED_WITH[launch][0] is family]
         for shape in tuned_shapes(family):
             if shape in shapes and of_family:
                 for launch, choice in _tune_shape(family, shape, of_family, device, say).items():
                     found[launch].append({"shape": _describe(shape), "choice": choice})
+                store(found)
                 torch.cuda.empty_cache()
     return found
 
@@ -108,14 +124,24 @@ def _tune_shape(
     best: dict[str, dict[str, int]] = {}
     for launch in launches:
         entry = timed_entry(launch)
-        candidates = tuning.CANDIDATES[launch]
+        candidates = [each for each in tuning.CANDIDATES[launch] if launch != "cluster_step" or fits(layers[0], each)]
         times = [
             _time(entry, layers, {"cluster_step": SEPARATE_LAUNCHES, **best, launch: candidate})
             for candidate in candidates
         ]
-        best[launch] = candidates[min(range(len(times)), key=times.__getitem__)]
-        say(f"{shape.name} {launch}: {', '.join(f'{time:.1f}' for time in times)} us; {best[launch]}")
+        best[launch] = _fastest(candidates, times)
+        measured = (
+            f"{'x'.join(map(str, each.values()))} {time:.1f}" for each, time in zip(candidates, times, strict=True)
+        )
+        say(f"{shape.name} {launch}, us: {', '.join(measured)}; {best[launch]}")
     return best
+
+
+def _fastest(candidates: list[dict[str, int]], times: list[float]) -> dict[str, int]:
+    """Return the fastest candidate, or separate launches if clusters are hardly faster."""
+    if SEPARATE_LAUNCHES in candidates and times[candidates.index(SEPARATE_LAUNCHES)] <= AS_FAST * min(times):
+        return SEPARATE_LAUNCHES
+    return candidates[min(range(len(times)), key=times.__getitem__)]
 
 
 def timed_entry(launch: str) -> Entry:

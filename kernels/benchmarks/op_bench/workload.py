@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hf_sparse_attn_kernels as ops
@@ -76,7 +77,7 @@ class Layer:
     values: torch.Tensor
     bounds: dict[str, Bounds]
     scores: torch.Tensor
-    """float32 [batch, kv_heads, pages], from the bounds in bf16."""
+    """float32 [batch, kv_heads, pages], from the bounds in bf16; like the selection empty in a layer without them."""
     block_indices: torch.Tensor
     block_counts: torch.Tensor
     seq_start: torch.Tensor
@@ -108,17 +109,24 @@ class Layer:
         )
 
 
-def layer_bytes(shape: Shape, settings: Settings) -> int:
+def layer_bytes(shape: Shape, settings: Settings, kinds: Sequence[str] = BOUNDS) -> int:
     """Bytes that a layer's buffers take."""
     heads = shape.batch * shape.kv_heads
     token_vectors = 2 * heads * shape.length * shape.head_dim * DTYPE.itemsize
-    bound_bytes = sum(DTYPE.itemsize if kind == "bf16" else 1 for kind in BOUNDS)
+    bound_bytes = sum(DTYPE.itemsize if kind == "bf16" else 1 for kind in kinds)
     bounds = 2 * heads * settings.pages(shape) * shape.head_dim * bound_bytes
     return token_vectors + bounds + 8 * heads * settings.pages(shape)
 
 
-def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int = 0, impl: str | None = None) -> Layer:
-    """Make a layer of normally distributed queries, keys and values.
+def make_layer(
+    shape: Shape,
+    settings: Settings,
+    device: torch.device,
+    seed: int = 0,
+    impl: str | None = None,
+    kinds: Sequence[str] = BOUNDS,
+) -> Layer:
+    """Make a layer of normally distributed queries, keys and values, with page bounds of some kinds.
 
     Raises
     ------
@@ -143,7 +151,7 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
         new_value=values[:, :, -1].clone(),
         keys=keys,
         values=values,
-        bounds={kind: Bounds.empty(shape, settings, kind, device) for kind in BOUNDS},
+        bounds={kind: Bounds.empty(shape, settings, kind, device) for kind in kinds},
         scores=nothing,
         block_indices=nothing,
         block_counts=nothing,
@@ -159,6 +167,8 @@ def make_layer(shape: Shape, settings: Settings, device: torch.device, seed: int
         levels = (bounds.page_min, bounds.page_max)
         page = {"page_size": settings.page_size, "statistic": STATISTICS[kind], "impl": impl}
         ops.page_bounds(keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
+    if "bf16" not in kinds:
+        return layer
     levels = (layer.bounds["bf16"].page_min, layer.bounds["bf16"].page_max)
     layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, page_size=settings.page_size, impl=impl)
     layer.block_indices, layer.block_counts = ops.select_blocks(

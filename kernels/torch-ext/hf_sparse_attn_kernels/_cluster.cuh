@@ -175,3 +175,16 @@ DEVICE u8* dynamic_shared() {
 }
 
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name
+
+// For benchmarks: the multiprocessor's clock at the end of each stage of the first CLOCKS blocks.
+#ifdef CLOCKS
+extern "C" __device__ u64 stage_clocks[CLOCKS][16];
+#define MARK(stage)                                                                            \
+  do {                                                                                         \
+    const u32 block = blockIdx.y * gridDim.x + blockIdx.x;                                     \
+    if (threadIdx.x == 0 && block < CLOCKS)                                                    \
+      asm volatile("mov.u64 %0, %%clock64;" : "=l"(stage_clocks[block][(int)(stage)])::"memory"); \
+  } while (0)
+#else
+#define MARK(stage)
+#endif

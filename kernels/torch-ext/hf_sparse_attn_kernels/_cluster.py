@@ -91,6 +91,17 @@ class ClusterKernel:
         if code:
             self._fail("cuLaunchKernelEx", code)
 
+    def read(self, name: str, size: int) -> bytes:
+        """Return the first `size` bytes of a variable of the kernel's sources, when all launches have ended."""
+        torch.cuda.synchronize()
+        address, found = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(found), self._module, name.encode())
+        if size > found.value:
+            raise ValueError(f"size={size} for {name}; allowed: at most {found.value}")
+        buffer = ctypes.create_string_buffer(size)
+        self._call("cuMemcpyDtoH_v2", buffer, address, ctypes.c_size_t(size))
+        return buffer.raw
+
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._driver, name)(*arguments)
         if code:

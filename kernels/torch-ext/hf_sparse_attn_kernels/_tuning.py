@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -192,17 +193,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     ],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}
-        for cluster, threads in (
-            (16, 256),
-            (8, 512),
-            (8, 256),
-            (4, 256),
-            (3, 512),
-            (2, 512),
-            (2, 256),
-            (1, 512),
-            (0, 512),
-        )
+        for cluster, threads in (*product((1, 2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))
     ],
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _op, append_and_attend, append_and_select, select_blocks, sparse_decode, use_impl
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels.quest.cluster import limit
 
 from tests.ops.helpers import IMPLS, check_schema, device, int32
 from tests.ops.pages.steps import new_tokens, prefilled
@@ -86,6 +87,17 @@ def test_strides_that_clusters_do_not_load_are_an_error():
     arguments["keys"] = wide[..., :128]
     with pytest.raises(ValueError, match=r"keys has strides \[.*130, 1\] from address .* multiples of 16 bytes"):
         append_and_attend(**arguments, impl="cluster")
+
+
+def test_a_stride_beyond_32_bits_is_an_error():
+    arguments = _arguments([40, 20], head_dim=128, dtype=torch.bfloat16)
+    page_min = arguments["page_min"]
+    # Such a buffer would take gigabytes, so this one has one page, and only the limits are asked.
+    arguments["page_min"] = page_min.as_strided((*page_min.shape[:2], 1, 128), (*page_min.stride()[:2], 1 << 32, 1))
+    error = limit(**arguments, group_reduce="softmax", num_pages=None, statistic="minmax", by_name=True)
+    assert str(error) == (
+        "page_min has stride 4294967296 in dimension 2; allowed for impl='cluster': at most 4294967295"
+    )
 
 
 @pytest.mark.skipif(device.type == "cuda", reason="says what a CPU gets")

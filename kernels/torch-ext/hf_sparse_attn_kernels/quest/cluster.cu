@@ -1,7 +1,7 @@
 // Quest's decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, scores the
 // pages, chooses among them, attends and merges. Compiled with _cluster.cuh before it and these macros:
 // CLUSTER (1 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
-// REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared).
+// REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
 // The blocks of a cluster score tiles of 16 pages in turn. They meet four times, each time by stores to each other's
 // shared memory that count themselves in on a barrier there: for the log-sum-exp of every query head, for the counts of
@@ -39,6 +39,7 @@ static_assert(MOST_CANDIDATES % 8 == 0 && MOST_CANDIDATES <= THREADS && MOST_REA
 
 enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
 enum Kind { OUT, CANDIDATE, CHOSEN };
+enum class Stage { START, QUERY, SCORES, EXCHANGE, KEYS, EDGE, LIST, RANK, ATTEND, MERGE, WRITE };  // STAGES in cluster.py
 
 struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
@@ -66,6 +67,7 @@ struct Place {
   int tiles;                                              // of this block
 };
 
+DEVICE u64 offset(u32 index, u32 stride) { return (u64)index * stride; }   // one instruction
 DEVICE float bf16(u32 bits) { return as_float(bits << 16); }
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 DEVICE float clamp(float x, float low, float high) { return fmaxf(fminf(x, high), low); }
@@ -96,15 +98,15 @@ struct Tile {
 // A lane's part of the bounds: of the page that is its row of the block's first tile.
 struct Bounds {
   const s8 *upper, *lower, *exponent;
-  long long upper_p, lower_p;
+  u32 upper_p, lower_p;
   int page, num_pages;
 };
 
 DEVICE Bounds bounds_of(const Arguments& a, const Place& at) {
   const int page = at.rank * TILE + at.g;
-  const s8* upper = a.page_max + at.row * a.max_b + at.head * a.max_h + page * a.max_p + 16 * at.t;
-  const s8* lower = a.page_min + at.row * a.min_b + at.head * a.min_h + page * a.min_p + 16 * at.t;
-  return Bounds{upper, lower, a.page_exponent + (long long)at.pair * a.max_pages + page, a.max_p, a.min_p, page, a.num_pages};
+  const s8* upper = a.page_max + at.row * a.max_b + at.head * a.max_h + offset(page, a.max_p) + 16 * at.t;
+  const s8* lower = a.page_min + at.row * a.min_b + at.head * a.min_h + offset(page, a.min_p) + 16 * at.t;
+  return Bounds{upper, lower, a.page_exponent + (long long)at.pair * a.max_pages + page, (u32)a.max_p, (u32)a.min_p, page, a.num_pages};
 }
 
 DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
@@ -112,7 +114,7 @@ DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
   for (int r = 0; r < 2; r++) {
     const u32 step = n * (CLUSTER * TILE) + 8 * r;
     const bool exists = of.page + step < of.num_pages;
-    const s8 *upper = of.upper + step * of.upper_p, *lower = of.lower + step * of.lower_p;
+    const s8 *upper = of.upper + offset(step, of.upper_p), *lower = of.lower + offset(step, of.lower_p);
     tile.upper[r][0] = load16<0>(upper, exists);
     tile.lower[r][0] = load16<0>(lower, exists);
     tile.upper[r][1] = load16<64>(upper, exists);
@@ -121,18 +123,34 @@ DEVICE void load_tile(Tile& tile, const Bounds& of, int n) {
   }
 }
 
+// A thread's elements of the query, and the exponents of their channels.
+struct QueryParts {
+  u16 query[ELEMENTS];
+  s8 exponent[ELEMENTS];
+};
+
+DEVICE QueryParts load_query(const Arguments& a, const Place& at) {
+  QueryParts parts;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; i++) {
+    const int at_element = i * THREADS + at.tid, h = at_element / HEAD_DIM, d = at_element % HEAD_DIM;
+    const bool exists = at_element < GROUP * HEAD_DIM;
+    parts.query[i] = exists ? a.query[at.row * a.query_b + (at.head * GROUP + h) * a.query_h + d * a.query_d] : 0;
+    parts.exponent[i] = exists ? a.channel_exponent[(long long)at.pair * HEAD_DIM + d] : 0;
+  }
+  return parts;
+}
+
 // The query in units of the bounds, as whole numbers of 16 bits: bytes for products with the levels, exact sums.
 // bf16 has 8 bits, so only channels below 2**-8 of the largest are rounded, to 2**-16 of it.
-DEVICE void split_query(Shared& s, const Arguments& a, const Place& at) {
+DEVICE void split_query(Shared& s, const Arguments& a, const Place& at, const QueryParts& parts) {
   float scaled[ELEMENTS];
 #pragma unroll
   for (int i = 0; i < ELEMENTS; i++) {
     const int at_element = i * THREADS + at.tid, h = at_element / HEAD_DIM, d = at_element % HEAD_DIM;
-    scaled[i] = 0.f;
+    scaled[i] = bf16(parts.query[i]) * power_of_two(parts.exponent[i]);
     if (at_element < GROUP * HEAD_DIM) {                  // the same for a warp
-      const u16 q = a.query[at.row * a.query_b + (at.head * GROUP + h) * a.query_h + d * a.query_d];
-      scaled[i] = bf16(q) * power_of_two(a.channel_exponent[(long long)at.pair * HEAD_DIM + d]);
-      s.query[h][d] = q;
+      s.query[h][d] = parts.query[i];
       const u32 largest = warp_max(as_bits(fabsf(scaled[i])));
       if (at.lane == 0) s.largest[at_element / 32] = largest;
     }
@@ -258,17 +276,19 @@ DEVICE void score_tile(const Tile& tile, const Words4 (&bytes)[2][SETS][2], cons
 }
 
 DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Place& at, float* scores, int stride) {
+  at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
+  const QueryParts query = load_query(a, at);             // before the tiles, behind which it would have to wait
   Tile tiles[2];                                          // in flight before the row's length is known
   load_tile(tiles[0], bounds, at.warp);
   load_tile(tiles[1], bounds, at.warp + WARPS);
-  at.start = a.seq_start[at.row], at.end = a.seq_end[at.row];
   if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
 #pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
 #pragma unroll 1
   for (int i = at.tid; i < MOST_READ; i += THREADS) s.chosen[i] = NO_PAGE;
   if (at.tid < MOST_CANDIDATES) s.candidates[at.tid] = 0;
-  split_query(s, a, at);
+  split_query(s, a, at, query);
+  MARK(Stage::QUERY);
   at.length = max(at.end - at.start, 0);
   at.row_pages = min((at.length + PAGE - 1) / PAGE, a.num_pages);
   at.last_page = max(at.row_pages - 1, 0);
@@ -489,6 +509,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     keys[local] = key;
   }
+  MARK(Stage::KEYS);
 
   const int count = min(at.row_pages, a.max_blocks);
   Edge edge{0, 48, 0, false};
@@ -516,6 +537,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     }
     edge.shift -= 8;
   }
+  MARK(Stage::EDGE);
 
   // Chosen pages and candidates of every word of 32 pages, whose sums are the places of each.
 #pragma unroll 1
@@ -590,7 +612,7 @@ DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, c
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int token = first + 4 * (at.g >> 1) + (at.g & 1) + 2 * e;
-    const u16* of_token = keys + token * a.keys_n + 8 * at.t;
+    const u16* of_token = keys + offset(token, a.keys_n) + 8 * at.t;
     tokens.keys[e][0] = load16<0>(of_token, token < at.end);
     tokens.keys[e][1] = load16<64>(of_token, token < at.end);
     tokens.keys[e][2] = load16<128>(of_token, token < at.end);
@@ -599,7 +621,7 @@ DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, c
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int token = first + 4 * at.t + i;
-    const u16* of_token = values + token * a.values_n + 8 * at.g;
+    const u16* of_token = values + offset(token, a.values_n) + 8 * at.g;
     tokens.values[0][i] = load16<0>(of_token, token < at.end);
     tokens.values[1][i] = load16<128>(of_token, token < at.end);
   }
@@ -611,7 +633,7 @@ struct Output {
 };
 
 DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, const Place& at, int first, float scale) {
-  float c[2][4] = {}, d[2][4] = {};                       // two chains of products each
+  float c[2][4] = {};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     Words4 q = {{0, 0, 0, 0}};
@@ -619,13 +641,13 @@ DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, co
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       multiply_bf16(c[e], q.x[0], q.x[1], page.keys[e][i].x[0], page.keys[e][i].x[1]);
-      multiply_bf16(d[e], q.x[2], q.x[3], page.keys[e][i].x[2], page.keys[e][i].x[3]);
+      multiply_bf16(c[e], q.x[2], q.x[3], page.keys[e][i].x[2], page.keys[e][i].x[3]);
     }
   }
   float weight[4], top = out.total.max;                   // of tokens 4 t to 4 t + 3
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    weight[i] = first + 4 * at.t + i < at.end ? (c[i >> 1][i & 1] + d[i >> 1][i & 1]) * scale : LOW;
+    weight[i] = first + 4 * at.t + i < at.end ? c[i >> 1][i & 1] * scale : LOW;
     top = fmaxf(top, weight[i]);
   }
   top = fmaxf(top, shuffle_xor(top, 1));
@@ -649,22 +671,21 @@ DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, co
   }
 }
 
-// Attend to this block's pages, a warp a page; those that are surely chosen are loaded before candidates are ranked.
+// Attend to this block's pages, a warp a page.
 DEVICE void attend(Shared& s, const Arguments& a, const Place& at, const Choice& choice, Output& out) {
   const u16* keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
   const u16* values = a.values + at.row * a.values_b + at.head * a.values_h;
   wait_barrier(&s.barriers[CHOICE], 0);
+  MARK(Stage::LIST);
   const int own = at.rank < choice.count ? (choice.count - at.rank + CLUSTER - 1) / CLUSTER : 0;
-  PageTokens tokens;
-  const bool early = at.warp * CLUSTER + at.rank < choice.sure;
-  if (early) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
-  choose_candidates(s, at, choice);
+  choose_candidates(s, at, choice);                       // before the loads, behind which shared memory would wait
   sync_block();
-  if (!early && at.warp < own) load_page(tokens, a, at, keys, values, at.start + s.pages[at.warp] * PAGE);
+  MARK(Stage::RANK);
 #pragma unroll 1
   for (int n = at.warp; n < own; n += WARPS) {
     const int first = at.start + s.pages[n] * PAGE;
-    if (n != at.warp) load_page(tokens, a, at, keys, values, first);
+    PageTokens tokens;
+    load_page(tokens, a, at, keys, values, first);
     attend_page(out, tokens, s, at, first, a.scale * LOG2_E);
   }
 }
@@ -748,6 +769,7 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
 
 DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
   wait_barrier(&s.barriers[OUTPUT], 0);
+  MARK(Stage::MERGE);
 #pragma unroll 1
   for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
     const int quad = at.rank * QUADS_EACH + i / 4;
@@ -790,12 +812,17 @@ KERNEL(quest_step)(const Arguments a) {
   const Bounds bounds = bounds_of(a, at);
   wait_for_previous_kernel();
   let_next_kernel_start();
+  MARK(Stage::START);
   score_pages(s, a, bounds, at, scores, stride);
+  MARK(Stage::SCORES);
   exchange_lse(s, at);
+  MARK(Stage::EXCHANGE);
   const Choice choice = choose(s, a, at, scores, stride, word_counts);
   Output out = {MaxSum{LOW, 0.f}, {}};
   attend(s, a, at, choice, out);
+  MARK(Stage::ATTEND);
   send_output(s, at, out, quads);
   if (at.rank == 0) write_selection(s, a, at, choice);
   write_output(s, a, at);
+  MARK(Stage::WRITE);
 }

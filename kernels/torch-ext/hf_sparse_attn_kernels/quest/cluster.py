@@ -14,15 +14,24 @@ from .._tuning import choice
 SOURCES = ("_cluster.cuh", "quest/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
+LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ALIGNMENT = 16  # bytes that a thread loads at once
+MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 ARGUMENTS = struct.Struct("16P19q8if4x")
+STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
+"""Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
+MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
 
 
 class Plan(NamedTuple):
     """How a shape is launched."""
 
     kernel: ClusterKernel
+    cluster: int
+    """Blocks of a cluster."""
+    threads: int
+    """Threads of a block."""
     shared: int
     """Bytes of shared memory of a block."""
     local_pages: int
@@ -78,11 +87,14 @@ def limit(
                 f"{name} has strides {list(buffer.stride())} from address {buffer.data_ptr():#x}; allowed for "
                 f"impl='cluster': multiples of {ALIGNMENT} bytes"
             )
+        if buffer.stride(2) > MOST_STRIDE:
+            stride = f"{name} has stride {buffer.stride(2)} in dimension 2"
+            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
         return ValueError("they are as fast at this shape, or clusters have not been measured")
-    plan = _plan_of(query, keys, pages, group_reduce)
+    plan = plan_of(query, keys, pages, group_reduce)
     if not isinstance(plan, Plan):
         return plan
     pairs = query.shape[0] * keys.shape[1]
@@ -121,7 +133,7 @@ def append_and_attend(
     batch, kv_heads, capacity, head_dim = keys.shape
     max_pages = page_min.shape[2]
     num_pages = max_pages if num_pages is None else num_pages
-    plan = _plan_of(query, keys, num_pages, group_reduce)
+    plan = plan_of(query, keys, num_pages, group_reduce)
     assert isinstance(plan, Plan)
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -155,26 +167,44 @@ def append_and_attend(
 
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
-    group = query.shape[1] // kv_heads
-    return choice(
-        "cluster_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=pages * PAGE
-    )
+    return choice_of(query.device, batch * kv_heads, query.shape[1] // kv_heads, pages * PAGE)
 
 
-def _plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict[str, int]:
+    """Return the launch choice of a shape: rows times KV heads, query heads per KV head, and capacity."""
+    return choice("cluster_step", device, pairs=pairs, group=group, head_dim=HEAD_DIM, tokens=tokens)
+
+
+def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str) -> Plan | RuntimeError:
+    """Return how a call is launched, or why it cannot be.
+
+    A benchmark may force a choice with `clocks` of 1: the blocks then store the clocks of their stages.
+    """
     config = _choice_of(query, keys, pages)
     group = query.shape[1] // keys.shape[1]
-    return _plan(query.device, group, group_reduce, pages, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+    cluster, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
+    return _plan(query.device, group, group_reduce, pages, cluster, config["threads"], clocks)
+
+
+def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
+    """Return clocks of the last launch, whose plan had `clocks`, for each of its first `MOST_CLOCKED` blocks.
+
+    They are those of a block's multiprocessor at the block's start and at the end of each of `STAGES`.
+    """
+    clocks = struct.Struct(f"{CLOCKS_STRIDE}Q")
+    stored = plan.kernel.read("stage_clocks", clocks.size * min(blocks, MOST_CLOCKED))
+    return [each[: len(STAGES) + 1] for each in clocks.iter_unpack(stored)]
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int
+    device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int, clocks: int
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0):
-        return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
+    if capability < LEAST_CAPABILITY:
+        allowed = f"allowed: {LEAST_CAPABILITY} and later"
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
     sizes = (cluster, 16, 8, 4)
     refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
     for size in dict.fromkeys(sizes):
@@ -187,19 +217,28 @@ def _plan(
             )
             continue
         try:
-            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce))
+            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce), clocks)
             max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
             continue
         if max_clusters > 0:
-            return Plan(kernel, shared, local_pages, max_clusters)
+            return Plan(kernel, size, threads, shared, local_pages, max_clusters)
         refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
     return refused
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int) -> ClusterKernel:
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int) -> ClusterKernel:
+    macros = kernel_macros(cluster, threads, group, reduction, clocks)
+    with torch.cuda.device(device):
+        return ClusterKernel(SOURCES, macros, "quest_step", cluster=cluster, threads=threads)
+
+
+def kernel_macros(
+    cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0
+) -> tuple[tuple[str, int], ...]:
+    """Return the macros that the kernel is compiled with; `reduction` counts `REDUCTIONS`."""
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
@@ -209,8 +248,9 @@ def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduct
         "REDUCE": reduction,
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
-    with torch.cuda.device(device):
-        return ClusterKernel(SOURCES, tuple(macros.items()), "quest_step", cluster=cluster, threads=threads)
+    if clocks:
+        macros["CLOCKS"] = MOST_CLOCKED
+    return tuple(macros.items())
 
 
 def _shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:

@@ -1,0 +1,174 @@
+"""Quest's whole step on thread-block clusters and as separate launches: calls, host time, and clocks of the stages."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import use_impl
+from hf_sparse_attn_kernels.quest import cluster
+
+from op_bench import floors, timing
+from op_bench.cluster_compile import compile_kernels
+from op_bench.dense import fast_backends
+from op_bench.entry import Entry, Family, Outputs
+from op_bench.quest_entries import check_step, run_step, take_newest_token_away
+from op_bench.shapes import CLUSTER_SHAPES, CLUSTER_TUNED_SHAPES, QUICK_CLUSTER_SHAPES
+from op_bench.workload import Layer, layer_bytes, make_layer
+
+KIND = "int8"
+"""Kind of the page bounds: clusters serve no other."""
+HOST_ROUNDS, HOST_CALLS = 5, 40
+"""Timed rounds of calls. The calls of a round must not fill the queue of launches, which holds about a thousand."""
+REPLAYS = 5
+"""Replays whose clocks are read; the first does not count."""
+
+
+def _run_clusters(layer: Layer, impl: str | None) -> Outputs:
+    """Run a step as `use_impl("cluster")` does: on clusters where the launch choice of the shape says so."""
+    with use_impl("cluster"):
+        return run_step(KIND, layer, impl)
+
+
+def _run_launches(layer: Layer, impl: str | None) -> Outputs:
+    return run_step(KIND, layer, impl or ("triton" if layer.query.is_cuda else None))
+
+
+def plan_of(layer: Layer) -> cluster.Plan | None:
+    """Return how `use_impl("cluster")` launches a layer's step, or None if it runs as separate launches."""
+    bounds = layer.bounds[KIND]
+    tensors = (layer.query, layer.new_key, layer.new_value, layer.keys, layer.values)
+    step = {"page_size": layer.settings.page_size, "max_blocks": layer.settings.max_blocks}
+    options = {"group_reduce": "softmax", "num_pages": None, "statistic": "minmax", "by_name": False, **step}
+    rows = (layer.seq_start, layer.seq_end)
+    if cluster.limit(*tensors, bounds.page_min, bounds.page_max, *rows, **options) is not None:
+        return None
+    plan = cluster.plan_of(layer.query, layer.keys, bounds.page_min.shape[2], "softmax")
+    return plan if isinstance(plan, cluster.Plan) else None
+
+
+def host_times(entry: Entry, layer: Layer) -> dict[str, float]:
+    """Return the host's time of one uncompiled call in µs."""
+    found = []
+    for _ in range(HOST_ROUNDS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            entry.run(layer, None)
+        found.append(1e6 * (time.perf_counter() - begin) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return timing.quartiles(found[1:])
+
+
+def _compile_chosen() -> None:
+    """Compile the kernels that the family's shapes choose, with clocks and without."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = [(shape.batch * shape.kv_heads, shape.group, shape.length) for shape in CLUSTER_SHAPES]
+    choices = [(group, cluster.choice_of(device, pairs, group, length)) for pairs, group, length in sizes]
+    compile_candidates(device, [(group, choice | {"clocks": clocks}) for group, choice in choices for clocks in (0, 1)])
+
+
+def compile_candidates(device: torch.device, candidates: Sequence[tuple[int, dict[str, int]]]) -> None:
+    """Compile the kernels of launch choices, each with a number of query heads per KV head, where clusters can run."""
+    kernels = [
+        cluster.kernel_macros(choice["cluster"], choice["threads"], group, clocks=choice.get("clocks", 0))
+        for group, choice in candidates
+        if choice["cluster"]
+    ]
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if kernels and capability >= cluster.LEAST_CAPABILITY:
+        compile_kernels(kernels, capability)
+
+
+def fits(layer: Layer, choice: dict[str, int]) -> bool:
+    """Return whether a choice's clusters serve a layer's step and all run at once; separate launches always fit."""
+    if not choice["cluster"]:
+        return True
+    with tuning.forced(cluster_step=choice):
+        plan = plan_of(layer)
+    return plan is not None and plan.cluster == choice["cluster"]
+
+
+def _details_of_launches(layers: list[Any]) -> dict[str, Any]:
+    return {"host_us": host_times(LAUNCHES, layers[0])}
+
+
+def _details_of_clusters(layers: list[Any]) -> dict[str, Any]:
+    plan = plan_of(layers[0])
+    details = {"host_us": host_times(ON_CLUSTERS, layers[0]), "launch": None, "stages": None}
+    if plan is None:
+        return details
+    launch = {"cluster": plan.cluster, "threads": plan.threads}
+    measured = {"shared_bytes": plan.shared, "clusters_at_once": plan.max_clusters}
+    return details | {"launch": launch | measured, "stages": _stages(layers, launch)}
+
+
+def _stages(layers: list[Layer], launch: dict[str, int]) -> dict[str, Any]:
+    """Return the clocks of the last layer's stages in a graph of all layers, by a kernel compiled to store them."""
+    blocks = layers[0].shape.batch * layers[0].shape.kv_heads * launch["cluster"]
+    with tuning.forced(cluster_step=launch | {"clocks": 1}):
+        graph, _ = timing.capture(lambda: [_run_clusters(layer, None) for layer in layers])
+        plan = plan_of(layers[0])
+        assert plan is not None
+        replays = []
+        for _ in range(REPLAYS):
+            graph.replay()
+            replays.append(cluster.stage_clocks(plan, blocks))
+    return stage_record(replays[1:])
+
+
+def stage_record(replays: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+    """Return cycles of the stages from the clocks of each replay's blocks.
+
+    Returns
+    -------
+    dict
+        ``median`` and ``max``: by stage, over the blocks of a replay. ``whole``: most cycles of a block from its start
+        to its end. All are medians over the replays.
+    """
+    of_stage: dict[str, list[tuple[float, float]]] = {stage: [] for stage in cluster.STAGES}
+    whole = []
+    for blocks in replays:
+        for number, stage in enumerate(cluster.STAGES):
+            cycles = [clocks[number + 1] - clocks[number] for clocks in blocks]
+            of_stage[stage].append((statistics.median(cycles), max(cycles)))
+        whole.append(max(clocks[-1] - clocks[0] for clocks in blocks))
+    medians, most = (
+        {stage: statistics.median(found[part] for found in each) for stage, each in of_stage.items()}
+        for part in range(2)
+    )
+    return {"median": medians, "max": most, "whole": statistics.median(whole)}
+
+
+ON_CLUSTERS = Entry(
+    "cluster_step",
+    "clusters",
+    _run_clusters,
+    partial(check_step, KIND),
+    partial(floors.step_bytes, KIND),
+    prepare=partial(take_newest_token_away, KIND),
+    against_dense=True,
+    details=_details_of_clusters,
+)
+LAUNCHES = replace(ON_CLUSTERS, variant="separate launches", run=_run_launches, details=_details_of_launches)
+
+CLUSTERS = Family(
+    "Quest's whole step, on clusters and as separate launches",
+    CLUSTER_SHAPES,
+    QUICK_CLUSTER_SHAPES,
+    (ON_CLUSTERS, LAUNCHES),
+    partial(make_layer, kinds=(KIND,)),
+    partial(layer_bytes, kinds=(KIND,)),
+    step_bytes=partial(floors.step_bytes, KIND),
+    backends=fast_backends,
+    more_tuned=CLUSTER_TUNED_SHAPES,
+    setup=_compile_chosen,
+)
