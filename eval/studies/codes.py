@@ -13,6 +13,8 @@ STEP = 0.9957
 """Step of the uniform quantizer of 2 bits with the least error for a Gaussian of unit variance."""
 QUERY_UNITS = 128 * 127
 """Units in a query's greatest channel before it is rotated, of which two parts of 8 bits hold any number."""
+LEAST_SQUARES = "least_squares"
+"""The ``correction`` with which a residual's decoded symbols are nearest to it."""
 _LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
 
 
@@ -35,7 +37,7 @@ class Coder:
     bits: int
     key_centre: str
     rotation: bool
-    correction: bool
+    correction: bool | str
     query_bits: int | None
 
     def encode(self, keys: torch.Tensor, first: int, full: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
@@ -70,11 +72,12 @@ class Coder:
             _set_rows(metadata["channel_scale"], is_new, scale)
         symbols, decoded = self._symbols(rotated, metadata["channel_scale"])
         squares = residual.square().sum(4)
-        if self.correction:
-            along = (rotated * decoded).sum(4)
+        along, norms = (rotated * decoded).sum(4), decoded.norm(dim=4)
+        if self.correction == LEAST_SQUARES:
+            factors = torch.where(norms > 0, along / norms.square(), 0.0)
+        elif self.correction:
             factors = torch.where(along > 0, squares / along, 0.0)
         else:
-            norms = decoded.norm(dim=4)
             factors = torch.where(norms > 0, squares.sqrt() / norms, 0.0)
         offsets = residual @ metadata["query_centre"].double().transpose(2, 3)[:, :, None] * head_dim**-0.5
         begin, end = first * page_size, (first + pages) * page_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import select_tokens_by_score
 
-from eval.studies.codes import Coder, Page
+from eval.studies.codes import LEAST_SQUARES, Coder, Page
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "group_reduce": ("softmax", "max", "mean"),
     "granularity": ("token", "page"),
     "rotation": (True, False),
-    "correction": (True, False),
+    "correction": (True, False, LEAST_SQUARES),
     "query_bits": (6, None),
 }
 _MOST_HALF = 65504.0
@@ -54,7 +54,9 @@ class KeyCodesStudy(SparseMethod):
     rotation
         Code rotated residuals. Without it, channels are coded as they are, each by its own scale over the prompt.
     correction
-        Scale symbols such that their product with the residual is right. Without it, such that their norm is.
+        Scale symbols such that their product with the residual is right, for estimates without bias; ``False``: such
+        that their norm is right; ``"least_squares"``: such that they are nearest to the residual, for estimates with
+        the least squared error, which are too small in the mean.
     group_reduce
         Reduction of the scores of the query heads that share a KV head.
     granularity
@@ -78,7 +80,7 @@ class KeyCodesStudy(SparseMethod):
     key_centre: str = "page"
     query_centre: str = "kv_head"
     rotation: bool = True
-    correction: bool = True
+    correction: bool | str = True
     group_reduce: str = "softmax"
     granularity: str = "token"
     rerank: int = 0

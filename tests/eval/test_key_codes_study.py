@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_sparse_attn_kernels.codes import ROTATED_UNITS, UNITS
+from hf_sparse_attn_kernels.codes.rotation import rotation
 
-from eval.studies.codes import QUERY_UNITS
+from eval.studies.codes import QUERY_UNITS, Coder
 from eval.studies.key_codes import CHOICES, KeyCodesStudy
 from hf_sparse_attn import KeyCodes, SparseCache, record_selections, sparse_attention, sparse_attention_stats
 from tests.models import random_ids, shared_model
@@ -25,6 +26,8 @@ AXES = [
     {"rotation": False},
     {"rotation": False, "bits": 2},
     {"correction": False},
+    {"correction": "least_squares"},
+    {"correction": "least_squares", "bits": 2},
     {"group_reduce": "max"},
     {"group_reduce": "mean"},
     {"granularity": "page"},
@@ -117,6 +120,37 @@ def test_every_choice_keeps_the_budget_and_chooses_otherwise(axis):
         assert bool((read > method.token_budget - (16 if method.granularity == "page" else 1)).all())
     assert same(run, Run(KeyCodesStudy(**SMALL))) < 0.9
     assert run.stats.metadata_bytes > 0
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_factors_keep_the_product_the_norm_or_the_least_error(bits):
+    """By the codes of one page of keys, decoded and compared with its rotated residuals."""
+    keys = torch.randn(1, 1, 1, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    residual = keys - keys.mean(3, keepdim=True)
+    errors = {}
+    for correction in CHOICES["correction"]:
+        metadata = {
+            "symbols": torch.zeros(1, 1, 16, 32, dtype=torch.int8),
+            "factors": torch.zeros(1, 1, 16, 1, dtype=torch.float64),
+            "offsets": torch.zeros(1, 1, 16, 1, dtype=torch.float64),
+            "query_centre": torch.zeros(1, 1, 1, 32),
+            "prompt_centre": keys.mean(3)[:, :, 0],
+            "channel_scale": torch.ones(1, 1, 32, dtype=torch.float64),
+            "coded": torch.zeros(1, 1, dtype=torch.int32),
+        }
+        coder = Coder(bits, "prompt", True, correction, None)
+        coder.encode(keys, 0, torch.tensor([1]), metadata)
+        decoded = metadata["symbols"].double() * metadata["factors"]
+        rotated = residual[0, 0, 0] @ rotation(32, torch.device("cpu")).double().T
+        assert torch.equal(decoded[0, 0].sign(), rotated.sign())
+        product = (decoded[0, 0] * rotated).sum(1)
+        if correction is True:
+            torch.testing.assert_close(product, rotated.square().sum(1), rtol=1e-6, atol=0)
+        elif correction is False:
+            torch.testing.assert_close(decoded[0, 0].norm(dim=1), rotated.norm(dim=1), rtol=1e-6, atol=0)
+        errors[correction] = (decoded[0, 0] - rotated).square().sum(1)
+    assert bool((errors["least_squares"] < errors[False]).all())
+    assert bool((errors[False] < errors[True]).all())
 
 
 def exact_reads(keys, query, newest, budget, sinks):
