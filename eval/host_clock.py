@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -157,7 +158,8 @@ class CompilationClock:
                 return inline(tracer)
 
         def keep(manager: Any, scope: Any, builder: Any) -> None:
-            self.guarded.append((manager, scope))
+            # The frame that is about to run takes arguments out of its dictionaries.
+            self.guarded.append((manager, {name: copy.copy(it) if type(it) is dict else it for name, it in scope.items()}))
 
         with (
             patch.object(InliningInstructionTranslator, "inline_call_", timed_inline),
