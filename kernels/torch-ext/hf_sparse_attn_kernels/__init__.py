@@ -1,5 +1,6 @@
 """Sparse attention as ops: Triton kernels, each with a torch reference of the same signature and results."""
 
+from ._check import skip_checks
 from ._op import use_impl
 from .attention.ops import dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from .blocks.ops import block_sparse_prefill
