@@ -21,6 +21,9 @@ def host_profile(
     layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="the shape's")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
     backend: Annotated[str, typer.Option(help="Compiler of the graph: inductor, aot_eager or eager.")] = "inductor",
+    module_guards: Annotated[
+        bool, typer.Option(help="Check before each compiled step that the modules are as they were.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
@@ -44,6 +47,7 @@ def host_profile(
             layers=layers,
             new_tokens=new_tokens,
             backend=backend,
+            module_guards=module_guards,
             dtype=dtype,
             device=device,
             seed=seed,

@@ -48,6 +48,8 @@ class HostConfig:
         Tokens that each run generates, more than ``FIRST_CALLS``.
     backend : str
         Compiler of the graph, one of ``BACKENDS``. ``"inductor"`` records a CUDA graph where there is a GPU.
+    module_guards : bool
+        Whether compiled steps check that the model's modules are as they were.
     """
 
     shape: str
@@ -58,6 +60,7 @@ class HostConfig:
     layers: int | None = None
     new_tokens: int = 32
     backend: str = "inductor"
+    module_guards: bool = True
     dtype: str | None = None
     device: str | None = None
     seed: int = 0
@@ -233,10 +236,7 @@ def _profile_uncompiled(side: _Side) -> dict[str, Any]:
 
 def _profile_compiled(side: _Side) -> dict[str, Any]:
     model, clock = side.model, StepsClock(PartsClock())
-    on_cuda, backend = is_cuda(model), side.config.backend
-    mode = "reduce-overhead" if on_cuda and backend == "inductor" else None
-    compile_config = CompileConfig(backend=backend, mode=mode, fullgraph=True)
-    compile_config._compile_all_devices = True
+    compile_config = _compile_config(side.config, is_cuda(model))
     calls, compilation = CallsClock(), CompilationClock()
     model.__dict__.pop("_compiled_call", None)
     with (
@@ -270,6 +270,17 @@ def _profile_compiled(side: _Side) -> dict[str, Any]:
             **numbers,
         },
     }
+
+
+def _compile_config(config: HostConfig, on_cuda: bool) -> CompileConfig:
+    options: dict[str, Any] = {}
+    if on_cuda and config.backend == "inductor":
+        options["triton.cudagraphs"] = True  # all that Transformers' mode "reduce-overhead" does
+    if not config.module_guards:
+        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    compile_config = CompileConfig(backend=config.backend, mode=None, options=options or None, fullgraph=True)
+    compile_config._compile_all_devices = True
+    return compile_config
 
 
 def _token_ms(clock: StepsClock, first: int) -> list[float]:
