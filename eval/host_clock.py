@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -34,7 +34,7 @@ class PartsClock:
     """Adds up the seconds spent in each part of a program, without the parts that it calls."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inner: list[float] = []
         """Seconds spent in the parts called by each part that is running."""
 
@@ -159,7 +159,9 @@ class CompilationClock:
 
         def keep(manager: Any, scope: Any, builder: Any) -> None:
             # The frame that is about to run takes arguments out of its dictionaries.
-            self.guarded.append((manager, {name: copy.copy(it) if type(it) is dict else it for name, it in scope.items()}))
+            self.guarded.append(
+                (manager, {name: copy.copy(it) if type(it) is dict else it for name, it in scope.items()})
+            )
 
         with (
             patch.object(InliningInstructionTranslator, "inline_call_", timed_inline),

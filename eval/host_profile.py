@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -250,8 +251,7 @@ def _profile_compiled(side: _Side) -> dict[str, Any]:
             "graphs": stats["unique_graphs"],
             "recompilations": max(0, len(compilation.guarded) - 1),
             "graph_breaks": sum(counters["graph_break"].values()),
-            "found_on_disk": counters["inductor"]["fxgraph_cache_hit"]
-            + counters["aot_autograd"]["autograd_cache_hit"],
+            "found_on_disk": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
         }
         guards = compilation.guards()
     later = calls.calls[FIRST_CALLS:]
@@ -285,5 +285,4 @@ def _compile_config(config: HostConfig, on_cuda: bool) -> CompileConfig:
 
 def _token_ms(clock: StepsClock, first: int) -> list[float]:
     """Return the milliseconds of each token after the first ``first`` ones."""
-    marks = clock.marks[first:]
-    return [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+    return [1e3 * (after - before) for before, after in pairwise(clock.marks[first:])]

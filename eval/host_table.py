@@ -56,6 +56,9 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}"
 
 
+TABLES = ((STEP_HEAD, step_lines), (COMPILED_HEAD, compiled_lines), (FIRST_HEAD, first_lines))
+
+
 def host_tables(report: dict[str, Any]) -> list[Table]:
     """Format a report of :func:`~eval.host_profile.profile_host` as three tables."""
     from rich.table import Table
@@ -63,7 +66,7 @@ def host_tables(report: dict[str, Any]) -> list[Table]:
     from hf_sparse_attn.cli.terminal import literal
 
     made = []
-    for head, lines in ((STEP_HEAD, step_lines), (COMPILED_HEAD, compiled_lines), (FIRST_HEAD, first_lines)):
+    for head, lines in TABLES:
         table = Table(title=literal(title(report), "table.title"))
         for place, heading in enumerate(head):
             table.add_column(heading, justify="right" if place else "left")
@@ -79,4 +82,23 @@ def title(report: dict[str, Any]) -> str:
     return (
         f"{settings['shape']}, {settings['layers']} layers, {settings['context']:,} tokens, {settings['dtype']}, "
         f"{settings['backend']}, {machine['device']}"
+    )
+
+
+def heading(report: dict[str, Any]) -> str:
+    """Return a report's heading as Markdown, with its command and versions."""
+    settings, machine = report["settings"], report["machine"]
+    names = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    options = [
+        f"--shape {settings['shape']} --layers {settings['layers']} --context {settings['context']}",
+        f"--method {','.join(settings['method'])}",
+        *([f"--token-budget {','.join(map(str, settings['token_budget']))}"] if settings["token_budget"] else []),
+        *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
+        f"--new-tokens {settings['new_tokens']} --backend {settings['backend']}",
+        *([] if settings["module_guards"] else ["--no-module-guards"]),
+    ]
+    found = ", ".join(f"{side['first_call']['found_on_disk']} ({side['name']})" for side in report["sides"])
+    return (
+        f"### {title(report)}\n\n`python -m eval host-profile {' '.join(options)}`\n\n"
+        f"{names}; {machine['date'][:10]}. Compiled graphs found on disk: {found}.\n"
     )

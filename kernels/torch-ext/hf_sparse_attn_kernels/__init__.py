@@ -45,6 +45,7 @@ __all__ = [
     "select_tokens",
     "select_tokens_by_mass",
     "select_tokens_by_score",
+    "skip_checks",
     "sparse_decode",
     "sparse_prefill",
     "token_votes",
