@@ -185,7 +185,7 @@ class CompilationClock:
             "dynamo_guards": guards_,
             "dynamo_rest": whole - tracing - graph_compiler - guards_,
             "aot_autograd": graph_compiler - inductor,
-            "inductor": inductor - triton,
+            "inductor": max(0.0, inductor - triton),
             "kernels": triton,
         }
 

@@ -251,7 +251,10 @@ def _profile_compiled(side: _Side) -> dict[str, Any]:
             "graphs": stats["unique_graphs"],
             "recompilations": max(0, len(compilation.guarded) - 1),
             "graph_breaks": sum(counters["graph_break"].values()),
-            "found_on_disk": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+            # A graph in AOTAutograd's cache is one in Inductor's too.
+            "found_on_disk": max(
+                counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
+            ),
         }
         guards = compilation.guards()
     later = calls.calls[FIRST_CALLS:]

@@ -97,8 +97,10 @@ def sparse_attention_forward(
         layer.rehearsed_query = None
         layer.observe(query, scale)
         return layer.method.prefill(query, layer, scale, attention_mask).transpose(1, 2), None
-    method, states = layer.step_method, (query[:, :, 0], token[0][:, :, 0], token[1][:, :, 0])
-    step = _decode(method, layer, states, scale)
+    new_key, new_value = token
+    # Not [:, :, 0], which a compiler turns into three nodes of its graph.
+    states = (query.select(2, 0), new_key.select(2, 0), new_value.select(2, 0))
+    step = _decode(layer.step_method, layer, states, scale)
     layer.rehearsed_query = None
     layer.mark_written()
     return step.unsqueeze(1), None
