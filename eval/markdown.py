@@ -161,7 +161,7 @@ def host_tables(results: Path) -> str:
         with _named(path, what):
             parts.append(host_table.heading(report))
             parts += [_table(head, lines(report), left=1) for head, lines in host_table.TABLES]
-    return "\n".join(parts) or "No profiles of `python -m eval host-profile` are in this checkout.\n"
+    return "\n".join(parts) or "No measurements of `python -m eval host-profile` are in this checkout.\n"
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def test_compiled_steps_have_one_graph_and_count_the_guards_of_the_cache(report:
 def test_tables(report: dict[str, Any], tmp_path: Path) -> None:
     for head, lines in ((STEP_HEAD, step_lines), (COMPILED_HEAD, compiled_lines), (FIRST_HEAD, first_lines)):
         assert {len(cells) for cells in lines(report)} == {len(head)}
-    assert "No profiles" in host_tables(tmp_path)
+    assert "No measurements" in host_tables(tmp_path)
     (tmp_path / "host").mkdir()
     (tmp_path / "host/tiny.json").write_text(json.dumps(report), encoding="utf-8")
     page = host_tables(tmp_path)
