@@ -85,8 +85,8 @@ def title(report: dict[str, Any]) -> str:
     )
 
 
-def heading(report: dict[str, Any]) -> str:
-    """Return a report's heading as Markdown, with its command and versions."""
+def heading(name: str, report: dict[str, Any]) -> str:
+    """Return a report's heading as Markdown, with the name of its file, its command and versions."""
     settings, machine = report["settings"], report["machine"]
     names = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     options = [
@@ -99,6 +99,6 @@ def heading(report: dict[str, Any]) -> str:
     ]
     found = ", ".join(f"{side['first_call']['found_on_disk']} ({side['name']})" for side in report["sides"])
     return (
-        f"### {title(report)}\n\n`python -m eval host-profile {' '.join(options)}`\n\n"
+        f"### {name.replace('-', ' ').capitalize()}\n\n{title(report)}.\n\n`python -m eval host-profile {' '.join(options)}`\n\n"
         f"{names}; {machine['date'][:10]}. Compiled graphs found on disk: {found}.\n"
     )

@@ -159,7 +159,7 @@ def host_tables(results: Path) -> str:
     for path in sorted((results / "host").glob("*.json")):
         report = read_json(path, what)
         with _named(path, what):
-            parts.append(host_table.heading(report))
+            parts.append(host_table.heading(path.stem, report))
             parts += [_table(head, lines(report), left=1) for head, lines in host_table.TABLES]
     return "\n".join(parts) or "No measurements of `python -m eval host-profile` are in this checkout.\n"
 

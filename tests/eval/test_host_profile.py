@@ -79,6 +79,7 @@ def test_tables(report: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "host").mkdir()
     (tmp_path / "host/tiny.json").write_text(json.dumps(report), encoding="utf-8")
     page = host_tables(tmp_path)
+    assert "### Tiny\n\ntiny, 3 layers, 150 tokens, float32, eager, " in page
     assert "`python -m eval host-profile --shape tiny --layers 3 --context 150 --method quest" in page
     assert page.count("| quest, 48 |") == 3
 
