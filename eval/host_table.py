@@ -99,6 +99,7 @@ def heading(name: str, report: dict[str, Any]) -> str:
     ]
     found = ", ".join(f"{side['first_call']['found_on_disk']} ({side['name']})" for side in report["sides"])
     return (
-        f"### {name.replace('-', ' ').capitalize()}\n\n{title(report)}.\n\n`python -m eval host-profile {' '.join(options)}`\n\n"
+        f"### {name.replace('-', ' ').capitalize()}\n\n{title(report)}.\n\n"
+        f"`python -m eval host-profile {' '.join(options)}`\n\n"
         f"{names}; {machine['date'][:10]}. Compiled graphs found on disk: {found}.\n"
     )
