@@ -72,7 +72,7 @@ def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = Non
         def call(*arguments: Any, **options: Any) -> Any:
             options = {**defaults, **options}
             if torch.compiler.is_compiling():
-                return overload(*arguments, **options)
+                return packet(*arguments, **options)
             return dispatch.run(arguments, options)
 
         def run_node(*arguments: Any) -> Any:
@@ -88,7 +88,7 @@ def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = Non
         schema = _schema(function, writes)
         node = torch.library.custom_op(f"{NAMESPACE}::{name}", run_node, mutates_args=writes, schema=schema)
         node.register_fake(fake_node)
-        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
         call.dispatch = dispatch  # type: ignore[attr-defined]
         return cast(F, call)
 
