@@ -26,7 +26,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels/benchmarks")]
 from op_bench import overview, performance  # noqa: E402
 
 from eval.frontier_page import frontier_figures  # noqa: E402
-from eval.markdown import frontier_tables, lossless_tables, position_tables, results_tables, storage_table  # noqa: E402
+from eval.markdown import (  # noqa: E402
+    frontier_tables,
+    host_tables,
+    lossless_tables,
+    position_tables,
+    results_tables,
+    storage_table,
+)
 from tests import versions  # noqa: E402
 from tests.reliability import tables as reliability  # noqa: E402
 
@@ -47,6 +54,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "frontier": lambda sweep: frontier_tables(ROOT / "eval/results", sweep),
     "positions": lambda sweep: position_tables(ROOT / "eval/results", sweep),
     "lossless": lambda: lossless_tables(ROOT / "eval/results"),
+    "host": lambda: host_tables(ROOT / "eval/results"),
     "storages": lambda: storage_table(ROOT / "eval/results"),
     "versions": lambda: versions.table(),
     "accuracy": lambda method: overview.accuracy_table(ROOT, method),

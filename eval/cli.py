@@ -11,6 +11,7 @@ from rich.table import Table
 from eval.budget_command import budget
 from eval.config import make_config, read_sweep
 from eval.errors import EvalError
+from eval.host_command import host_profile
 from eval.lossless_command import lossless
 from eval.options import (
     BenchmarkArgument,
@@ -54,6 +55,7 @@ app.command()(budget)
 app.command()(table)
 app.command()(throughput)
 app.command()(lossless)
+app.command()(host_profile)
 
 
 @app.command("list")

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eval import budget_table, lossless_table, throughput_table
+from eval import budget_table, host_table, lossless_table, throughput_table
 from eval.comparison_table import report_markdown
 from eval.config import DENSE
 from eval.context_table import HEAD, context_markdown, side_lines
@@ -145,6 +145,23 @@ def lossless_tables(results: Path) -> str:
         title = "### Computed: measured costs of random weights, measured tokens per pass of real ones\n"
         parts += [title, _table(lossless_table.COMPUTED_HEAD, computed, left=4)]
     return "\n".join(parts) or "No measurements of `python -m eval lossless` are in this checkout.\n"
+
+
+def host_tables(results: Path) -> str:
+    """Return the tables of the profiles of the host's part of a token; a sentence if there are none.
+
+    Raises
+    ------
+    EvalError
+        A report cannot be read or has the wrong content.
+    """
+    parts, what = [], "a report of `python -m eval host-profile`"
+    for path in sorted((results / "host").glob("*.json")):
+        report = read_json(path, what)
+        with _named(path, what):
+            parts.append(host_table.heading(path.stem, report))
+            parts += [_table(head, lines(report), left=1) for head, lines in host_table.TABLES]
+    return "\n".join(parts) or "No measurements of `python -m eval host-profile` are in this checkout.\n"
 
 
 @contextmanager

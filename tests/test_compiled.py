@@ -83,7 +83,7 @@ def padded(lengths, seed=0):
 def assert_as_eager(model, inputs, backend="eager", **options):
     eager = model.generate(**inputs, **GREEDY, disable_compile=True)
     eager_stats = sparse_attention_stats(model)
-    assert torch.equal(model.generate(**inputs, **compiled(backend), **options), eager)
+    assert torch.equal(model.generate(**inputs, **{**compiled(backend), **options}), eager)
     assert sparse_attention_stats(model) == eager_stats
     assert eager_stats.decode_steps == GREEDY["max_new_tokens"] - 1
 
@@ -149,6 +149,19 @@ def test_every_kind_of_method_compiles(method):
     for lengths in ((150, 90), (80, 80), (210, 3)):
         assert_as_eager(model, padded(lengths))
     assert graphs() == 1
+
+
+def test_without_guards_on_modules_each_method_and_the_stock_model_get_their_own_step():
+    """The ``compile_config`` of docs/compiled-decoding.md: the cache's guards tell the methods apart."""
+    model = make_model("llama")
+    inputs, options = padded((150, 90)), compiled()
+    options["compile_config"].options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    stock = model.generate(**inputs, **GREEDY)
+    for method in (SMALL, KeyCodes(token_budget=48, page_size=16), SMALL):
+        with sparse_attention(model, method):
+            assert_as_eager(model, inputs, compile_config=options["compile_config"])
+    assert graphs() == 2
+    assert torch.equal(model.generate(**inputs, **options, cache_implementation="static"), stock)
 
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["method", "model"])

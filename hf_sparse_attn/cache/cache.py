@@ -159,6 +159,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                     "only full-attention and sliding-window layers are supported"
                 )
         super().__init__(layers=layers)
+        self._is_static: bool = self.is_compileable
         self.counters = _counters(layers)
         self.prefix_tokens = 0
         """Tokens before every row that are not counted among its own."""
@@ -316,6 +317,7 @@ class SparseCache(Cache):  # type: ignore[misc]
             else copy.copy(layer)  # a sliding window never writes in place: updates create new tensors
             for layer_idx, layer in enumerate(self.layers)
         ]
+        fork._is_static = fork.is_compileable
         fork.counters = _counters(fork.layers)
         if fork.length and new_method != self.method:
             fork.reopen_prompt()
@@ -372,7 +374,8 @@ class SparseCache(Cache):  # type: ignore[misc]
     @property
     def is_traced(self) -> bool:
         """Whether a decode step over this cache is being compiled."""
-        return self.is_compileable and any(lengths.is_traced for lengths in self.lengths)
+        # Not is_compileable, which asks every layer: the compiler would trace that for every layer.
+        return torch.compiler.is_compiling() and self._is_static and len(self.shared.lengths) > 0
 
     @property
     def length(self) -> int:
@@ -425,12 +428,13 @@ class SparseCache(Cache):  # type: ignore[misc]
         ValueError
             The cache has a prefix, and the model is not patched, so it would not read it.
         """
-        if self.prefix_tokens and self._pass is None and not self.is_traced:
+        is_unpatched = self._pass is None and not self.is_traced
+        if is_unpatched and self.prefix_tokens:
             raise ValueError(
                 f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with "
                 f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
             )
-        if self._pass is None and not self.is_traced:
+        if is_unpatched:
             if self.has_evicted:
                 raise ValueError(
                     f"{self.method.name!r} has evicted tokens of this cache, so only a model patched with it can "

@@ -103,6 +103,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self._leads = False
         self._token: tuple[torch.Tensor, torch.Tensor] | None = None
         self._held: int | None = 0
+        self._step_kind: tuple[Any, ...] | None = None
         self._parked: ParkedTensors | None = None
 
     @property
@@ -243,6 +244,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
                 "other than Transformers' tensor parallelism has divided are not supported"
             )
         self.is_initialized = False  # until it is complete, so that the next use allocates anew if memory runs out
+        self._step_kind = None
         if self._leads and key_states.device != self.device:
             self._shared.lengths.pop(self.device, None)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -296,14 +298,17 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             cache incomplete.
         """
         num_new = key_states.shape[2]
-        self._check_update(key_states.shape[0], num_new)
-        if not self.is_initialized or not self._fits(key_states):
-            self.lazy_initialization(key_states, value_states)
+        is_traced = self.is_initialized and self.lengths.is_traced
+        if not is_traced:  # a compiled step knows no length, and the prompt has allocated its buffers
+            self._check_update(key_states.shape[0], num_new)
+            if not self.is_initialized or not self._fits(key_states):
+                self.lazy_initialization(key_states, value_states)
         if self._leads:
             if self._shared.padding is not None and self.lengths.known_length == 0:
                 self.lengths.set_padding(self._shared.padding)
             self.lengths.advance(num_new)
-        self.storage.reserve(self.lengths.known_length, self._make_metadata)
+        if not is_traced:
+            self.storage.reserve(self.lengths.known_length, self._make_metadata)
         if num_new == 1 and self.lengths.in_step:
             self._token = (key_states, value_states)
             return self._token
@@ -322,6 +327,19 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the key and value, [batch, kv_heads, 1, head_dim], that :meth:`update` held back for ``decode``."""
         token, self._token = self._token, None
         return token
+
+    def is_like_last_step(self, method: SparseMethod, *states: torch.Tensor) -> bool:
+        """Whether an uncompiled step has the method, and ``states`` of the shapes, dtypes and devices, of the last one.
+
+        The ops of that step have checked such arguments together with the buffers, which fit the layer at any length.
+        """
+        if self.lengths.is_traced:
+            return False
+        kind = (method, *((each.shape, each.stride(-1), each.dtype, each.device) for each in states))
+        if kind == self._step_kind:
+            return True
+        self._step_kind = kind
+        return False
 
     def observe(self, query: torch.Tensor, scale: float) -> None:
         """Keep the last queries of a pass of a prompt, [batch, q_heads, tokens, head_dim], and the sum of all.
@@ -402,7 +420,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         With ``keeps_metadata`` the metadata is cut back with the rows. Otherwise it is rebuilt.
         """
-        self._token = self.rehearsed_query = None
+        self._token = self.rehearsed_query = self._step_kind = None
         if not self.is_initialized:
             return
         self._held = self.length
@@ -413,8 +431,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.rebuild_metadata()
 
     def _check_update(self, batch: int, num_new: int) -> None:
-        if not self.is_initialized or self.lengths.is_traced:
-            return  # a compiled step knows no length
+        if not self.is_initialized:
+            return
         self.prefetch()
         if self._token is not None:
             raise ValueError("the cache holds a decode step's token that no attention function has processed")
@@ -561,7 +579,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         fork.is_compileable = fork.storage.is_compileable
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
-        fork._shared = shared
+        fork._shared, fork._step_kind = shared, None
         if self.is_initialized:
             fork.lengths = shared.lengths[self.device]
             fork.storage.allocate_metadata(fork._make_metadata)

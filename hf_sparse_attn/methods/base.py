@@ -265,6 +265,9 @@ class SparseMethod:
         if selection and attention interleave, or if one op writes and selects. An override that does not call
         :meth:`attend` calls ``layer.note`` with the blocks that it read.
 
+        Ops check their arguments in the first step of a layer, and in steps whose method, shapes, dtypes or devices
+        differ from the last one's. In the others :func:`hf_sparse_attn_kernels.skip_checks` is in force.
+
         Parameters
         ----------
         query

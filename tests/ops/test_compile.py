@@ -103,6 +103,31 @@ def test_errors_are_raised_while_tracing():
         compiled(rows.query, rows.keys, rows.values.half(), rows.start, rows.end)
 
 
+@torch.no_grad()
+def test_checks_of_sizes_that_may_differ_make_no_guards_and_the_real_call_checks(monkeypatch):
+    torch._dynamo.reset()
+    trees = []
+    keep = lambda manager, scope, builder: trees.append(str(manager))  # noqa: E731
+    monkeypatch.setattr(torch._dynamo.guards, "guard_manager_testing_hook_fn", keep)
+    compiled = torch.compile(
+        lambda keys, values, *rest: dense_decode(rest[0], keys, values, *rest[1:]), backend="eager"
+    )
+    rows = make_rows([20])
+
+    def buffers(capacity):
+        resized = [buffer.new_zeros(1, 2, capacity, buffer.shape[3]) for buffer in (rows.keys, rows.values)]
+        for buffer in resized:
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
+        return resized
+
+    compiled(*buffers(64), rows.query, rows.start, rows.end)
+    assert "L['keys'].size()[2]" in trees[0]
+    assert "L['values'].size()[2] == L['keys'].size()[2]" not in trees[0]
+    with pytest.raises(ValueError, match="values has shape"):
+        compiled(buffers(64)[0], buffers(128)[1], rows.query, rows.start, rows.end)
+    assert len(trees) == 1
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_schemas_declare_what_is_written_and_fakes_what_is_returned(int8):
     state = _state(int8)

@@ -3,13 +3,14 @@
 import inspect
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import hf_sparse_attn_kernels
 import pytest
 import torch
-from hf_sparse_attn_kernels import _op, select_blocks, use_impl
+from hf_sparse_attn_kernels import _op, select_blocks, skip_checks, use_impl
 
 from tests.ops.helpers import device, int32
 
@@ -68,7 +69,11 @@ def test_triton_on_cpu_tensors_without_the_interpreter(monkeypatch):
         select_blocks(scores, *bounds, block_size=1, max_blocks=2, impl="triton")
 
 
-OPS = [getattr(hf_sparse_attn_kernels, name) for name in hf_sparse_attn_kernels.__all__ if name != "use_impl"]
+OPS = [
+    getattr(hf_sparse_attn_kernels, name)
+    for name in hf_sparse_attn_kernels.__all__
+    if name not in ("skip_checks", "use_impl")
+]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
@@ -136,3 +141,24 @@ except RuntimeError as error:
         "[[[0, 1]]]",
         "impl='triton', but triton is not installed; allowed here: impl='reference'",
     ]
+
+
+def test_checks_are_skipped_in_the_block_by_its_thread_alone():
+    too_many, message = {"sink_blocks": 2, "recent_blocks": 1}, "together at most"  # of at most two blocks
+    with pytest.raises(ValueError, match=message):
+        _select(**too_many)
+    with skip_checks():
+        with skip_checks():
+            assert len(_select(**too_many)[0][0]) == 2
+        assert len(_select(**too_many)[0][0]) == 2
+        with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match=message):
+            threads.submit(_select, **too_many).result()
+    with pytest.raises(ValueError, match=message):
+        _select(**too_many)
+
+
+def test_an_error_ends_the_block_that_skips_checks():
+    with pytest.raises(IndexError), skip_checks():
+        raise IndexError
+    with pytest.raises(ValueError, match="together at most"):
+        _select(sink_blocks=2, recent_blocks=1)

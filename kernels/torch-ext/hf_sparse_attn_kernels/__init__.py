@@ -1,5 +1,6 @@
 """Sparse attention as ops: Triton kernels, each with a torch reference of the same signature and results."""
 
+from ._check import skip_checks
 from ._op import use_impl
 from .attention.ops import dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from .blocks.ops import block_sparse_prefill
@@ -44,6 +45,7 @@ __all__ = [
     "select_tokens",
     "select_tokens_by_mass",
     "select_tokens_by_score",
+    "skip_checks",
     "sparse_decode",
     "sparse_prefill",
     "token_votes",

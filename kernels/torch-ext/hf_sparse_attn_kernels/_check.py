@@ -1,11 +1,52 @@
 """Argument checks shared by several ops. They look at shapes, dtypes and devices only, so none waits for a device."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import torch
+
+F = TypeVar("F", bound=Callable[..., None])
 
 MAX_HEAD_DIM = 256  # of the Triton kernels
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*TRITON_DTYPES, torch.float64)
 BUFFER_AXES = "batch, kv_heads, capacity, head_dim"
+
+
+class _Skipping(threading.local):
+    now = False
+
+
+skipping = _Skipping()
+"""``skipping.now``: whether the calling thread skips the checks of ops."""
+
+
+@contextmanager
+def skip_checks() -> Iterator[None]:
+    """Skip the argument checks of ops called by this thread inside the `with` block.
+
+    For arguments of which the same op has checked others of the same shapes, strides, dtypes and devices. Anything else
+    reads or writes memory that it should not.
+    """
+    before, skipping.now = skipping.now, True
+    try:
+        yield
+    finally:
+        skipping.now = before
+
+
+def skippable(check: F) -> F:
+    """Turn a check that consists of many into one that `skip_checks` skips as a whole."""
+
+    @wraps(check)
+    def call(*arguments: Any, **options: Any) -> None:
+        if not skipping.now:
+            check(*arguments, **options)
+
+    return cast(F, call)
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:
@@ -72,6 +113,7 @@ def check_int32(
     check_device(name, tensor, other_name, other)
 
 
+@skippable
 def check_sequence(
     seq_start: torch.Tensor, seq_end: torch.Tensor, batch: int, other_name: str, other: torch.Tensor
 ) -> None:
@@ -100,6 +142,7 @@ def check_scores(scores: torch.Tensor) -> None:
         raise TypeError(f"scores has dtype {scores.dtype}; allowed: torch.float32, torch.float64")
 
 
+@skippable
 def check_budget(max_blocks: int, sink_blocks: int, recent_blocks: int, least_recent: int = 0) -> None:
     """Check that the always chosen blocks fit."""
     check_at_least("max_blocks", max_blocks, 1)
@@ -118,6 +161,7 @@ def check_group(q_heads: int, kv_heads: int) -> None:
         raise ValueError(f"q_heads={q_heads} of query; allowed: a multiple of kv_heads={kv_heads}")
 
 
+@skippable
 def check_query(query: torch.Tensor, kv_heads: int) -> None:
     """Check one query token per row against the KV heads."""
     check_dims("query", query, "batch, q_heads, head_dim")
@@ -125,6 +169,7 @@ def check_query(query: torch.Tensor, kv_heads: int) -> None:
     check_group(query.shape[1], kv_heads)
 
 
+@skippable
 def check_buffers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Check one query token per row, and keys and values against it."""
     check_dims("keys", keys, BUFFER_AXES)
@@ -132,6 +177,7 @@ def check_buffers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     check_keys_and_values(query, keys, values)
 
 
+@skippable
 def check_keys_and_values(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Check 4-dimensional keys and values against the query."""
     shape = (query.shape[0], *keys.shape[1:3], query.shape[-1])
@@ -141,6 +187,7 @@ def check_keys_and_values(query: torch.Tensor, keys: torch.Tensor, values: torch
         check_last_stride(name, buffer)
 
 
+@skippable
 def check_selection(
     query: torch.Tensor, keys: torch.Tensor, block_indices: torch.Tensor, block_counts: torch.Tensor
 ) -> None:
@@ -156,6 +203,7 @@ def check_selection(
         check_device(name, tensor, "query", query)
 
 
+@skippable
 def check_rope(
     rope_cos: torch.Tensor | None, rope_sin: torch.Tensor | None, query: torch.Tensor, slots_name: str, slots: int
 ) -> None:
@@ -178,6 +226,7 @@ def check_rope(
         check_contiguous(name, table)
 
 
+@skippable
 def check_counters(
     counter: torch.Tensor | None, finished: torch.Tensor | None, query: torch.Tensor, kv_heads: int
 ) -> None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ._check import skip_checks, skipping
+
 try:
     import triton  # noqa: F401 (only checks whether it is installed)
 except ImportError:
@@ -63,58 +65,91 @@ def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = Non
     def decorate(function: F) -> F:
         name = function.__name__
         parameters = inspect.signature(function).parameters
-        first = next(iter(parameters))
         defaults = {key: value.default for key, value in parameters.items() if value.default is not value.empty}
-
-        @lru_cache
-        def implementation(impl: str, name: str = name) -> Callable[..., Any]:
-            module = {"reference": "reference", "triton": launcher, "cluster": cluster}[impl]
-            package = function.__module__.rpartition(".")[0]
-            return cast(F, getattr(import_module(f".{module}", package), name))
-
-        def choose(impl: str | None, arguments: tuple[Any, ...], options: dict[str, Any], tensor: torch.Tensor) -> str:
-            if impl == "cluster" and cluster is None:
-                raise ValueError(f"impl='cluster' for {name}; allowed: None, 'triton', 'reference'")
-            resolved = resolve_impl(impl, tensor)
-            if cluster is None or requested_impl(impl) != "cluster":
-                return resolved
-            by_name = impl == "cluster"
-            error = implementation("cluster", "limit")(*arguments, **options, by_name=by_name)
-            if error is None:
-                return "cluster"
-            if by_name:
-                raise error
-            _say_once(f"{name} runs as separate launches: {error}")
-            return resolved
-
-        def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            function(*arguments, **options)
-            tensor = arguments[0] if arguments else options[first]
-            impl = options.pop("impl")
-            if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-                return implementation(choose(impl, arguments, options, tensor))(*arguments, **options)
-            with torch.cuda.device(tensor.device):  # kernels are launched on the current device
-                return implementation(choose(impl, arguments, options, tensor))(*arguments, **options)
+        dispatch = Dispatch(function, next(iter(parameters)), launcher, cluster)
 
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
             options = {**defaults, **options}
             if torch.compiler.is_compiling():
-                return getattr(getattr(torch.ops, NAMESPACE), name)(*arguments, **options)
-            return run(arguments, options)
+                return packet(*arguments, **options)
+            return dispatch.run(arguments, options)
 
         def run_node(*arguments: Any) -> Any:
-            return run((), dict(zip(parameters, arguments, strict=True)))
+            return dispatch.run((), dict(zip(parameters, arguments, strict=True)))
 
         def fake_node(*arguments: Any) -> Any:
-            return _allocate(function(**dict(zip(parameters, arguments, strict=True))))
+            options = dict(zip(parameters, arguments, strict=True))
+            if not any(map(_has_symbols, arguments)):
+                return _allocate(function(**options))
+            with skip_checks():  # each would become guards of the compiled code; the real call checks all
+                return _allocate(function(**options))
 
         schema = _schema(function, writes)
         node = torch.library.custom_op(f"{NAMESPACE}::{name}", run_node, mutates_args=writes, schema=schema)
         node.register_fake(fake_node)
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        call.dispatch = dispatch  # type: ignore[attr-defined]
         return cast(F, call)
 
     return decorate
+
+
+class Dispatch:
+    """The way of an uncompiled call of an op: argument checks, the choice of an implementation, the implementation.
+
+    A profile replaces :attr:`check`, :attr:`implementation` and :attr:`run` to time them.
+
+    Parameters
+    ----------
+    function : callable
+        The public function, which checks the arguments.
+    first : str
+        Name of its first tensor, whose device decides.
+    launcher, cluster : str
+        As for `op`.
+    """
+
+    def __init__(self, function: Callable[..., Any], first: str, launcher: str, cluster: str | None) -> None:
+        self.check = function
+        self.implementation: Callable[..., Callable[..., Any]] = lru_cache(self._import)
+        self._name, self._first = function.__name__, first
+        self._package = function.__module__.rpartition(".")[0]
+        self._modules = {"reference": "reference", "triton": launcher, "cluster": cluster}
+
+    def run(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Check the arguments, of which `options` has all defaults, and call the implementation."""
+        if not skipping.now:
+            self.check(*arguments, **options)
+        tensor = arguments[0] if arguments else options[self._first]
+        impl = options.pop("impl")
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return self.implementation(self._choose(impl, arguments, options, tensor))(*arguments, **options)
+        with torch.cuda.device(tensor.device):  # kernels are launched on the current device
+            return self.implementation(self._choose(impl, arguments, options, tensor))(*arguments, **options)
+
+    def _import(self, impl: str, name: str | None = None) -> Callable[..., Any]:
+        """Return the function of an implementation, or another one of its module."""
+        module = import_module(f".{self._modules[impl]}", self._package)
+        return cast(Callable[..., Any], getattr(module, name or self._name))
+
+    def _choose(
+        self, impl: str | None, arguments: tuple[Any, ...], options: dict[str, Any], tensor: torch.Tensor
+    ) -> str:
+        has_cluster = self._modules["cluster"] is not None
+        if impl == "cluster" and not has_cluster:
+            raise ValueError(f"impl='cluster' for {self._name}; allowed: None, 'triton', 'reference'")
+        resolved = resolve_impl(impl, tensor)
+        if not has_cluster or requested_impl(impl) != "cluster":
+            return resolved
+        by_name = impl == "cluster"
+        error = self.implementation("cluster", "limit")(*arguments, **options, by_name=by_name)
+        if error is None:
+            return "cluster"
+        if by_name:
+            raise error
+        _say_once(f"{self._name} runs as separate launches: {error}")
+        return resolved
 
 
 def _schema(function: Callable[..., Any], writes: tuple[str, ...]) -> str:
@@ -133,6 +168,13 @@ def _schema(function: Callable[..., Any], writes: tuple[str, ...]) -> str:
 
     prototype.__signature__ = signature.replace(parameters=plain)  # type: ignore[attr-defined]
     return torch.library.infer_schema(prototype, mutates_args=writes)
+
+
+def _has_symbols(argument: Any) -> bool:
+    """Whether a size in an argument of a fake is known as a symbol only."""
+    if isinstance(argument, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in argument.shape)
+    return isinstance(argument, torch.SymInt)
 
 
 def _allocate(outputs: Any) -> Any:

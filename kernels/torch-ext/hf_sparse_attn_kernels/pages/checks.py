@@ -12,6 +12,7 @@ from .._check import (
     check_page_size,
     check_sequence,
     check_shape,
+    skippable,
 )
 from . import STATISTICS
 
@@ -19,6 +20,7 @@ BOUNDS_AXES = "batch, kv_heads, max_pages, head_dim"
 GROUP_REDUCE = ("softmax", "mean", "max")
 
 
+@skippable
 def check_bounds(
     page_min: torch.Tensor,
     page_max: torch.Tensor,
@@ -57,6 +59,7 @@ def check_bounds(
             check_contiguous(name, exponent)
 
 
+@skippable
 def check_capacity(page_min: torch.Tensor, capacity: int, page_size: int) -> None:
     """Check that the bounds have a page for every buffer position."""
     max_pages = page_min.shape[2]
@@ -73,6 +76,7 @@ def check_statistic(statistic: str) -> None:
         raise ValueError(f"statistic={statistic!r}; allowed: {', '.join(map(repr, STATISTICS))}")
 
 
+@skippable
 def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
     """Check the reduction over a group, and the number of pages to score."""
     if group_reduce not in GROUP_REDUCE:
@@ -81,6 +85,7 @@ def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> N
         raise ValueError(f"num_pages={num_pages}; allowed: None, or 1 to max_pages={max_pages}")
 
 
+@skippable
 def check_step(
     query: torch.Tensor,
     token: tuple[torch.Tensor, torch.Tensor],
