@@ -124,29 +124,12 @@ DEVICE Words4 load16(const void* address, bool exists) {
   return r;
 }
 
-// 8 or 4 bytes, like load16.
-template <int OFFSET>
-DEVICE Words2 load8(const void* address, bool exists) {
-  Words2 r;
-  asm volatile(
-      "{ .reg .pred p; setp.ne.u32 p, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0;\n"
-      "  @p ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2 + %4]; }"
-      : "=&r"(r.x[0]), "=&r"(r.x[1])
-      : "l"(address), "r"((u32)exists), "n"(OFFSET)
-      : "memory");
-  return r;
-}
-
-template <int OFFSET>
-DEVICE u32 load4(const void* address, bool exists) {
-  u32 r;
-  asm volatile(
-      "{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0;\n"
-      "  @p ld.global.L1::no_allocate.L2::128B.u32 %0, [%1 + %3]; }"
-      : "=&r"(r)
-      : "l"(address), "r"((u32)exists), "n"(OFFSET)
-      : "memory");
-  return r;
+// 4 bytes; without `exists` what was there stays.
+DEVICE void load4(u32& r, const void* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.L1::no_allocate.L2::128B.u32 %0, [%1]; }"
+               : "+r"(r)
+               : "l"(address), "r"((u32)exists)
+               : "memory");
 }
 
 DEVICE int load_s8(const s8* address, bool exists) {

@@ -5,13 +5,13 @@
 // function reads have the same names in all kernels.
 
 constexpr int WARPS = THREADS / 32, HEAD_DIM = 128;
-constexpr int BINS = 512, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
 constexpr int QUADS = GROUP * HEAD_DIM / 4;               // outputs by fours, in the order that registers have them
 constexpr int QUADS_EACH = (QUADS + CLUSTER - 1) / CLUSTER;
 constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr u32 MINUS_INFINITY = 0xFF800000u;
 
-enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
+
+enum Barrier { LSE, COUNTS, LOWER_COUNTS, CHOICE, OUTPUT, BARRIERS };
 
 struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
@@ -52,13 +52,11 @@ DEVICE void exchange_lse(Shared& s, const Place& at) {
   sync_block();
 }
 
-// Send this block's histogram to all blocks, add theirs up, and find the bin in which the `need`-th member lies: s.edge,
-// with s.above before it and s.level in it; of each block, s.above_of (added up over the rounds) and s.level_of.
-template <class Shared, class Place>
-DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
-  constexpr int VECTORS = BINS / 8;
-  u64* barrier = &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS];
-  Words4(*counts_in)[VECTORS] = s.counts_in[round & 1];
+// Send this block's histogram of BINS bins to all blocks, add theirs up, and find the bin in which the `need`-th member
+// lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of.
+template <int BINS, class Shared, class Place>
+DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier, int need) {
+  constexpr int VECTORS = BINS / 8, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
   sync_block();                                           // the histogram is complete
 #pragma unroll 1
   for (int i = at.tid; i < CLUSTER * VECTORS; i += THREADS) {
@@ -72,7 +70,7 @@ DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
     arm_barrier(barrier, CLUSTER * BINS * 2);
     s.edge = s.above = s.level = 0;
   }
-  wait_barrier(barrier, round >> 1 & 1);
+  wait_barrier(barrier, 0);
   int count[BINS_EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {

@@ -32,15 +32,16 @@ struct Arguments {
   float scale, score_scale, offset_scale;                          // of attention, of estimates, of offsets
 };
 
-constexpr int PAGE = 64, TILE = 32, BYTES = HEAD_DIM / 8, PLANES = 6, UNITS = 16256, ROTATED_UNITS = 31;
+constexpr int PAGE = 64, BYTES = HEAD_DIM / 8, PLANES = 6, UNITS = 16256, ROTATED_UNITS = 31;
 constexpr bool SOFTMAX = REDUCE == 0 && GROUP > 1;
 constexpr int SLOT_HEADS = GROUP < 3 ? GROUP : 4, SLOT_PLANES = 4 / SLOT_HEADS;  // of a product, for either token of a line
 constexpr int SETS = (GROUP + 3) / 4, PRODUCTS = (PLANES + SLOT_PLANES - 1) / SLOT_PLANES;
 constexpr int HEADS = SETS * SLOT_HEADS, LANE_HEADS = GROUP < 3 ? 1 : 2;         // with absent ones; of a lane and set
 constexpr int AHEAD = GROUP > 4 ? 3 : 4;                  // pages that a warp loads ahead
 constexpr int MOST_READ = 4096, MOST_EACH = (MOST_READ / 16 + CLUSTER - 1) / CLUSTER * 16;
+constexpr int BINS = 512, LOWER_BINS = 128;               // of the upper 9 bits of a key, of the others
 constexpr int STEP = 8 * 32;                              // tokens that a warp looks through at once
-constexpr u32 FORCED = 0xFFFF, LEAST = 0x8000 - 0x7C00;   // keys of scores
+constexpr u32 FORCED = 0;                                 // key of a sink token, the best
 constexpr float ROTATION = 0.08838834764831845f;          // magnitude of the rotation's elements
 constexpr float MOST_HALF = 65504.f, LEAST_HALF = 0.00006103515625f;
 constexpr u32 WHOLE_FLOAT = 0x4B400000u;                  // 1.5 * 2 ** 23: whole numbers added to its bits are floats
@@ -48,7 +49,7 @@ constexpr u32 WHOLE_FLOAT = 0x4B400000u;                  // 1.5 * 2 ** 23: whol
 enum class Stage { START, QUERY, CENTRES, SCAN, EXCHANGE, KEYS, EDGE, LIST, ATTEND, MERGE, WRITE, CODE };  // STAGES in cluster.py
 
 struct Shared {
-  Words4 counts_in[2][CLUSTER][BINS / 8];                 // u16 of each block's bins
+  Words4 counts_in[CLUSTER][BINS / 8], lower_counts_in[CLUSTER][LOWER_BINS / 8];   // u16 of each block's bins
   Words4 output_in[CLUSTER][QUADS_EACH];
   alignas(16) s8 parts[8 * SETS][HEAD_DIM];               // the query in whole numbers: of each head 128ths, and the rest
   alignas(16) u16 query[GROUP][HEAD_DIM + 8];
@@ -218,33 +219,32 @@ DEVICE void score_centres(const Shared& s, const Centres& of, const Place& at, i
   }
 }
 
-// A lane's part of a page: of tokens 32 k + 16 r + 2 g + t / 2, eight bytes, and the factors.
+// A lane's part of a page: of tokens 32 k + 16 r + 8 p + g the words t of their codes, [k][2 p + r] as the operand of a
+// product has them; and of those with p = t / 2 the factors.
 struct Codes {
-  Words2 codes[2][2];
-  u32 factors[2][2];
+  u32 words[2][4], factors[2][2];
 };
 
-DEVICE void load_codes(Codes& c, const u8* codes, const u32* factors, const Place& at, int local) {
-  const bool exists = local < at.pages;
-  codes += (u32)local * (PAGE * BYTES), factors += (u32)local * PAGE;
-  c.codes[0][0] = load8<0>(codes, exists);
-  c.codes[0][1] = load8<16 * BYTES>(codes, exists);
-  c.codes[1][0] = load8<32 * BYTES>(codes, exists);
-  c.codes[1][1] = load8<48 * BYTES>(codes, exists);
-  c.factors[0][0] = load4<0>(factors, exists);
-  c.factors[0][1] = load4<64>(factors, exists);
-  c.factors[1][0] = load4<128>(factors, exists);
-  c.factors[1][1] = load4<192>(factors, exists);
+DEVICE void load_codes(Codes& c, const u8* codes, const u8* factors, bool exists) {
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    load4(c.words[k][0], codes + 32 * BYTES * k, exists);
+    load4(c.words[k][1], codes + 32 * BYTES * k + 16 * BYTES, exists);
+    load4(c.words[k][2], codes + 32 * BYTES * k + 8 * BYTES, exists);
+    load4(c.words[k][3], codes + 32 * BYTES * k + 24 * BYTES, exists);
+    load4(c.factors[k][0], factors + 128 * k, exists);
+    load4(c.factors[k][1], factors + 128 * k + 64, exists);
+  }
 }
 
 // What a lane's columns need of the query.
 struct Planes {
-  u32 bits[SETS][PRODUCTS][2];                            // of column g, for bytes 8 (t % 2) to 8 (t % 2) + 7
+  u32 bits[SETS][PRODUCTS][2];                            // of column g, word t, for either token of a line
   float slope[SETS][LANE_HEADS];
   u32 base[SETS][LANE_HEADS];                             // what sums begin with
 };
 
-// Column g is that of token g / 4 of a line, and of head or plane g % 4; rows of the other token are zeros.
+// A line is two tokens. Column g is that of token g / 4 of a line, with zeros for the other, and of head or plane g % 4.
 DEVICE void load_planes(Planes& of, const Shared& s, const Place& at) {
   const int slot = at.g % 4;
 #pragma unroll
@@ -252,9 +252,9 @@ DEVICE void load_planes(Planes& of, const Shared& s, const Place& at) {
 #pragma unroll
     for (int m = 0; m < PRODUCTS; m++) {
       const int h = 4 * set + slot / SLOT_PLANES, p = m * SLOT_PLANES + slot % SLOT_PLANES;
-      const bool exists = h < GROUP && p < PLANES && at.t / 2 == at.g / 4;
+      const bool exists = h < GROUP && p < PLANES;
 #pragma unroll
-      for (int i = 0; i < 2; i++) of.bits[set][m][i] = exists ? s.planes[h][p][2 * (at.t % 2) + i] : 0;
+      for (int i = 0; i < 2; i++) of.bits[set][m][i] = exists && at.g / 4 == i ? s.planes[h][p][at.t] : 0;
     }
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++) {
@@ -267,10 +267,10 @@ DEVICE void load_planes(Planes& of, const Shared& s, const Place& at) {
 
 // The sums over the planes, the last one's bits being worth -2 ** 5, of a lane's two tokens: those of heads 2 (t % 2) and
 // 2 (t % 2) + 1 of the set, or for GROUP 2 of head t % 2; for GROUP 1 of token t % 2 alone.
-DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const Words2& low, const Words2& high, const u32 (&bits)[PRODUCTS][2], int t) {
+DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const u32 (&words)[4], const u32 (&bits)[PRODUCTS][2], int t) {
   int c[PRODUCTS][4] = {};
 #pragma unroll
-  for (int m = 0; m < PRODUCTS; m++) multiply_bits(c[m], low.x[0], high.x[0], low.x[1], high.x[1], bits[m][0], bits[m][1]);
+  for (int m = 0; m < PRODUCTS; m++) multiply_bits(c[m], words[0], words[1], words[2], words[3], bits[m][0], bits[m][1]);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int a = 2 * r, b = 2 * r + 1;
@@ -294,29 +294,20 @@ DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const Words2& low, const Wo
   }
 }
 
-// Whole numbers in the order of float16 scores: NaN as -inf, -0 as 0.
-DEVICE u32 key_of(u32 score) {
-  const int magnitude = score & 0x7FFF;
-  if (magnitude > 0x7C00) return LEAST;
-  return (u32)(0x8000 + (score & 0x8000 ? -magnitude : magnitude));
+// Whole numbers in the descending order of two float16 scores; -0 ties with 0. NaN has 0, so that all of them tie.
+DEVICE u32 keys_of(u32 scores) {
+  const u32 negative = (scores >> 15 & 0x00010001u) * 0xFFFFu, magnitude = scores & 0x7FFF7FFFu;
+  return 0x7FFF7FFFu - (magnitude & ~negative) + (magnitude & negative);
 }
 
-DEVICE int bin_of(u32 key) { return BINS - 1 - (int)(key >> 7); }
-DEVICE int lower_bin_of(u32 key) { return 127 - (int)(key & 127); }
-
-// Store the key of a local token, and count it.
-DEVICE void store_key(Shared& s, const Arguments& a, const Place& at, u16* keys, int local, float score) {
-  u32 key = key_of(to_finite_half2(score, score) & 0xFFFF);
-  if (at.first_page * PAGE + local < a.sink_tokens) key = FORCED;
-  keys[local] = (u16)key;
-  add_shared(&s.histogram[bin_of(key)]);
-}
+// Count a key in the first round. Two rounds' bins are its upper 9 bits, and its lower 7.
+DEVICE void count_key(Shared& s, u32 key) { add_shared((u32*)((u8*)s.histogram + (key >> 5 & ~3u))); }
 
 // Estimate the scores of a page: for the maximum store the keys, for softmax all estimates, and add up their exponentials.
 DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Codes& page, const Planes& planes, int local,
                        const float* page_scores, u16* keys, u32* estimates, MaxSum (&lse)[SETS][LANE_HEADS]) {
-  const int u = at.t % 2;
-  float centre[SETS][LANE_HEADS], kept[SETS][LANE_HEADS][4];
+  const int u = at.t % 2, first = local * PAGE + at.t / 2 * 8 + at.g;      // and 16 more in row 1, and 32 more
+  float centre[SETS][LANE_HEADS], kept[SETS][LANE_HEADS][4], mine[2];
 #pragma unroll
   for (int set = 0; set < SETS; set++)
 #pragma unroll
@@ -324,14 +315,12 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
       centre[set][j] = page_scores[local * HEADS + (GROUP == 1 ? 0 : GROUP == 2 ? u : 4 * set + 2 * u + j)];
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const int token = local * PAGE + k * TILE + 2 * at.g + at.t / 2;       // and 16 more
     const float factor[2] = {half(page.factors[k][0]), half(page.factors[k][1])};
-    const float offset[2] = {half(page.factors[k][0] >> 16), half(page.factors[k][1] >> 16)};
-    float best[2] = {as_float(MINUS_INFINITY), as_float(MINUS_INFINITY)};
+    float best[2];
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       int v[2][LANE_HEADS];
-      multiply_planes(v, page.codes[k][0], page.codes[k][1], planes.bits[set], at.t);
+      multiply_planes(v, page.words[k], planes.bits[set], at.t);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         float z[LANE_HEADS];
@@ -339,25 +328,36 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
         for (int j = 0; j < LANE_HEADS; j++) {
           const float product = as_float(planes.base[set][j] + 2 * v[r][j]) - as_float(WHOLE_FLOAT);
           z[j] = fmaf(product * planes.slope[set][j], factor[r], centre[set][j]);
-          best[r] = fmaxf(best[r], z[j]);
+          best[r] = set + j == 0 ? z[j] : fmaxf(best[r], z[j]);
         }
         if (SOFTMAX) {
-          const u32 both = to_half2_below_infinity(fmaf(offset[r], a.offset_scale, z[0]),
-                                                   fmaf(offset[r], a.offset_scale, z[LANE_HEADS - 1]));
+          const float offset = half(page.factors[k][r] >> 16);
+          const u32 both = to_half2_below_infinity(fmaf(offset, a.offset_scale, z[0]),
+                                                   fmaf(offset, a.offset_scale, z[LANE_HEADS - 1]));
+          const int token = first + 32 * k + 16 * r;
           if (LANE_HEADS == 2)
-            estimates[(set * a.local_pages * PAGE + token + 16 * r) * 2 + u] = both;
+            estimates[(set * a.local_pages * PAGE + token) * 2 + u] = both;
           else
-            ((u16*)estimates)[(token + 16 * r) * 2 + u] = (u16)both;
+            ((u16*)estimates)[token * 2 + u] = (u16)both;
 #pragma unroll
           for (int j = 0; j < LANE_HEADS; j++) kept[set][j][2 * k + r] = half(both >> (16 * j));
         }
       }
     }
-    if (!SOFTMAX) {                                       // lane t stores the token of row t % 2
-      float mine = u ? best[1] : best[0];
-      if (GROUP > 1) mine = fmaxf(mine, shuffle_xor(u ? best[0] : best[1], 1));
-      store_key(s, a, at, keys, token + 16 * u, fmaf(u ? offset[1] : offset[0], a.offset_scale, mine));
+    mine[k] = u ? best[1] : best[0];                      // a lane keeps the token of row t % 2
+    if (GROUP > 1) mine[k] = fmaxf(mine[k], shuffle_xor(u ? best[0] : best[1], 1));
+    mine[k] = fmaf(half((u ? page.factors[k][1] : page.factors[k][0]) >> 16), a.offset_scale, mine[k]);
+  }
+  if (!SOFTMAX) {
+    const int token = first + 16 * u, sinks = a.sink_tokens - at.first_page * PAGE;
+    const u32 both = keys_of(to_finite_half2(mine[0], mine[1]));
+    u32 low = both & 0xFFFF, high = both >> 16;
+    if (local * PAGE < sinks) {                           // the same for all
+      low = token < sinks ? FORCED : low;
+      high = token + 32 < sinks ? FORCED : high;
     }
+    keys[token] = (u16)low, keys[token + 32] = (u16)high;
+    count_key(s, low), count_key(s, high);
   }
   if (SOFTMAX) {
 #pragma unroll
@@ -388,11 +388,13 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
   Centres centres;
   load_centres(centres, a, at, at.warp);
   const long long first = ((long long)at.pair * a.max_pages + at.first_page) * PAGE;
-  const u8* codes = a.codes + first * BYTES + at.lane * 8;
-  const u32* factors = a.factors + first + 2 * at.g + at.t / 2;
-  Codes pages[AHEAD];
+  constexpr int CODES_STEP = WARPS * PAGE * BYTES, FACTORS_STEP = WARPS * PAGE * 4;
+  const u8* codes = a.codes + (first + at.warp * PAGE) * BYTES + at.lane * 4;
+  const u8* factors = (const u8*)(a.factors + first + at.warp * PAGE + at.t / 2 * 8 + at.g);
+  Codes pages[AHEAD] = {};
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) load_codes(pages[i], codes, factors, at, at.warp + i * WARPS);
+  for (int i = 0; i < AHEAD; i++)
+    load_codes(pages[i], codes + i * CODES_STEP, factors + i * FACTORS_STEP, at.warp + i * WARPS < at.pages);
 
 #pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
@@ -426,13 +428,15 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++) lse[set][j] = MaxSum{LOW, 0.f};
 #pragma unroll 1
-  for (int n = at.warp; n < at.pages; n += AHEAD * WARPS)
+  for (int n = at.warp; n < at.pages; n += AHEAD * WARPS) {
+    codes += AHEAD * CODES_STEP, factors += AHEAD * FACTORS_STEP;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const int local = n + i * WARPS;
       if (local < at.pages) score_page(s, a, at, pages[i], planes, local, page_scores, keys, estimates, lse);
-      load_codes(pages[i], codes, factors, at, local + AHEAD * WARPS);
+      load_codes(pages[i], codes + i * CODES_STEP, factors + i * FACTORS_STEP, local + AHEAD * WARPS < at.pages);
     }
+  }
   if (SOFTMAX) {
 #pragma unroll
     for (int set = 0; set < SETS; set++)
@@ -447,42 +451,68 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
   }
 }
 
-// Add up a token's weights over the heads; the natural logarithm.
-DEVICE float reduced(const u32* estimates, int plane, const float (&lse)[GROUP], int local) {
-  float z[GROUP], top = LOW, sum = 0.f;
+// Reduce the estimates of two tokens over the heads: add up the weights, and store the keys of their natural logarithms.
+DEVICE void reduce_tokens(Shared& s, const Arguments& a, const Place& at, const float (&lse)[GROUP], int local, u16* keys,
+                          const u32* estimates) {
+  float z[2][GROUP], score[2];
 #pragma unroll
-  for (int h = 0; h < GROUP; h++) {
-    const int word = LANE_HEADS == 1 ? local : (h / 4 * plane + local) * 2 + h % 4 / 2;
-    z[h] = half(estimates[word] >> (16 * (h % 2))) - lse[h];
-    top = fmaxf(top, z[h]);
+  for (int set = 0; set < SETS; set++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (LANE_HEADS == 1) {
+        const u32 word = estimates[local + i];
+        z[i][0] = half(word), z[i][GROUP - 1] = half(word >> 16);
+      } else {
+        const Words2 words = *(const Words2*)&estimates[(set * a.local_pages * PAGE + local + i) * 2];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (4 * set + j < GROUP) z[i][4 * set + j] = half(words.x[j / 2] >> (16 * (j % 2)));
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float top = LOW, sum = 0.f;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) top = fmaxf(top, z[i][h] -= lse[h]);
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) sum += exp2_fast(z[i][h] - top);
+    score[i] = (top + log2_fast(fmaxf(sum, 1.f))) * LN_2;
   }
-#pragma unroll
-  for (int h = 0; h < GROUP; h++) sum += exp2_fast(z[h] - top);
-  return (top + log2_fast(fmaxf(sum, 1.f))) * LN_2;
+  u32 both = keys_of(to_finite_half2(score[0], score[1]));
+  const int sinks = a.sink_tokens - at.first_page * PAGE;
+  if (local < sinks) both &= 0xFFFF0000u;
+  if (local + 1 < sinks) both &= 0x0000FFFFu;
+  *(u32*)&keys[local] = both;
+  count_key(s, both & 0xFFFF), count_key(s, both >> 16);
 }
 
 // ---- the choice
 
 DEVICE u32 half_word(const Words4& v, int i) { return v.x[i / 2] >> (16 * (i % 2)) & 0xFFFF; }
 
-// The next token of the chosen ones, number n of them.
-DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int token) {
-  send((u32*)&s.tokens[n / CLUSTER], n % CLUSTER, (u32)token, &s.barriers[CHOICE]);
-  a.block_indices[(long long)at.pair * a.max_tokens + n] = token;
+// A token's key and value to the L2 cache.
+DEVICE void prefetch_token(const Arguments& a, const Place& at, int token) {
   const long long position = at.start + token;
   prefetch_l2(a.keys + at.row * a.keys_b + at.head * a.keys_h + position * a.keys_n, HEAD_DIM * 2);
   prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + position * a.values_n, HEAD_DIM * 2);
+}
+
+// Number n of the chosen tokens.
+DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int token) {
+  send((u32*)&s.tokens[n / CLUSTER], n % CLUSTER, (u32)token, &s.barriers[CHOICE]);
+  a.block_indices[(long long)at.pair * a.max_tokens + n] = token;
 }
 
 // Choose tokens, and send number n of them to block n % CLUSTER; return their count.
 DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* keys) {
   const int tokens = at.pages * PAGE, count = min(at.scored, a.max_tokens), newest = at.scored - at.candidates;
   const int need = count - newest;
-  find_edge(s, at, 0, need);
+  const bool has_newest = at.rank == CLUSTER - 1 && at.tid < newest;
+  if (has_newest) prefetch_token(a, at, at.candidates + at.tid);
+  find_edge<BINS>(s, at, s.counts_in, &s.barriers[COUNTS], need);
   const int edge = s.edge, above = s.above;
-  sync_block();
 #pragma unroll 1
-  for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
+  for (int i = at.tid; i < LOWER_BINS; i += THREADS) s.histogram[i] = 0;   // which was sent
   sync_block();
 #pragma unroll 1
   for (int first = 8 * at.tid; first < tokens; first += 8 * THREADS) {
@@ -490,23 +520,24 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      if (bin_of(key) == edge) add_shared(&s.histogram[lower_bin_of(key)]);
+      if ((int)(key >> 7) < edge) prefetch_token(a, at, at.first_page * PAGE + first + i);
+      if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
     }
   }
-  find_edge(s, at, 1, need - above);
-  const u32 least = (u32)(BINS - 1 - edge) << 7 | (u32)(127 - s.edge);
-  const int ties = max(need - above - s.above, 0);        // chosen tokens with the least key
+  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &s.barriers[LOWER_COUNTS], need - above);
+  const u32 last = (u32)edge << 7 | (u32)s.edge;          // the key at which the choice ends
+  const int ties = max(need - above - s.above, 0);        // chosen tokens with it
   MARK(Stage::EDGE);
 
   const int span = (tokens + WARPS * STEP - 1) / (WARPS * STEP) * STEP, begin = at.warp * span;
-  int counts = 0;                                         // of the warp's tokens above the least key, and with it
+  int counts = 0;                                         // of the warp's tokens before the last key, and with it
 #pragma unroll 1
   for (int first = begin + 8 * at.lane; first < min(begin + span, tokens); first += STEP) {
     const Words4 eight = *(const Words4*)&keys[first];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      counts += (key > least) + ((key == least) << 16);
+      counts += (key < last) + ((key == last) << 16);
     }
   }
   counts = warp_sum(counts);
@@ -525,12 +556,12 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
 #pragma unroll 1
   for (int first = begin; first < min(begin + span, tokens); first += STEP) {
     const int mine = first + 8 * at.lane;
-    const Words4 eight = mine < tokens ? *(const Words4*)&keys[mine] : Words4{{0, 0, 0, 0}};
+    const Words4 eight = mine < tokens ? *(const Words4*)&keys[mine] : Words4{{~0u, ~0u, ~0u, ~0u}};   // absent
     int of_lane = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      of_lane += (key > least) + ((key == least) << 16);
+      of_lane += (key < last) + ((key == last) << 16);
     }
     int up_to = of_lane;
 #pragma unroll
@@ -544,13 +575,16 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
       for (int i = 0; i < 8; i++) {
         const u32 key = keys[mine + i];
         const int tied = earlier >> 16;
-        if (key > least || (key == least && tied < own_ties))
-          emit(s, a, at, place + (earlier & 0xFFFF) + min(tied, own_ties), at.first_page * PAGE + mine + i);
-        earlier += (key > least) + ((key == least) << 16);
+        if (key < last || (key == last && tied < own_ties)) {
+          const int token = at.first_page * PAGE + mine + i;
+          emit(s, a, at, place + (earlier & 0xFFFF) + min(tied, own_ties), token);
+          if ((int)(key >> 7) == edge) prefetch_token(a, at, token);       // others were before
+        }
+        earlier += (key < last) + ((key == last) << 16);
       }
     counts += shuffle(up_to, 31);
   }
-  if (at.rank == CLUSTER - 1 && at.tid < newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
+  if (has_newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
   if (at.rank == 0)
 #pragma unroll 1
     for (int i = count + at.tid; i < a.max_tokens; i += THREADS) a.block_indices[(long long)at.pair * a.max_tokens + i] = -1;
@@ -718,8 +752,8 @@ KERNEL(key_codes_step)(const Arguments a) {
     for (int h = 0; h < GROUP; h++) lse[h] = s.lse[h];
     MARK(Stage::EXCHANGE);
 #pragma unroll 2
-    for (int local = at.tid; local < at.pages * PAGE; local += THREADS)
-      store_key(s, a, at, keys, local, reduced(estimates, a.local_pages * PAGE, lse, local));
+    for (int local = 2 * at.tid; local < at.pages * PAGE; local += 2 * THREADS)
+      reduce_tokens(s, a, at, lse, local, keys, estimates);
   } else {
     wait_cluster();                                       // all blocks run, and their barriers exist
     MARK(Stage::EXCHANGE);

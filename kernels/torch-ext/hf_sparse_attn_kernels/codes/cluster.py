@@ -15,7 +15,7 @@ from .rotation import rotation_levels
 
 SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "codes/cluster.cu")
 REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
-HEAD_DIM, PAGE, BITS, BINS, PLANES = 128, 64, 1, 512, 6
+HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens, in elements
@@ -267,7 +267,7 @@ def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
     """Return the bytes set apart for the kernel's struct `Shared`, which asserts that it fits."""
     warps, columns = threads // 32, 8 * cdiv(group, 4)
     arrays = (
-        2 * cluster * BINS * 2,  # counts_in
+        cluster * (BINS + LOWER_BINS) * 2,  # counts_in, lower_counts_in
         cluster * cdiv(group * HEAD_DIM // 4, cluster) * 16,  # output_in
         columns * HEAD_DIM,  # parts
         group * (HEAD_DIM + 8) * 2,  # query
