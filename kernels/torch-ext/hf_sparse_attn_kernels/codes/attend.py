@@ -1,4 +1,4 @@
-"""Triton launcher of `append_and_attend_tokens`: the launches of `append_and_select_tokens`, then of `sparse_decode`."""
+"""Triton launcher of `append_and_attend_tokens`: those of `append_and_select_tokens`, then `sparse_decode`."""
 
 import torch
 

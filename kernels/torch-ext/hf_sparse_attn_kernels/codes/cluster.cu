@@ -471,12 +471,15 @@ DEVICE void reduce_tokens(Shared& s, const Arguments& a, const Place& at, const 
     }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    float top = LOW, sum = 0.f;
+    float top = fmaxf(z[i][0] - lse[0], LOW), others[GROUP], sum = 1.f;   // the greatest weight, divided by itself
 #pragma unroll
-    for (int h = 0; h < GROUP; h++) top = fmaxf(top, z[i][h] -= lse[h]);
+    for (int h = 1; h < GROUP; h++) {
+      const float weight = z[i][h] - lse[h];
+      others[h] = fminf(top, weight), top = fmaxf(top, weight);
+    }
 #pragma unroll
-    for (int h = 0; h < GROUP; h++) sum += exp2_fast(z[i][h] - top);
-    score[i] = (top + log2_fast(fmaxf(sum, 1.f))) * LN_2;
+    for (int h = 1; h < GROUP; h++) sum += exp2_fast(others[h] - top);
+    score[i] = (top + log2_fast(sum)) * LN_2;
   }
   u32 both = keys_of(to_finite_half2(score[0], score[1]));
   const int sinks = a.sink_tokens - at.first_page * PAGE;

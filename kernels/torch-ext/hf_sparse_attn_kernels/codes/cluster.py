@@ -85,27 +85,12 @@ def limit(
     ):
         if value > most:
             return ValueError(f"{name}={value}; allowed for impl='cluster': at most {most}")
-    for name, tensor in (
-        ("keys", keys),
-        ("values", values),
-        ("new_key", new_key),
-        ("new_value", new_value),
-        ("codes", codes),
-        ("factors", factors),
-        ("centres", centres),
-    ):
-        size = tensor.element_size()
-        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(size * step for step in tensor.stride()[:-1]))):
-            if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 and tensor.ndim > 3 and name == "factors":
-                continue
-            return ValueError(
-                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
-                f"impl='cluster': multiples of {ALIGNMENT} bytes"
-            )
-    for name, tensor in (("keys", keys), ("values", values)):
-        if tensor.stride(2) > MOST_STRIDE:
-            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
-            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
+    misplaced = _misplaced(
+        {"keys": keys, "values": values, "new_key": new_key, "new_value": new_value},
+        {"codes": codes, "factors": factors, "centres": centres},
+    )
+    if misplaced is not None:
+        return misplaced
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     tokens = codes.shape[2] if num_tokens is None else num_tokens
@@ -117,6 +102,21 @@ def limit(
     pairs = query.shape[0] * keys.shape[1]
     if not by_name and plan.max_clusters < pairs:
         return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
+    return None
+
+
+def _misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:
+    """Return the error of tensors that the kernel cannot load, or None."""
+    for name, tensor in (strided | contiguous).items():
+        steps = tensor.stride()[:-1] if name in strided else ()
+        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))):
+            return ValueError(
+                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
+                f"impl='cluster': multiples of {ALIGNMENT} bytes"
+            )
+        if tensor.ndim == 4 and name in strided and tensor.stride(2) > MOST_STRIDE:
+            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
+            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
     return None
 
 
@@ -187,9 +187,7 @@ def append_and_attend_tokens(
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, tokens: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
     group = query.shape[1] // kv_heads
-    return choice(
-        "code_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens
-    )
+    return choice("code_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens)
 
 
 def plan_of(query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str) -> Plan | RuntimeError:
