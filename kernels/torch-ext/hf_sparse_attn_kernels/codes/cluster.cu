@@ -44,7 +44,7 @@ constexpr int STEP = 8 * 32;                              // tokens that a warp 
 constexpr u32 FORCED = 0;                                 // key of a sink token, the best
 constexpr float ROTATION = 0.08838834764831845f;          // magnitude of the rotation's elements
 constexpr float MOST_HALF = 65504.f, LEAST_HALF = 0.00006103515625f;
-constexpr u32 WHOLE_FLOAT = 0x4B400000u;                  // 1.5 * 2 ** 23: whole numbers added to its bits are floats
+constexpr int WHOLE_FLOAT = 0x4B400000;                   // 1.5 * 2 ** 23: whole numbers added to its bits are floats
 
 enum class Stage { START, QUERY, CENTRES, SCAN, EXCHANGE, KEYS, EDGE, LIST, ATTEND, MERGE, WRITE, CODE };  // STAGES in cluster.py
 
@@ -240,8 +240,7 @@ DEVICE void load_codes(Codes& c, const u8* codes, const u8* factors, bool exists
 // What a lane's columns need of the query.
 struct Planes {
   u32 bits[SETS][PRODUCTS][2];                            // of column g, word t, for either token of a line
-  float slope[SETS][LANE_HEADS];
-  u32 base[SETS][LANE_HEADS];                             // what sums begin with
+  float slope[SETS][LANE_HEADS], level[SETS][LANE_HEADS]; // from sums over bits to products with symbols
 };
 
 // A line is two tokens. Column g is that of token g / 4 of a line, with zeros for the other, and of head or plane g % 4.
@@ -259,38 +258,43 @@ DEVICE void load_planes(Planes& of, const Shared& s, const Place& at) {
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++) {
       const int h = GROUP == 1 ? 0 : GROUP == 2 ? at.t % 2 : 4 * set + 2 * (at.t % 2) + j;
-      of.slope[set][j] = h < GROUP ? s.slope[h] : 0.f;
-      of.base[set][j] = WHOLE_FLOAT - (h < GROUP ? s.sum[h] : 0);
+      of.slope[set][j] = h < GROUP ? 2.f * s.slope[h] : 0.f;           // symbols are 2 bit - 1
+      of.level[set][j] = h < GROUP ? -(float)s.sum[h] * s.slope[h] : 0.f;
     }
   }
 }
 
-// The sums over the planes, the last one's bits being worth -2 ** 5, of a lane's two tokens: those of heads 2 (t % 2) and
-// 2 (t % 2) + 1 of the set, or for GROUP 2 of head t % 2; for GROUP 1 of token t % 2 alone.
+// The sums over the planes, the last one's bits being worth -2 ** 5, of a lane's two tokens, plus WHOLE_FLOAT: those of
+// heads 2 (t % 2) and 2 (t % 2) + 1 of the set, or for GROUP 2 of head t % 2; for GROUP 1 of token t % 2 alone.
 DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const u32 (&words)[4], const u32 (&bits)[PRODUCTS][2], int t) {
+  if (SLOT_HEADS == 4) {                                  // each product adds to twice the sums of the planes above
+    int c[4] = {};
+#pragma unroll
+    for (int p = PLANES - 1; p >= 0; p--) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[i] = p == PLANES - 2 ? WHOLE_FLOAT / 16 - 2 * c[i] : 2 * c[i];
+      multiply_bits(c, words[0], words[1], words[2], words[3], bits[p % PRODUCTS][0], bits[p % PRODUCTS][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i / 2][i % LANE_HEADS] = c[i];
+    return;
+  }
   int c[PRODUCTS][4] = {};
 #pragma unroll
   for (int m = 0; m < PRODUCTS; m++) multiply_bits(c[m], words[0], words[1], words[2], words[3], bits[m][0], bits[m][1]);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int a = 2 * r, b = 2 * r + 1;
-    if (SLOT_HEADS == 4) {
-#pragma unroll
-      for (int j = 0; j < LANE_HEADS; j++) {
-        int sum = -c[5 % PRODUCTS][a + j];
-#pragma unroll
-        for (int p = 4; p >= 0; p--) sum = 2 * sum + c[p % PRODUCTS][a + j];
-        v[r][j] = sum;
-      }
-    } else if (SLOT_HEADS == 2) {
-      v[r][0] = c[0][a] + 2 * (c[0][b] + 2 * (c[1][a] + 2 * (c[1][b] + 2 * (c[2 % PRODUCTS][a] - 2 * c[2 % PRODUCTS][b]))));
+    if (SLOT_HEADS == 2) {
+      const int upper = WHOLE_FLOAT / 16 - 2 * c[2 % PRODUCTS][b] + c[2 % PRODUCTS][a];
+      v[r][0] = c[0][a] + 2 * (c[0][b] + 2 * (c[1][a] + 2 * (c[1][b] + 2 * upper)));
     } else {                                              // planes 2 u and 2 u + 1, and 4 + 2 u and 5 + 2 u, u = t % 2
       v[r][0] = (c[0][a] + 2 * c[0][b] + 16 * (c[1][a] - 2 * c[1][b])) << (t % 2 ? 2 : 0);
     }
   }
   if (SLOT_HEADS == 1) {
     const int other = shuffle_xor(t % 2 ? v[0][0] : v[1][0], 1);
-    v[0][0] = v[1][0] = (t % 2 ? v[1][0] : v[0][0]) + other;
+    v[0][0] = v[1][0] = (t % 2 ? v[1][0] : v[0][0]) + other + WHOLE_FLOAT;
   }
 }
 
@@ -326,8 +330,8 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
         float z[LANE_HEADS];
 #pragma unroll
         for (int j = 0; j < LANE_HEADS; j++) {
-          const float product = as_float(planes.base[set][j] + 2 * v[r][j]) - as_float(WHOLE_FLOAT);
-          z[j] = fmaf(product * planes.slope[set][j], factor[r], centre[set][j]);
+          const float sum = as_float(v[r][j]) - as_float(WHOLE_FLOAT);
+          z[j] = fmaf(fmaf(sum, planes.slope[set][j], planes.level[set][j]), factor[r], centre[set][j]);
           best[r] = set + j == 0 ? z[j] : fmaxf(best[r], z[j]);
         }
         if (SOFTMAX) {
