@@ -772,6 +772,7 @@ KERNEL(key_codes_step)(const Arguments a) {
   attend(s, a, at, count, out);
   MARK(Stage::ATTEND);
   send_output(s, at, out, quads);
+  MARK(Stage::MERGE);
   if (at.rank == 0 && at.tid == 0) {
     a.block_counts[at.pair] = count;
     if (a.counter) count_reads(a, at, count);
