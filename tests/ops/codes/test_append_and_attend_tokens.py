@@ -1,6 +1,12 @@
 """A whole decode step by key codes as one op, by each implementation."""
 
 import logging
+import math
+import re
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -131,6 +137,51 @@ def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
 def test_a_cluster_of_16_blocks_holds_the_scores_of_long_rows(group, pages, group_reduce):
     shared = cluster.shared_bytes(16, 256, group, group_reduce, pages // 16)
     assert 2 * (shared + 1024) <= 228 * 1024  # two blocks on a multiprocessor
+
+
+class Recorded(NamedTuple):
+    """A kernel that only keeps what it is launched with."""
+
+    launches: list[tuple[object, ...]]
+
+    def __call__(self, clusters, shared, stream, arguments):
+        self.launches.append((clusters, shared, struct.unpack(cluster.ARGUMENTS.format, arguments)))
+
+
+def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
+    arguments = _copy(_arguments([130, 70, 5], kv_heads=2, group=4, **SERVED))
+    arguments |= {"scale": 0.5, "group_reduce": "softmax", "num_tokens": 128, "finished": None}
+    kernel = Recorded([])
+    plan = cluster.Plan(kernel, 8, 256, 5000, 7, 99)
+    monkeypatch.setattr(cluster, "plan_of", lambda *shape: plan)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=3))
+    out, lse, indices, counts = cluster.append_and_attend_tokens(**arguments)
+    assert indices.shape == (3, 2, 80)
+    ((clusters, shared, packed),) = kernel.launches
+    assert (clusters, shared) == ((2, 3), 5000)
+    source = (Path(cluster.__file__).parent / "cluster.cu").read_text(encoding="utf-8")
+    members = re.search(r"struct Arguments \{(.*?)\};", source, re.DOTALL)[1]
+    names = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", members))
+    named = dict(zip(names, packed, strict=True))
+    outputs = {"out": out, "lse": lse, "block_indices": indices, "block_counts": counts}
+    for name, tensor in (arguments | outputs).items():
+        if isinstance(tensor, torch.Tensor):
+            assert named[name] == tensor.data_ptr(), name
+    for name in ("query", "new_key", "new_value", "keys", "values"):
+        strides = [value for key, value in named.items() if re.fullmatch(rf"{name}_[bhdn]", key)]
+        assert strides == list(arguments[name].stride())[: len(strides)], name
+    pages = arguments["centres"].shape[2]
+    numbers = {
+        "kv_heads": 2,
+        "max_pages": pages,
+        "num_tokens": 128,
+        "max_tokens": 80,
+        "sink_tokens": 4,
+        "local_pages": 7,
+    }
+    assert {name: named[name] for name in numbers} == numbers
+    scales = [named[name] for name in ("scale", "score_scale", "offset_scale")]
+    assert scales == pytest.approx([0.5, 0.5 / math.log(2), 0.5 / math.log(2) * 128**0.5])
 
 
 CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]

@@ -19,7 +19,7 @@ HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens, in elements
-ARGUMENTS = struct.Struct("18P13q6i3f")
+ARGUMENTS = struct.Struct("19P13q6i3f4x")
 STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
 
