@@ -11,7 +11,7 @@ constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.69314718055
 constexpr u32 MINUS_INFINITY = 0xFF800000u;
 
 
-enum Barrier { LSE, COUNTS, LOWER_COUNTS, CHOICE, OUTPUT, BARRIERS };
+enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
 
 struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
@@ -27,18 +27,20 @@ DEVICE MaxSum merge(MaxSum a, MaxSum b) {
 
 // ---- scores
 
-// Merge the log-sum-exp of every head over the warps, s.warp_lse, and over the blocks into s.lse. All blocks run then.
-template <class Shared, class Place>
+// Merge the log-sum-exp of every head, the rows of s.warp_lse, over rows and blocks: s.lse, or without SUMS the heads'
+// greatest score. All blocks run then.
+template <bool SUMS, class Shared, class Place>
 DEVICE void exchange_lse(Shared& s, const Place& at) {
+  constexpr int ROWS = sizeof(s.warp_lse) / sizeof(s.warp_lse[0]);
   sync_block();
   wait_cluster();                                         // all blocks run, and their barriers exist
   if (at.tid < CLUSTER * GROUP) {
     const int h = at.tid % GROUP;
     MaxSum all{LOW, 0.f};
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) all.max = fmaxf(all.max, s.warp_lse[w][h].max);
+    for (int row = 0; row < ROWS; row++) all.max = fmaxf(all.max, s.warp_lse[row][h].max);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) all.sum += s.warp_lse[w][h].sum * exp2_fast(s.warp_lse[w][h].max - all.max);
+    for (int row = 0; row < ROWS; row++) all.sum += s.warp_lse[row][h].sum * exp2_fast(s.warp_lse[row][h].max - all.max);
     send((u64*)&s.lse_in[at.rank][h], at.tid / GROUP, packed(all), &s.barriers[LSE]);
   }
   if (at.tid == 0) arm_barrier(&s.barriers[LSE], CLUSTER * GROUP * 8);
@@ -47,15 +49,17 @@ DEVICE void exchange_lse(Shared& s, const Place& at) {
     MaxSum all = at.lane < CLUSTER ? s.lse_in[at.lane][at.warp] : MaxSum{LOW, 0.f};
 #pragma unroll
     for (int mask = 1; mask < 16; mask *= 2) all = merge(all, MaxSum{shuffle_xor(all.max, mask), shuffle_xor(all.sum, mask)});
-    if (at.lane == 0) s.lse[at.warp] = all.max + log2_fast(fmaxf(all.sum, 1e-30f));
+    if (at.lane == 0) s.lse[at.warp] = SUMS ? all.max + log2_fast(fmaxf(all.sum, 1e-30f)) : all.max;
   }
   sync_block();
 }
 
 // Send this block's histogram of BINS bins to all blocks, add theirs up, and find the bin in which the `need`-th member
-// lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of.
+// lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of. The bins
+// arrive in `counts_in`, by the barrier's phase of this parity.
 template <int BINS, class Shared, class Place>
-DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier, int need) {
+DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier, int parity,
+                      int need) {
   constexpr int VECTORS = BINS / 8, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
   sync_block();                                           // the histogram is complete
 #pragma unroll 1
@@ -70,7 +74,7 @@ DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][B
     arm_barrier(barrier, CLUSTER * BINS * 2);
     s.edge = s.above = s.level = 0;
   }
-  wait_barrier(barrier, 0);
+  wait_barrier(barrier, parity);
   int count[BINS_EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {
@@ -234,10 +238,9 @@ DEVICE void send_output(Shared& s, const Place& at, const Output& out, Words4* q
   }
 }
 
-// Merge the blocks' shares when they are there, and store this block's part of the outputs.
+// Merge the blocks' shares, which have come, and store this block's part of the outputs.
 template <class Shared, class Arguments, class Place>
-DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
-  wait_barrier(&s.barriers[OUTPUT], 0);
+DEVICE void write_output(const Shared& s, const Arguments& a, const Place& at) {
 #pragma unroll 1
   for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
     const int quad = at.rank * QUADS_EACH + i / 4;

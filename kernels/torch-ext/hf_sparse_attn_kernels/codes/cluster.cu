@@ -516,7 +516,7 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
   const int need = count - newest;
   const bool has_newest = at.rank == CLUSTER - 1 && at.tid < newest;
   if (has_newest) prefetch_token(a, at, at.candidates + at.tid);
-  find_edge<BINS>(s, at, s.counts_in, &s.barriers[COUNTS], need);
+  find_edge<BINS>(s, at, s.counts_in, &s.barriers[EVEN_COUNTS], 0, need);
   const int edge = s.edge, above = s.above;
 #pragma unroll 1
   for (int i = at.tid; i < LOWER_BINS; i += THREADS) s.histogram[i] = 0;   // which was sent
@@ -531,7 +531,7 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
       if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
     }
   }
-  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &s.barriers[LOWER_COUNTS], need - above);
+  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &s.barriers[ODD_COUNTS], 0, need - above);
   const u32 last = (u32)edge << 7 | (u32)s.edge;          // the key at which the choice ends
   const int ties = max(need - above - s.above, 0);        // chosen tokens with it
   MARK(Stage::EDGE);
@@ -753,7 +753,7 @@ KERNEL(key_codes_step)(const Arguments a) {
   estimate(s, a, at, page_scores, keys, estimates);
   MARK(Stage::SCAN);
   if (SOFTMAX) {
-    exchange_lse(s, at);
+    exchange_lse<true>(s, at);
     float lse[GROUP];
 #pragma unroll
     for (int h = 0; h < GROUP; h++) lse[h] = s.lse[h];
@@ -772,11 +772,12 @@ KERNEL(key_codes_step)(const Arguments a) {
   attend(s, a, at, count, out);
   MARK(Stage::ATTEND);
   send_output(s, at, out, quads);
-  MARK(Stage::MERGE);
   if (at.rank == 0 && at.tid == 0) {
     a.block_counts[at.pair] = count;
     if (a.counter) count_reads(a, at, count);
   }
+  wait_barrier(&s.barriers[OUTPUT], 0);
+  MARK(Stage::MERGE);
   write_output(s, a, at);
   MARK(Stage::WRITE);
   if (at.rank == CLUSTER - 1) {
