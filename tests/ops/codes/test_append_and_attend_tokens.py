@@ -139,6 +139,29 @@ def test_a_cluster_of_16_blocks_holds_the_scores_of_long_rows(group, pages, grou
     assert 2 * (shared + 1024) <= 228 * 1024  # two blocks on a multiprocessor
 
 
+@pytest.mark.parametrize(
+    ("group", "group_reduce", "pages", "blocks"),
+    [
+        (4, "softmax", 2048, 8),
+        (4, "softmax", 3072, 16),
+        (1, "max", 8192, 16),
+        (1, "max", 16368, 16),
+        (4, "softmax", 8192, r"524288 takes \d+ bytes of shared memory of a block .* at most 232448"),
+        (1, "max", 16384, "1048576 takes 1024 pages of a block of impl='cluster'; allowed: at most 1023"),
+    ],
+)
+def test_long_rows_take_larger_clusters_up_to_a_limit(group, group_reduce, pages, blocks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cluster, "kernel_of", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
+    cluster._plan.cache_clear()
+    plan = cluster._plan(torch.device("cpu"), group, group_reduce, 64 * pages, 8, 512)
+    cluster._plan.cache_clear()
+    if isinstance(blocks, int):
+        assert (plan.cluster, plan.local_pages) == (blocks, -(-pages // blocks))
+    else:
+        assert re.search(blocks, str(plan))
+
+
 class Recorded(NamedTuple):
     """A kernel that only keeps what it is launched with."""
 

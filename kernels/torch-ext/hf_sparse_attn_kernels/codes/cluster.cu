@@ -537,14 +537,14 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
   MARK(Stage::EDGE);
 
   const int span = (tokens + WARPS * STEP - 1) / (WARPS * STEP) * STEP, begin = at.warp * span;
-  int counts = 0;                                         // of the warp's tokens before the last key, and with it
+  u32 counts = 0;                                         // of the warp's tokens before the last key, and with it
 #pragma unroll 1
   for (int first = begin + 8 * at.lane; first < min(begin + span, tokens); first += STEP) {
     const Words4 eight = *(const Words4*)&keys[first];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      counts += (key < last) + ((key == last) << 16);
+      counts += (key < last) + ((u32)(key == last) << 16);
     }
   }
   counts = warp_sum(counts);
@@ -564,32 +564,32 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
   for (int first = begin; first < min(begin + span, tokens); first += STEP) {
     const int mine = first + 8 * at.lane;
     const Words4 eight = mine < tokens ? *(const Words4*)&keys[mine] : Words4{{~0u, ~0u, ~0u, ~0u}};   // absent
-    int of_lane = 0;
+    u32 of_lane = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      of_lane += (key < last) + ((key == last) << 16);
+      of_lane += (key < last) + ((u32)(key == last) << 16);
     }
-    int up_to = of_lane;
+    u32 up_to = of_lane;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = shuffle_up(up_to, distance);
+      const u32 other = shuffle_up((int)up_to, distance);
       if (at.lane >= distance) up_to += other;
     }
-    int earlier = counts + up_to - of_lane;
+    u32 earlier = counts + up_to - of_lane;
     if (of_lane)
 #pragma unroll 1
       for (int i = 0; i < 8; i++) {
         const u32 key = keys[mine + i];
-        const int tied = earlier >> 16;
+        const int tied = (int)(earlier >> 16);
         if (key < last || (key == last && tied < own_ties)) {
           const int token = at.first_page * PAGE + mine + i;
-          emit(s, a, at, place + (earlier & 0xFFFF) + min(tied, own_ties), token);
+          emit(s, a, at, place + (int)(earlier & 0xFFFF) + min(tied, own_ties), token);
           if ((int)(key >> 7) == edge) prefetch_token(a, at, token);       // others were before
         }
-        earlier += (key < last) + ((key == last) << 16);
+        earlier += (key < last) + ((u32)(key == last) << 16);
       }
-    counts += shuffle(up_to, 31);
+    counts += (u32)shuffle((int)up_to, 31);
   }
   if (has_newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
   if (at.rank == 0)

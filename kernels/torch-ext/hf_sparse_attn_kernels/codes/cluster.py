@@ -17,6 +17,8 @@ SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "codes/cluster.cu")
 REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
 HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
+MOST_CLUSTER = 16
+MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens, in elements
 ARGUMENTS = struct.Struct("19P13q6i3f4x")
@@ -205,16 +207,14 @@ def _plan(
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
-    refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
-    for size in dict.fromkeys((cluster, 16, 8, 4)):
-        local_pages = max(1, cdiv(cdiv(tokens, PAGE), size))
-        shared = shared_bytes(size, threads, group, group_reduce, local_pages)
-        if shared > MOST_SHARED:
-            refused = RuntimeError(
-                f"num_tokens={tokens} takes {shared} bytes of a block's shared memory in impl='cluster'; "
-                f"allowed: at most {MOST_SHARED}"
-            )
+    refused = _too_long(tokens, MOST_CLUSTER, threads, group, group_reduce)
+    if refused is not None:
+        return refused
+    for size in dict.fromkeys((cluster, MOST_CLUSTER, 8, 4)):
+        if _too_long(tokens, size, threads, group, group_reduce) is not None:
             continue
+        local_pages = local_pages_of(tokens, size)
+        shared = shared_bytes(size, threads, group, group_reduce, local_pages)
         try:
             kernel = kernel_of(device, size, threads, group, REDUCTIONS[group_reduce])
             max_clusters = kernel.max_clusters(shared)
@@ -224,7 +224,28 @@ def _plan(
         if max_clusters > 0:
             return Plan(kernel, size, threads, shared, local_pages, max_clusters)
         refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
+    assert refused is not None
     return refused
+
+
+def local_pages_of(tokens: int, cluster: int) -> int:
+    """Return the pages of a block."""
+    return max(1, cdiv(cdiv(tokens, PAGE), cluster))
+
+
+def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce: str) -> RuntimeError | None:
+    """Return the error of rows whose scores a cluster does not hold, or None."""
+    local_pages = local_pages_of(tokens, cluster)
+    shared = shared_bytes(cluster, threads, group, group_reduce, local_pages)
+    for what, value, most in (
+        ("bytes of shared memory", shared, MOST_SHARED),
+        ("pages", local_pages, MOST_LOCAL_PAGES),
+    ):
+        if value > most:
+            return RuntimeError(
+                f"num_tokens={tokens} takes {value} {what} of a block of impl='cluster'; allowed: at most {most}"
+            )
+    return None
 
 
 @lru_cache(maxsize=256)
