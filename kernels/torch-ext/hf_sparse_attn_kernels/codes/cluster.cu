@@ -497,13 +497,6 @@ DEVICE void reduce_tokens(Shared& s, const Arguments& a, const Place& at, const 
 
 DEVICE u32 half_word(const Words4& v, int i) { return v.x[i / 2] >> (16 * (i % 2)) & 0xFFFF; }
 
-// A token's key and value to the L2 cache.
-DEVICE void prefetch_token(const Arguments& a, const Place& at, int token) {
-  const long long position = at.start + token;
-  prefetch_l2(a.keys + at.row * a.keys_b + at.head * a.keys_h + position * a.keys_n, HEAD_DIM * 2);
-  prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + position * a.values_n, HEAD_DIM * 2);
-}
-
 // Number n of the chosen tokens.
 DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int token) {
   send((u32*)&s.tokens[n / CLUSTER], n % CLUSTER, (u32)token, &s.barriers[CHOICE]);
@@ -514,8 +507,6 @@ DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int toke
 DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* keys) {
   const int tokens = at.pages * PAGE, count = min(at.scored, a.max_tokens), newest = at.scored - at.candidates;
   const int need = count - newest;
-  const bool has_newest = at.rank == CLUSTER - 1 && at.tid < newest;
-  if (has_newest) prefetch_token(a, at, at.candidates + at.tid);
   find_edge<BINS>(s, at, s.counts_in, &s.barriers[EVEN_COUNTS], 0, need);
   const int edge = s.edge, above = s.above;
 #pragma unroll 1
@@ -527,7 +518,6 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 key = half_word(eight, i);
-      if ((int)(key >> 7) < edge) prefetch_token(a, at, at.first_page * PAGE + first + i);
       if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
     }
   }
@@ -582,16 +572,13 @@ DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* key
       for (int i = 0; i < 8; i++) {
         const u32 key = keys[mine + i];
         const int tied = (int)(earlier >> 16);
-        if (key < last || (key == last && tied < own_ties)) {
-          const int token = at.first_page * PAGE + mine + i;
-          emit(s, a, at, place + (int)(earlier & 0xFFFF) + min(tied, own_ties), token);
-          if ((int)(key >> 7) == edge) prefetch_token(a, at, token);       // others were before
-        }
+        if (key < last || (key == last && tied < own_ties))
+          emit(s, a, at, place + (int)(earlier & 0xFFFF) + min(tied, own_ties), at.first_page * PAGE + mine + i);
         earlier += (key < last) + ((u32)(key == last) << 16);
       }
     counts += (u32)shuffle((int)up_to, 31);
   }
-  if (has_newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
+  if (at.rank == CLUSTER - 1 && at.tid < newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
   if (at.rank == 0)
 #pragma unroll 1
     for (int i = count + at.tid; i < a.max_tokens; i += THREADS) a.block_indices[(long long)at.pair * a.max_tokens + i] = -1;
