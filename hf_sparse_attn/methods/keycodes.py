@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import append_and_select_tokens, select_tokens_by_score
+from hf_sparse_attn_kernels import append_and_attend_tokens, append_and_select_tokens, select_tokens_by_score
 
-from hf_sparse_attn.methods.base import Selection, SelectionSize
+from hf_sparse_attn.methods.base import Selection, SelectionSize, SparseMethod
 from hf_sparse_attn.methods.coded import CodedMethod
 
 if TYPE_CHECKING:
@@ -91,27 +91,28 @@ class KeyCodes(CodedMethod):
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Append, code, score and select in one op, then attend; see :meth:`SparseMethod.decode`."""
+        """Append, code, select and attend in one op, or attend apart from it; see :meth:`SparseMethod.decode`."""
         newest = layer.newest
-        block_indices, block_counts = append_and_select_tokens(
-            query,
-            new_key,
-            new_value,
-            newest.keys,
-            newest.values,
-            seq_start=newest.seq_start,
-            seq_end=newest.seq_end,
-            page_size=self.page_size,
-            max_tokens=self.token_budget,
-            sink_tokens=self.sink_tokens,
-            bits=self.bits,
-            scale=scale,
-            group_reduce=self.group_reduce,
-            num_tokens=self.scored_tokens(layer),
-            counter=layer.counter.totals,
+        tensors = (query, new_key, new_value, newest.keys, newest.values)
+        options: dict[str, Any] = {
+            "seq_start": newest.seq_start,
+            "seq_end": newest.seq_end,
+            "page_size": self.page_size,
+            "max_tokens": self.token_budget,
+            "sink_tokens": self.sink_tokens,
+            "bits": self.bits,
+            "scale": scale,
+            "group_reduce": self.group_reduce,
+            "num_tokens": self.scored_tokens(layer),
+            "counter": layer.counter.totals,
             **layer.metadata,
-        )
-        return self.attend(query, layer, Selection(block_indices, block_counts, block_size=1), scale)
+        }
+        if not layer.keeps_rows or type(self).attend is not SparseMethod.attend:
+            block_indices, block_counts = append_and_select_tokens(*tensors, **options)
+            return self.attend(query, layer, Selection(block_indices, block_counts, block_size=1), scale)
+        output, _, block_indices, block_counts = append_and_attend_tokens(*tensors, **options, finished=layer.finished)
+        layer.note(Selection(block_indices, block_counts, block_size=1))
+        return output
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

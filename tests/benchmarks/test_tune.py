@@ -7,6 +7,7 @@ import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from op_bench import tune as tune_module
 from op_bench.cluster_entries import CLUSTERS
+from op_bench.code_entries import CODES
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import CLUSTER_SHAPES, DECODE_SHAPES, Shape
 from op_bench.tune import SEPARATE_LAUNCHES, TIMED_WITH, chosen_launches, tune, tuned_shapes, write
@@ -51,6 +52,24 @@ def test_clusters_are_chosen_where_they_are_clearly_faster(monkeypatch, of_launc
     monkeypatch.setattr(tune_module, "LAYERS", 1)
     found = tune(torch.device("cpu"), [SHAPE], ["cluster_step"], lambda line: None)
     assert [entry["choice"] for entry in found["cluster_step"]] == [chosen]
+
+
+def test_keycodes_step_is_timed_with_the_clusters_that_fit(monkeypatch):
+    shape, timed = Shape(4, 2, 16, 1, 2048), []
+
+    def nine_for_clusters(entry, layers, choices):
+        timed.append(choices["code_step"])
+        return 10.0 - bool(choices["code_step"]["cluster"])
+
+    monkeypatch.setattr(tune_module, "_time", nine_for_clusters)
+    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [shape] if family is CODES else [])
+    monkeypatch.setattr(tune_module, "LAYERS", 1)
+    found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
+    assert timed == [SEPARATE_LAUNCHES]  # no clusters on a CPU
+    assert [entry["choice"] for entry in found["code_step"]] == [SEPARATE_LAUNCHES]
+    monkeypatch.setattr(tune_module, "step_fits", lambda layer, choice: choice["cluster"] in (0, 16))
+    found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
+    assert [entry["choice"] for entry in found["code_step"]] == [{"cluster": 16, "threads": 256}]
 
 
 def test_clusters_are_tuned_at_the_measured_shapes_first():

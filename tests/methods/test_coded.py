@@ -22,7 +22,7 @@ METHODS = [
 @torch.inference_mode()
 def test_scores_are_those_of_whole_pages_for_which_the_codes_have_room(method, max_cache_len, monkeypatch):
     scored = []
-    for module, name in ((keycodes, "append_and_select_tokens"), (coded, "code_scores")):
+    for module, name in ((keycodes, "append_and_attend_tokens"), (coded, "code_scores")):
         op = getattr(module, name)
 
         def seeing(*args, op=op, **options):

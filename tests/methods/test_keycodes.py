@@ -259,3 +259,23 @@ def test_models_whose_heads_do_not_fit_are_refused(head_dim, message):
     model = make_model("llama", num_hidden_layers=1, head_dim=head_dim)
     with pytest.raises(ValueError, match=message), sparse_attention(model, "keycodes"):
         pass
+
+
+@torch.inference_mode()
+def test_a_step_is_one_op_unless_attention_is_the_methods_own(model, monkeypatch):
+    class Attending(KeyCodes):
+        def attend(self, query, layer, selection, scale):
+            attended.append(selection.block_size)
+            return super().attend(query, layer, selection, scale)
+
+    attended, outputs = [], []
+    ids, steps = random_ids(2, PROMPT), random_ids(2, 4, seed=5)
+    for method_class in (KeyCodes, Attending):
+        with sparse_attention(model, method_class(**SMALL)):
+            cache = SparseCache.for_model(model)
+            model(ids, past_key_values=cache)
+            outputs.append(decode(model, cache, steps))
+            if method_class is KeyCodes:
+                assert not attended
+    assert attended == [1] * 4 * len(cache.layers)
+    assert torch.equal(*outputs)

@@ -11,6 +11,7 @@ from tests.ops.helpers import device, empty_bounds, grid, make_rows
 
 OWN_TESTS = (
     "cluster_step",
+    "code_step",
     "rank",
     "token_decode",
     "rope_decode",

@@ -6,6 +6,8 @@ from functools import partial
 
 import hf_sparse_attn_kernels as ops
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels.codes import cluster
 
 from op_bench import code_oracle, floors, oracle
 from op_bench.code_workload import CodedLayer, code_bytes, code_layer_bytes, in_tokens, make_code_layer
@@ -74,7 +76,7 @@ def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
 
 def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
     """Run a step whose token fills no page that is still to be coded, as 63 of 64 do."""
-    selected: Outputs = ops.append_and_select_tokens(
+    out, _, indices, counts = ops.append_and_attend_tokens(
         layer.query,
         layer.new_key,
         layer.new_value,
@@ -88,9 +90,23 @@ def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs
         **layer.choice,
         bits=layer.settings.code_bits,
         query_centre=layer.query_centre,
+        finished=layer.finished,
         impl=impl,
     )
-    return (_attend(layer, *selected, impl), *selected)
+    return out, indices, counts
+
+
+def step_fits(layer: CodedLayer, choice: dict[str, int]) -> bool:
+    """Return whether a choice's clusters serve a layer's step and all run at once; separate launches always fit."""
+    if not choice["cluster"]:
+        return True
+    shape, device = layer.shape, layer.query.device
+    if device.type != "cuda" or shape.head_dim != cluster.HEAD_DIM or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    with tuning.forced(code_step=choice):
+        plan = cluster.plan_of(layer.query, layer.keys, layer.codes["codes"].shape[2], "softmax")
+    is_whole = isinstance(plan, cluster.Plan) and plan.cluster == choice["cluster"]
+    return is_whole and plan.max_clusters >= shape.batch * shape.kv_heads
 
 
 def _reset_counter(layer: CodedLayer) -> None:

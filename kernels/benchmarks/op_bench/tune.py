@@ -12,7 +12,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import use_impl
 
 from op_bench.cluster_entries import CLUSTERS, compile_candidates, fits
-from op_bench.code_entries import CODES
+from op_bench.code_entries import CODES, step_fits
 from op_bench.entry import Entry, Family
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST
@@ -36,6 +36,7 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
     "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
+    "code_step": (CODES, "keycodes_step", "softmax"),
 }
 """The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
@@ -124,17 +125,21 @@ def _tune_shape(
     best: dict[str, dict[str, int]] = {}
     for launch in launches:
         entry = timed_entry(launch)
-        candidates = [each for each in tuning.CANDIDATES[launch] if launch != "cluster_step" or fits(layers[0], each)]
-        times = [
-            _time(entry, layers, {"cluster_step": SEPARATE_LAUNCHES, **best, launch: candidate})
-            for candidate in candidates
-        ]
+        candidates = [each for each in tuning.CANDIDATES[launch] if _fits(launch, layers[0], each)]
+        apart = dict.fromkeys(("cluster_step", "code_step"), SEPARATE_LAUNCHES)
+        times = [_time(entry, layers, apart | best | {launch: candidate}) for candidate in candidates]
         best[launch] = _fastest(candidates, times)
         measured = (
             f"{'x'.join(map(str, each.values()))} {time:.1f}" for each, time in zip(candidates, times, strict=True)
         )
         say(f"{shape.name} {launch}, us: {', '.join(measured)}; {best[launch]}")
     return best
+
+
+def _fits(launch: str, layer: Any, choice: dict[str, int]) -> bool:
+    if launch == "cluster_step":
+        return fits(layer, choice)
+    return launch != "code_step" or step_fits(layer, choice)
 
 
 def _fastest(candidates: list[dict[str, int]], times: list[float]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from ._op import use_impl
 from .attention.ops import dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from .blocks.ops import block_sparse_prefill
 from .centroids.ops import centroid_weights, lookup_runs, select_runs
+from .codes.attend_ops import append_and_attend_tokens
 from .codes.mass_ops import select_tokens_by_mass
 from .codes.ops import code_scores, encode_keys, select_tokens_by_score
 from .codes.step_ops import append_and_select_tokens
@@ -19,6 +20,7 @@ from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_attend",
+    "append_and_attend_tokens",
     "append_and_rank",
     "append_and_select",
     "append_and_select_tokens",

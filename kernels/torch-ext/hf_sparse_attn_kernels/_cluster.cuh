@@ -7,6 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef signed char s8;
 
+struct alignas(8) Words2 { u32 x[2]; };
 struct alignas(16) Words4 { u32 x[4]; };
 
 #define DEVICE __device__ __forceinline__
@@ -30,6 +31,7 @@ DEVICE int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(~0u, value); }
 DEVICE int shuffle(int value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE int shuffle_up(int value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 
@@ -57,11 +59,44 @@ DEVICE u32 to_bf16x2(float low, float high) {
   return result;
 }
 
+// Two numbers as float16, the low one first: limited to the finite range, or at most its greatest and -inf below its least.
+DEVICE u32 to_finite_half2(float low, float high) {
+  u32 result;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+DEVICE u32 to_half2_below_infinity(float low, float high) {
+  u32 result;
+  asm("{ .reg .b32 t; cvt.rn.f16x2.f32 t, %1, %2; min.f16x2 %0, t, %3; }" : "=r"(result) : "f"(high), "f"(low), "r"(0x7BFF7BFF));
+  return result;
+}
+
+DEVICE float half(u32 bits) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"((u16)bits));
+  return result;
+}
+
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
 // c[4] += A B with A 16 x 32 of s8, B 32 x 8 of u8.
 DEVICE void multiply_s8u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c[4] += A B with A 16 x 32 and B 32 x 8 of s8.
+DEVICE void multiply_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c[4] += A B with A 16 x 256 and B 256 x 8 of bits.
+DEVICE void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -87,6 +122,14 @@ DEVICE Words4 load16(const void* address, bool exists) {
       : "l"(address), "r"((u32)exists), "n"(OFFSET)
       : "memory");
   return r;
+}
+
+// 4 bytes; without `exists` what was there stays.
+DEVICE void load4(u32& r, const void* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.L1::no_allocate.L2::128B.u32 %0, [%1]; }"
+               : "+r"(r)
+               : "l"(address), "r"((u32)exists)
+               : "memory");
 }
 
 DEVICE int load_s8(const s8* address, bool exists) {

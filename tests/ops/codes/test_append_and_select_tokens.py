@@ -6,49 +6,11 @@ from hf_sparse_attn_kernels import _reference, append_and_select_tokens, code_sc
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import reference, reference_encode
 
-from tests.ops.codes.inputs import divide, make_coded
-from tests.ops.helpers import IMPLS, POISON, check_schema, device, grid
+from tests.ops.codes.inputs import divide
+from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
+from tests.ops.helpers import IMPLS, check_schema, device, grid
 
 SMALL = {"block_t": 64, "per_multiprocessor": 1}
-
-
-def _add_room(coded, extra=40):
-    """Copy rows and metadata into buffers with room for more tokens, with NaN or poison in what no token has."""
-    rows, size = coded.rows, coded.page_size
-    capacity = rows.capacity + extra
-
-    def enlarged(tensor, length):
-        poison = float("nan") if tensor.is_floating_point() else POISON
-        larger = tensor.new_full((*tensor.shape[:2], length, *tensor.shape[3:]), poison)
-        larger[:, :, : tensor.shape[2]] = tensor
-        return larger
-
-    rows.keys, rows.values = (enlarged(buffer, capacity) for buffer in (rows.keys, rows.values))
-    for name, tensor in coded.metadata.items():
-        coded.metadata[name] = enlarged(tensor, -(-capacity // size) * (size if name in ("codes", "factors") else 1))
-
-
-def _tokens(coded, seed):
-    batch, kv_heads, _, head_dim = coded.rows.keys.shape
-    generator = torch.Generator().manual_seed(seed)
-    heads = (coded.rows.query.shape[1], kv_heads, kv_heads)
-    drawn = (torch.randn(batch, 2, n, head_dim, generator=generator)[:, 1] for n in heads)
-    return tuple(tensor.to(device, coded.rows.keys.dtype) for tensor in drawn)
-
-
-def _prefilled(lengths, **options):
-    coded = make_coded(lengths, **options)
-    coded.encode(impl="reference")
-    _add_room(coded)
-    return coded
-
-
-def _arguments(coded, token, lengths):
-    rows = coded.rows
-    buffers = {"keys": rows.keys, "values": rows.values, **coded.metadata, "coded": coded.coded}
-    named = dict(zip(("query", "new_key", "new_value"), token, strict=True))
-    options = {name: coded.options[name] for name in ("page_size", "bits", "query_centre")}
-    return {**named, **buffers, **coded.ends(lengths), **options}
 
 
 def _by_parts(coded, token, lengths, budget, impl, **options):
@@ -77,16 +39,16 @@ CASES = [
 @pytest.mark.parametrize(("lengths", "options", "group_reduce"), CASES)
 def test_steps_do_what_the_parts_do(impl, lengths, options, group_reduce):
     """Over the end of a page, with an empty row, from the same state: all buffers are equal to the bit."""
-    fused, parts = (_prefilled(lengths, **options) for _ in range(2))
+    fused, parts = (prefilled(lengths, **options) for _ in range(2))
     budget = {"max_tokens": 16 + fused.page_size, "sink_tokens": 3}
     counters = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2)]
     with tuning.forced(code_scan=SMALL, softmax_scan=SMALL):
         for step in range(1, 4):
             now = [length + step if length else 0 for length in lengths]
-            token = _tokens(fused, seed=step)
+            token = new_tokens(fused, seed=step)
             reduction = {"group_reduce": group_reduce, "scale": 0.2}
             found = append_and_select_tokens(
-                **_arguments(fused, token, now), **budget, **reduction, counter=counters[0], impl=impl
+                **step_arguments(fused, token, now), **budget, **reduction, counter=counters[0], impl=impl
             )
             expected = _by_parts(parts, token, now, budget, impl, counter=counters[1], **reduction)
             state = [[coded.rows.keys, coded.rows.values, *coded.tensors()] for coded in (fused, parts)]
@@ -112,35 +74,35 @@ AWKWARD_CASES = [
 def test_rows_of_several_programs(monkeypatch, lengths, options, special):
     """One launch reduces estimates and keeps candidates: the choice is that from the scores of `code_scores`."""
     special = {"deviations": 3.0, "scale": 0.2} | special
-    fused, parts = (_prefilled(lengths, **options) for _ in range(2))
+    fused, parts = (prefilled(lengths, **options) for _ in range(2))
     budget = {"max_tokens": 40 + fused.page_size, "sink_tokens": 3}
     now = [length + 1 if length else 0 for length in lengths]
-    token = _tokens(fused, seed=1)
+    token = new_tokens(fused, seed=1)
     reduction = {"group_reduce": "softmax", "scale": special["scale"]}
     with tuning.forced(code_scan=SMALL, softmax_scan=SMALL):
         expected = _by_parts(parts, token, now, budget, "triton", **reduction)
         divide(monkeypatch, span=256, at_once=256, sampled=32, deviations=special["deviations"])
-        found = append_and_select_tokens(**_arguments(fused, token, now), **budget, **reduction, impl="triton")
+        found = append_and_select_tokens(**step_arguments(fused, token, now), **budget, **reduction, impl="triton")
     for first, second in zip(found, expected, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_page_that_is_counted_already_stays(impl):
-    coded = _prefilled([64], group=2)
+    coded = prefilled([64], group=2)
     before = [tensor.clone() for tensor in coded.tensors()]
     options = {"max_tokens": 32, "sink_tokens": 0, "impl": impl}
-    append_and_select_tokens(**_arguments(coded, _tokens(coded, 1), [64]), **options)
+    append_and_select_tokens(**step_arguments(coded, new_tokens(coded, 1), [64]), **options)
     for tensor, old in zip(coded.tensors(), before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_tokens_beyond_num_tokens_are_appended_and_coded(impl):
-    coded = _prefilled([47, 20], group=2)
-    token = _tokens(coded, 1)
+    coded = prefilled([47, 20], group=2)
+    token = new_tokens(coded, 1)
     indices, counts = append_and_select_tokens(
-        **_arguments(coded, token, [48, 21]), max_tokens=30, sink_tokens=0, num_tokens=20, impl=impl
+        **step_arguments(coded, token, [48, 21]), max_tokens=30, sink_tokens=0, num_tokens=20, impl=impl
     )
     assert (coded.coded == torch.tensor([[3], [1]], device=device)).all()
     assert (counts == 20).all()
@@ -153,14 +115,14 @@ def test_strided_tokens_and_query():
     options = {"max_tokens": 32, "sink_tokens": 0, "impl": "triton"}
     results = []
     for contiguous in (True, False):
-        coded = _prefilled([63, 40], group=2)
-        query, key, value = _tokens(coded, 1)
+        coded = prefilled([63, 40], group=2)
+        query, key, value = new_tokens(coded, 1)
         if not contiguous:
             joined = torch.cat((query, key, value), dim=1)
             query, key, value = joined.split((query.shape[1], key.shape[1], value.shape[1]), dim=1)
         else:
             query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        found = append_and_select_tokens(**_arguments(coded, (query, key, value), [64, 41]), **options)
+        found = append_and_select_tokens(**step_arguments(coded, (query, key, value), [64, 41]), **options)
         results.append((*found, coded.rows.keys.clone(), *coded.tensors()))
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
@@ -173,11 +135,14 @@ def test_without_lengths_on_the_host(monkeypatch):
         if not on_host:
             for module in (_reference, reference, reference_encode):
                 monkeypatch.setattr(module, "host_lengths", lambda start, end: None)
-        coded = _prefilled([62, 0, 30], group=2)
+        coded = prefilled([62, 0, 30], group=2)
         for step in (1, 2):
             lengths = [62 + step, 0, 30 + step]
             found = append_and_select_tokens(
-                **_arguments(coded, _tokens(coded, step), lengths), max_tokens=32, sink_tokens=1, impl="reference"
+                **step_arguments(coded, new_tokens(coded, step), lengths),
+                max_tokens=32,
+                sink_tokens=1,
+                impl="reference",
             )
         results.append((*found, coded.rows.keys, coded.rows.values, *coded.tensors()))
     for first, second in zip(*results, strict=True):
@@ -185,8 +150,8 @@ def test_without_lengths_on_the_host(monkeypatch):
 
 
 def test_errors():
-    coded = _prefilled([40])
-    arguments = _arguments(coded, _tokens(coded, 1), [41]) | {"max_tokens": 30, "sink_tokens": 4}
+    coded = prefilled([40])
+    arguments = step_arguments(coded, new_tokens(coded, 1), [41]) | {"max_tokens": 30, "sink_tokens": 4}
     short = {name: coded.metadata[name][:, :, :16].contiguous() for name in ("codes", "factors")}
     short |= {name: coded.metadata[name][:, :, :1].contiguous() for name in ("centres", "centre_scale")}
     for options, message in (
@@ -202,9 +167,10 @@ def test_errors():
 
 
 def test_the_schema_declares_what_is_written():
-    coded = _prefilled([47, 20], group=2)
+    coded = prefilled([47, 20], group=2)
     counter = torch.zeros(4, dtype=torch.int64, device=device)
     check_schema(
         "append_and_select_tokens",
-        _arguments(coded, _tokens(coded, 1), [48, 21]) | {"max_tokens": 30, "sink_tokens": 4, "counter": counter},
+        step_arguments(coded, new_tokens(coded, 1), [48, 21])
+        | {"max_tokens": 30, "sink_tokens": 4, "counter": counter},
     )

@@ -2,18 +2,9 @@
 
 import torch
 
-from .._check import (
-    check_buffers,
-    check_contiguous,
-    check_counters,
-    check_int32,
-    check_last_stride,
-    check_like,
-    check_sequence,
-    check_shape,
-)
+from .._check import check_counters
 from .._op import op, selection_output
-from .checks import check_codes, check_reduction, check_room, check_token_budget
+from .step_checks import check_step
 
 
 @op(
@@ -96,30 +87,21 @@ def append_and_select_tokens(
     RuntimeError
         impl="triton" cannot run here.
     """
-    check_buffers(query, keys, values)
-    batch, kv_heads, capacity, head_dim = keys.shape
-    for name, tensor in (("new_key", new_key), ("new_value", new_value)):
-        check_shape(name, tensor, "batch, kv_heads, head_dim", (batch, kv_heads, head_dim))
-        check_like(name, tensor, "query", query)
-        check_last_stride(name, tensor)
-    check_codes(
-        codes,
-        factors,
-        centres,
-        centre_scale,
+    check_step(
+        query,
+        (new_key, new_value),
+        (keys, values),
+        (codes, factors, centres, centre_scale),
         query_centre,
-        shape=(batch, kv_heads, head_dim),
+        coded,
+        (seq_start, seq_end),
         page_size=page_size,
         bits=bits,
-        shared_centre=False,
-        other_name="query",
-        other=query,
+        max_tokens=max_tokens,
+        sink_tokens=sink_tokens,
+        group_reduce=group_reduce,
+        num_tokens=num_tokens,
     )
-    check_room(codes, capacity)
-    check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "query", query)
-    check_contiguous("coded", coded)
-    check_sequence(seq_start, seq_end, batch, "query", query)
-    check_reduction(group_reduce, num_tokens, codes.shape[2])
-    check_token_budget(max_tokens, sink_tokens, page_size)
+    batch, kv_heads = coded.shape
     check_counters(counter, None, query, kv_heads)
     return selection_output(query, batch, kv_heads, max_tokens)

@@ -1,5 +1,5 @@
 // Quest's decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, scores the
-// pages, chooses among them, attends and merges. Compiled with _cluster.cuh before it and these macros:
+// pages, chooses among them, attends and merges. Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros:
 // CLUSTER (1 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
 // REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
@@ -25,23 +25,17 @@ struct Arguments {
   float scale;
 };
 
-constexpr int WARPS = THREADS / 32, HEAD_DIM = 128, PAGE = 16, TILE = 16;
+constexpr int PAGE = 16, TILE = 16;
 constexpr int SETS = (GROUP + 3) / 4;                     // products of a tile: each has eight columns, two a query head
-constexpr int BINS = 512, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
+constexpr int BINS = 512;
 constexpr int MOST_CANDIDATES = 128, MOST_READ = 512, MOST_EACH = (MOST_READ + CLUSTER - 1) / CLUSTER;
-constexpr int QUADS = GROUP * HEAD_DIM / 4;               // outputs by fours, in the order that registers have them
-constexpr int QUADS_EACH = (QUADS + CLUSTER - 1) / CLUSTER;
 constexpr int ELEMENTS = (GROUP * HEAD_DIM + THREADS - 1) / THREADS;
-constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr u32 MINUS_INFINITY = 0xFF800000u, FORCED = 0xFFFFFFFFu;
+constexpr u32 FORCED = 0xFFFFFFFFu;
 constexpr int NO_PAGE = 0x7FFFFFFF;
 static_assert(MOST_CANDIDATES % 8 == 0 && MOST_CANDIDATES <= THREADS && MOST_READ % 16 == 0, "lists are read several at once");
 
-enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
 enum Kind { OUT, CANDIDATE, CHOSEN };
 enum class Stage { START, QUERY, SCORES, EXCHANGE, KEYS, EDGE, LIST, RANK, ATTEND, MERGE, WRITE };  // STAGES in cluster.py
-
-struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
 struct Shared {
   Words4 counts_in[2][CLUSTER][BINS / 8];                 // u16 of each block's bins
@@ -51,7 +45,7 @@ struct Shared {
   alignas(16) int chosen[MOST_READ];                      // in the first block: all chosen pages
   u64 candidates[MOST_CANDIDATES];
   u64 barriers[BARRIERS];
-  MaxSum warp_lse[WARPS + 1][GROUP], lse_in[CLUSTER][GROUP], warp_output[WARPS][GROUP], sums_in[CLUSTER][GROUP];
+  MaxSum warp_lse[1 + WARPS][GROUP], lse_in[CLUSTER][GROUP], warp_output[WARPS][GROUP], sums_in[CLUSTER][GROUP];
   float unit[GROUP], lse[GROUP];
   u32 largest[GROUP * 4];
   alignas(16) u32 histogram[BINS];
@@ -67,22 +61,13 @@ struct Place {
   int tiles;                                              // of this block
 };
 
-DEVICE u64 offset(u32 index, u32 stride) { return (u64)index * stride; }   // one instruction
-DEVICE float bf16(u32 bits) { return as_float(bits << 16); }
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 DEVICE float clamp(float x, float low, float high) { return fmaxf(fminf(x, high), low); }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
-DEVICE u64 packed(MaxSum x) { return (u64)as_bits(x.sum) << 32 | as_bits(x.max); }
 
 // The smallest e with x <= (1 + fraction / 2**23) * 64 * 2**e.
 DEVICE int exponent_for(float x, u32 fraction) {
   const u32 bits = as_bits(x);
   return (int)(bits >> 23) - 133 + ((bits & 0x7FFFFF) > fraction);
-}
-
-DEVICE MaxSum merge(MaxSum a, MaxSum b) {
-  const float top = fmaxf(a.max, b.max);
-  return MaxSum{top, a.sum * exp2_fast(a.max - top) + b.sum * exp2_fast(b.max - top)};
 }
 
 // The page of a block's `local` one: tiles go to the blocks by turns.
@@ -240,7 +225,7 @@ DEVICE void append(Shared& s, const Arguments& a, const Place& at, float* scores
     score *= a.scale * LOG2_E * power_of_two(new_exponent);
     if (at.lane == 0) {
       scores[h * stride + (at.last_page / TILE / CLUSTER) * TILE + at.last_page % TILE] = score;
-      s.warp_lse[WARPS][h] = MaxSum{score, 1.f};
+      s.warp_lse[0][h] = MaxSum{score, 1.f};
     }
   }
 }
@@ -281,7 +266,7 @@ DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Pla
   Tile tiles[2];                                          // in flight before the row's length is known
   load_tile(tiles[0], bounds, at.warp);
   load_tile(tiles[1], bounds, at.warp + WARPS);
-  if (at.tid < GROUP) s.warp_lse[WARPS][at.tid] = MaxSum{LOW, 0.f};
+  if (at.tid < GROUP) s.warp_lse[0][at.tid] = MaxSum{LOW, 0.f};
 #pragma unroll 1
   for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
 #pragma unroll 1
@@ -322,33 +307,8 @@ DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Pla
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2)
       lse[set] = merge(lse[set], MaxSum{shuffle_xor(lse[set].max, mask), shuffle_xor(lse[set].sum, mask)});
-    if (at.g == 0 && 4 * set + at.t < GROUP) s.warp_lse[at.warp][4 * set + at.t] = lse[set];
+    if (at.g == 0 && 4 * set + at.t < GROUP) s.warp_lse[1 + at.warp][4 * set + at.t] = lse[set];
   }
-}
-
-// Exchange the log-sum-exp of the heads; s.lse is that of the row, or for other reductions the heads' greatest score.
-DEVICE void exchange_lse(Shared& s, const Place& at) {
-  sync_block();
-  wait_cluster();                                         // all blocks run, and their barriers exist
-  if (at.tid < CLUSTER * GROUP) {
-    const int h = at.tid % GROUP;
-    MaxSum all = s.warp_lse[WARPS][h];
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) all.max = fmaxf(all.max, s.warp_lse[w][h].max);
-    all.sum *= exp2_fast(s.warp_lse[WARPS][h].max - all.max);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) all.sum += s.warp_lse[w][h].sum * exp2_fast(s.warp_lse[w][h].max - all.max);
-    send((u64*)&s.lse_in[at.rank][h], at.tid / GROUP, packed(all), &s.barriers[LSE]);
-  }
-  if (at.tid == 0) arm_barrier(&s.barriers[LSE], CLUSTER * GROUP * 8);
-  if (at.warp < GROUP) {
-    wait_barrier(&s.barriers[LSE], 0);
-    MaxSum all = at.lane < CLUSTER ? s.lse_in[at.lane][at.warp] : MaxSum{LOW, 0.f};
-#pragma unroll
-    for (int mask = 1; mask < 16; mask *= 2) all = merge(all, MaxSum{shuffle_xor(all.max, mask), shuffle_xor(all.sum, mask)});
-    if (at.lane == 0) s.lse[at.warp] = REDUCE == 0 && GROUP > 1 ? all.max + log2_fast(all.sum) : all.max;
-  }
-  sync_block();
 }
 
 // ---- the choice
@@ -419,66 +379,6 @@ DEVICE void prefetch_page(const Arguments& a, const Place& at, int page) {
 }
 
 
-// Send this block's histogram to all blocks, add theirs up, and find the bin in which the `need`-th page lies.
-DEVICE void find_edge(Shared& s, const Place& at, int round, int need) {
-  constexpr int VECTORS = BINS / 8;
-  u64* barrier = &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS];
-  Words4(*counts_in)[VECTORS] = s.counts_in[round & 1];
-  sync_block();                                           // the histogram is complete
-#pragma unroll 1
-  for (int i = at.tid; i < CLUSTER * VECTORS; i += THREADS) {
-    const int v = i % VECTORS;
-    const Words4 low = ((const Words4*)s.histogram)[2 * v], high = ((const Words4*)s.histogram)[2 * v + 1];
-    const Words4 counts = {low.x[0] | low.x[1] << 16, low.x[2] | low.x[3] << 16, high.x[0] | high.x[1] << 16,
-                           high.x[2] | high.x[3] << 16};
-    send(&counts_in[at.rank][v], i / VECTORS, counts, barrier);
-  }
-  if (at.tid == 0) {
-    arm_barrier(barrier, CLUSTER * BINS * 2);
-    s.edge = s.above = s.level = 0;
-  }
-  wait_barrier(barrier, round >> 1 & 1);
-  int count[BINS_EACH], sum = 0;
-#pragma unroll
-  for (int i = 0; i < BINS_EACH; i++) {
-    count[i] = 0;
-    const int bin = at.tid * BINS_EACH + i;
-#pragma unroll
-    for (int c = 0; c < CLUSTER; c++) count[i] += bin < BINS ? ((const u16*)counts_in[c])[bin] : 0;
-    sum += count[i];
-  }
-  int before = sum;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = shuffle_up(before, distance);
-    if (at.lane >= distance) before += other;
-  }
-  if (at.lane == 31) s.warp_total[at.warp] = before;
-  sync_block();
-  before += warp_sum(at.lane < at.warp ? s.warp_total[at.lane] : 0) - sum;
-#pragma unroll
-  for (int i = 0; i < BINS_EACH; i++) {
-    if (before < need && need <= before + count[i]) s.edge = at.tid * BINS_EACH + i, s.above = before, s.level = count[i];
-    before += count[i];
-  }
-  sync_block();
-#pragma unroll 1
-  for (int c = at.warp; c < CLUSTER; c += WARPS) {        // of every block: pages above the edge, and at it
-    int above = 0;
-#pragma unroll
-    for (int v = at.lane; v < VECTORS; v += 32) {
-      const Words4 counts = counts_in[c][v];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        above += 8 * v + 2 * j < s.edge ? (int)(counts.x[j] & 0xFFFF) : 0;
-        above += 8 * v + 2 * j + 1 < s.edge ? (int)(counts.x[j] >> 16) : 0;
-      }
-    }
-    above = warp_sum(above);
-    if (at.lane == 0) s.above_of[c] += above, s.level_of[c] = ((const u16*)counts_in[c])[s.edge];
-  }
-}
-
 struct Choice {
   int count, sure, level;                                 // pages to read; those above the edge; candidates
 };
@@ -516,7 +416,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
   int need = count, level = 0;
 #pragma unroll 1
   for (int round = 0;; round++) {                         // the same in all blocks
-    find_edge(s, at, round, need);
+    find_edge<BINS>(s, at, s.counts_in[round & 1], &s.barriers[round & 1 ? ODD_COUNTS : EVEN_COUNTS], round >> 1 & 1, need);
     if (round == 0)
       edge.bin = s.edge;
     else
@@ -602,79 +502,20 @@ DEVICE void choose_candidates(Shared& s, const Place& at, const Choice& choice) 
 
 // ---- attention
 
-// Keys and values of a page as the operands of the two products: lane 4 g + t has channels 8 t to 8 t + 7 of each
-// quarter of four keys' two tokens (g), and channels 8 g to 8 g + 7 of each half of tokens 4 t to 4 t + 3's values.
-struct PageTokens {
-  Words4 keys[2][4], values[2][4];
+struct Page {
+  const u16 *keys, *values;                               // of the row's buffers and the KV head
+  u32 keys_n, values_n;
+  int first, end;
+
+  DEVICE bool exists(int i) const { return first + i < end; }
+  DEVICE const u16* key(int i) const { return keys + offset(first + i, keys_n); }
+  DEVICE const u16* value(int i) const { return values + offset(first + i, values_n); }
 };
-
-DEVICE void load_page(PageTokens& tokens, const Arguments& a, const Place& at, const u16* keys, const u16* values, int first) {
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int token = first + 4 * (at.g >> 1) + (at.g & 1) + 2 * e;
-    const u16* of_token = keys + offset(token, a.keys_n) + 8 * at.t;
-    tokens.keys[e][0] = load16<0>(of_token, token < at.end);
-    tokens.keys[e][1] = load16<64>(of_token, token < at.end);
-    tokens.keys[e][2] = load16<128>(of_token, token < at.end);
-    tokens.keys[e][3] = load16<192>(of_token, token < at.end);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int token = first + 4 * at.t + i;
-    const u16* of_token = values + offset(token, a.values_n) + 8 * at.g;
-    tokens.values[0][i] = load16<0>(of_token, token < at.end);
-    tokens.values[1][i] = load16<128>(of_token, token < at.end);
-  }
-}
-
-struct Output {
-  MaxSum total;                                           // of query head g
-  float sums[16][2];                                      // [channels' product][columns 2 t, 2 t + 1]
-};
-
-DEVICE void attend_page(Output& out, const PageTokens& page, const Shared& s, const Place& at, int first, float scale) {
-  float c[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    Words4 q = {{0, 0, 0, 0}};
-    if (at.g < GROUP) q = *(const Words4*)&s.query[at.g][(4 * i + at.t) * 8];
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      multiply_bf16(c[e], q.x[0], q.x[1], page.keys[e][i].x[0], page.keys[e][i].x[1]);
-      multiply_bf16(c[e], q.x[2], q.x[3], page.keys[e][i].x[2], page.keys[e][i].x[3]);
-    }
-  }
-  float weight[4], top = out.total.max;                   // of tokens 4 t to 4 t + 3
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    weight[i] = first + 4 * at.t + i < at.end ? c[i >> 1][i & 1] * scale : LOW;
-    top = fmaxf(top, weight[i]);
-  }
-  top = fmaxf(top, shuffle_xor(top, 1));
-  top = fmaxf(top, shuffle_xor(top, 2));
-  const float decay = exp2_fast(out.total.max - top);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) sum += weight[i] = exp2_fast(weight[i] - top);   // 0 for LOW: the first token exists
-  sum += shuffle_xor(sum, 1);
-  sum += shuffle_xor(sum, 2);
-  out.total = MaxSum{top, out.total.sum * decay + sum};
-  const u32 a0 = to_bf16x2(weight[0], weight[1]), a2 = to_bf16x2(weight[2], weight[3]);
-#pragma unroll
-  for (int n = 0; n < 16; n++) {
-    const Words4* v = page.values[n / 8];
-    const int word = n % 8 / 2;
-    const u32 half = n & 1 ? 0x7632 : 0x5410;
-    float sums[4] = {out.sums[n][0] * decay, out.sums[n][1] * decay, 0.f, 0.f};
-    multiply_bf16(sums, a0, a2, permute_bytes(v[0].x[word], v[1].x[word], half), permute_bytes(v[2].x[word], v[3].x[word], half));
-    out.sums[n][0] = sums[0], out.sums[n][1] = sums[1];
-  }
-}
 
 // Attend to this block's pages, a warp a page.
 DEVICE void attend(Shared& s, const Arguments& a, const Place& at, const Choice& choice, Output& out) {
-  const u16* keys = a.keys + at.row * a.keys_b + at.head * a.keys_h;
-  const u16* values = a.values + at.row * a.values_b + at.head * a.values_h;
+  Page page{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
+            (u32)a.keys_n, (u32)a.values_n, 0, at.end};
   wait_barrier(&s.barriers[CHOICE], 0);
   MARK(Stage::LIST);
   const int own = at.rank < choice.count ? (choice.count - at.rank + CLUSTER - 1) / CLUSTER : 0;
@@ -683,55 +524,10 @@ DEVICE void attend(Shared& s, const Arguments& a, const Place& at, const Choice&
   MARK(Stage::RANK);
 #pragma unroll 1
   for (int n = at.warp; n < own; n += WARPS) {
-    const int first = at.start + s.pages[n] * PAGE;
-    PageTokens tokens;
-    load_page(tokens, a, at, keys, values, first);
-    attend_page(out, tokens, s, at, first, a.scale * LOG2_E);
-  }
-}
-
-// Merge the warps' outputs and send each block its share.
-DEVICE void send_output(Shared& s, const Place& at, const Output& out, Words4* quads) {
-  if (at.g < GROUP) {
-    if (at.t == 0) s.warp_output[at.warp][at.g] = out.total;
-#pragma unroll
-    for (int k = 0; k < 8; k++) {                         // half of the channels, column, half of its eight channels
-      Words4 four;
-#pragma unroll
-      for (int j = 0; j < 4; j++) four.x[j] = as_bits(out.sums[(k >> 2) * 8 + (k & 1) * 4 + j][k >> 1 & 1]);
-      quads[(at.warp * 8 + k) * GROUP * 4 + at.g * 4 + at.t] = four;
-    }
-  }
-  sync_block();
-  if (at.tid < QUADS) {
-    static_assert(QUADS <= THREADS, "a thread for every four outputs");
-    const int h = at.tid % (GROUP * 4) / 4;
-    float top = LOW, factor[WARPS], sum[4] = {};
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, factor[w] = s.warp_output[w][h].max);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      factor[w] = exp2_fast(factor[w] - top);
-      const Words4 four = quads[w * QUADS + at.tid];
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum[j] += factor[w] * as_float(four.x[j]);
-    }
-    send(&s.output_in[at.rank][at.tid % QUADS_EACH], at.tid / QUADS_EACH,
-         Words4{{as_bits(sum[0]), as_bits(sum[1]), as_bits(sum[2]), as_bits(sum[3])}}, &s.barriers[OUTPUT]);
-  }
-  const int last = THREADS - 1 - at.tid;                  // threads that had none of the outputs, if there are any
-  if (last < CLUSTER * GROUP) {
-    const int h = last % GROUP;
-    float top = LOW, sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, s.warp_output[w][h].max);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += exp2_fast(s.warp_output[w][h].max - top) * s.warp_output[w][h].sum;
-    send((u64*)&s.sums_in[at.rank][h], last / GROUP, packed(MaxSum{top, sum}), &s.barriers[OUTPUT]);
-  }
-  if (at.tid == 0) {
-    const int quads_here = clamp(QUADS - at.rank * QUADS_EACH, 0, QUADS_EACH);
-    arm_barrier(&s.barriers[OUTPUT], CLUSTER * (quads_here * 16 + GROUP * 8));
+    page.first = at.start + s.pages[n] * PAGE;
+    Tokens tokens;
+    load_tokens(tokens, page, at);
+    attend_tokens(out, tokens, s, at, page.end - page.first, a.scale * LOG2_E);
   }
 }
 
@@ -767,30 +563,6 @@ DEVICE void write_selection(const Shared& s, const Arguments& a, const Place& at
   }
 }
 
-DEVICE void write_output(Shared& s, const Arguments& a, const Place& at) {
-  wait_barrier(&s.barriers[OUTPUT], 0);
-  MARK(Stage::MERGE);
-#pragma unroll 1
-  for (int i = at.tid; i < QUADS_EACH * 4; i += THREADS) {
-    const int quad = at.rank * QUADS_EACH + i / 4;
-    if (quad >= QUADS) break;
-    const int k = quad / (GROUP * 4), h = quad % (GROUP * 4) / 4, t = quad % 4;
-    const int channel = (k >> 2) * 64 + (2 * t + (k >> 1 & 1)) * 8 + (k & 1) * 4 + i % 4;
-    float top = LOW, total = 0.f, sum = 0.f;
-#pragma unroll
-    for (int c = 0; c < CLUSTER; c++) top = fmaxf(top, s.sums_in[c][h].max);
-#pragma unroll
-    for (int c = 0; c < CLUSTER; c++) {
-      const float factor = exp2_fast(s.sums_in[c][h].max - top);
-      total += factor * s.sums_in[c][h].sum;
-      sum += factor * as_float(s.output_in[c][i / 4].x[i % 4]);
-    }
-    const long long head = (long long)at.pair * GROUP + h;
-    a.out[head * HEAD_DIM + channel] = (u16)to_bf16x2(total > 0.f ? sum / total : 0.f, 0.f);
-    if (channel == 0) a.lse[head] = total > 0.f ? (top + log2_fast(total)) * LN_2 : as_float(MINUS_INFINITY);
-  }
-}
-
 KERNEL(quest_step)(const Arguments a) {
   u8* memory = dynamic_shared();
   Shared& s = *(Shared*)memory;
@@ -815,7 +587,7 @@ KERNEL(quest_step)(const Arguments a) {
   MARK(Stage::START);
   score_pages(s, a, bounds, at, scores, stride);
   MARK(Stage::SCORES);
-  exchange_lse(s, at);
+  exchange_lse<REDUCE == 0 && (GROUP > 1)>(s, at);
   MARK(Stage::EXCHANGE);
   const Choice choice = choose(s, a, at, scores, stride, word_counts);
   Output out = {MaxSum{LOW, 0.f}, {}};
@@ -823,6 +595,8 @@ KERNEL(quest_step)(const Arguments a) {
   MARK(Stage::ATTEND);
   send_output(s, at, out, quads);
   if (at.rank == 0) write_selection(s, a, at, choice);
+  wait_barrier(&s.barriers[OUTPUT], 0);
+  MARK(Stage::MERGE);
   write_output(s, a, at);
   MARK(Stage::WRITE);
 }

@@ -1,0 +1,301 @@
+"""`append_and_attend_tokens` as one launch on thread-block clusters, for compute capability 9.0 and later."""
+
+import math
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel
+from .._nvrtc import CudaError
+from .._triton import cdiv
+from .._tuning import choice
+from .rotation import rotation_levels
+
+SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "codes/cluster.cu")
+REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
+HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
+MOST_GROUP, MOST_TOKENS = 8, 4096
+MOST_CLUSTER = 16
+MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
+ALIGNMENT = 16  # bytes that a thread loads at once
+MOST_STRIDE = (1 << 32) - 1  # of tokens, in elements
+ARGUMENTS = struct.Struct("19P13q6i3f4x")
+STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
+"""Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
+
+
+class Plan(NamedTuple):
+    """How a shape is launched."""
+
+    kernel: ClusterKernel
+    cluster: int
+    """Blocks of a cluster."""
+    threads: int
+    """Threads of a block."""
+    shared: int
+    """Bytes of shared memory of a block."""
+    local_pages: int
+    """Maximum number of pages that a block scores."""
+    max_clusters: int
+    """Clusters that the device runs at once; the others start late."""
+
+
+def limit(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    centres: torch.Tensor,
+    centre_scale: torch.Tensor,
+    coded: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    bits: int,
+    query_centre: torch.Tensor | None,
+    group_reduce: str,
+    num_tokens: int | None,
+    by_name: bool,
+    **_: object,
+) -> Exception | None:
+    """Return the error of a call that this implementation does not serve, or None.
+
+    If `by_name` is False, a call that another implementation serves faster is not served either.
+    """
+    if query.dtype != torch.bfloat16:
+        return TypeError(f"dtype={query.dtype!r} of query; allowed for impl='cluster': {torch.bfloat16!r}")
+    shapes = (
+        ("head_dim", query.shape[2], " of query", HEAD_DIM),
+        ("page_size", page_size, "", PAGE),
+        ("bits", bits, "", BITS),
+    )
+    for name, value, of_tensor, allowed in shapes:
+        if value != allowed:
+            return ValueError(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
+    if query_centre is None:
+        return ValueError("query_centre=None; allowed for impl='cluster': a tensor")
+    for name, value, most in (
+        ("group", query.shape[1] // keys.shape[1], MOST_GROUP),
+        ("max_tokens", max_tokens, MOST_TOKENS),
+    ):
+        if value > most:
+            return ValueError(f"{name}={value}; allowed for impl='cluster': at most {most}")
+    misplaced = _misplaced(
+        {"keys": keys, "values": values, "new_key": new_key, "new_value": new_value},
+        {"codes": codes, "factors": factors, "centres": centres},
+    )
+    if misplaced is not None:
+        return misplaced
+    if not query.is_cuda:
+        return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
+    tokens = codes.shape[2] if num_tokens is None else num_tokens
+    if not by_name and _choice_of(query, keys, tokens)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
+    plan = plan_of(query, keys, tokens, group_reduce)
+    if not isinstance(plan, Plan):
+        return plan
+    pairs = query.shape[0] * keys.shape[1]
+    if not by_name and plan.max_clusters < pairs:
+        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
+    return None
+
+
+def _misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:
+    """Return the error of tensors that the kernel cannot load, or None."""
+    for name, tensor in (strided | contiguous).items():
+        steps = tensor.stride()[:-1] if name in strided else ()
+        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))):
+            return ValueError(
+                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
+                f"impl='cluster': multiples of {ALIGNMENT} bytes"
+            )
+        if tensor.ndim == 4 and name in strided and tensor.stride(2) > MOST_STRIDE:
+            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
+            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
+    return None
+
+
+def append_and_attend_tokens(
+    query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    centres: torch.Tensor,
+    centre_scale: torch.Tensor,
+    coded: torch.Tensor,
+    seq_start: torch.Tensor,
+    seq_end: torch.Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    sink_tokens: int,
+    bits: int,
+    query_centre: torch.Tensor | None,
+    scale: float | None,
+    group_reduce: str,
+    num_tokens: int | None,
+    counter: torch.Tensor | None,
+    finished: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Do the whole step in one launch."""
+    assert query_centre is not None
+    batch, kv_heads, _, head_dim = keys.shape
+    num_tokens = codes.shape[2] if num_tokens is None else num_tokens
+    plan = plan_of(query, keys, num_tokens, group_reduce)
+    assert isinstance(plan, Plan)
+    scale = head_dim**-0.5 if scale is None else scale
+    score_scale = scale * math.log2(math.e) if group_reduce == "softmax" and query.shape[1] > kv_heads else scale
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    block_indices = seq_end.new_empty((batch, kv_heads, max_tokens))
+    block_counts = seq_end.new_empty((batch, kv_heads))
+    signs, _ = rotation_levels(head_dim, query.device)
+    row_bounds = (seq_start.contiguous(), seq_end.contiguous())
+    tensors = (query, new_key, new_value, keys, values, codes, factors, centres, centre_scale, coded, query_centre)
+    arguments = ARGUMENTS.pack(
+        *(tensor.data_ptr() for tensor in (*tensors, signs, *row_bounds)),
+        0 if counter is None else counter.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        block_indices.data_ptr(),
+        block_counts.data_ptr(),
+        *query.stride(),
+        *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
+        *(stride for tensor in (keys, values) for stride in tensor.stride()[:3]),
+        kv_heads,
+        codes.shape[2] // PAGE,
+        num_tokens,
+        max_tokens,
+        sink_tokens,
+        plan.local_pages,
+        scale,
+        score_scale,
+        score_scale * head_dim**0.5,
+    )
+    plan.kernel((kv_heads, batch), plan.shared, torch.cuda.current_stream(query.device).cuda_stream, arguments)
+    return out, lse, block_indices, block_counts
+
+
+def _choice_of(query: torch.Tensor, keys: torch.Tensor, tokens: int) -> dict[str, int]:
+    batch, kv_heads = keys.shape[:2]
+    group = query.shape[1] // kv_heads
+    return choice("code_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens)
+
+
+def plan_of(query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str) -> Plan | RuntimeError:
+    """Return how a call is launched, or why it is not."""
+    config = _choice_of(query, keys, tokens)
+    group = query.shape[1] // keys.shape[1]
+    return _plan(query.device, group, group_reduce, tokens, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device: torch.device, group: int, group_reduce: str, tokens: int, cluster: int, threads: int
+) -> Plan | RuntimeError:
+    """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
+    refused = _too_long(tokens, MOST_CLUSTER, threads, group, group_reduce)
+    if refused is not None:
+        return refused
+    for size in dict.fromkeys((cluster, MOST_CLUSTER, 8, 4)):
+        if _too_long(tokens, size, threads, group, group_reduce) is not None:
+            continue
+        local_pages = local_pages_of(tokens, size)
+        shared = shared_bytes(size, threads, group, group_reduce, local_pages)
+        try:
+            kernel = kernel_of(device, size, threads, group, REDUCTIONS[group_reduce])
+            max_clusters = kernel.max_clusters(shared)
+        except CudaError as error:
+            refused = error
+            continue
+        if max_clusters > 0:
+            return Plan(kernel, size, threads, shared, local_pages, max_clusters)
+        refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
+    assert refused is not None
+    return refused
+
+
+def local_pages_of(tokens: int, cluster: int) -> int:
+    """Return the pages of a block."""
+    return max(1, cdiv(cdiv(tokens, PAGE), cluster))
+
+
+def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce: str) -> RuntimeError | None:
+    """Return the error of rows whose scores a cluster does not hold, or None."""
+    local_pages = local_pages_of(tokens, cluster)
+    shared = shared_bytes(cluster, threads, group, group_reduce, local_pages)
+    for what, value, most in (
+        ("bytes of shared memory", shared, MOST_SHARED),
+        ("pages", local_pages, MOST_LOCAL_PAGES),
+    ):
+        if value > most:
+            return RuntimeError(
+                f"num_tokens={tokens} takes {value} {what} of a block of impl='cluster'; allowed: at most {most}"
+            )
+    return None
+
+
+@lru_cache(maxsize=256)
+def kernel_of(
+    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int = 0
+) -> ClusterKernel:
+    """Return the kernel of a shape, with room for the clocks of so many blocks."""
+    macros = macros_of(cluster, threads, group, reduction) + ((("CLOCKS", clocks),) if clocks else ())
+    with torch.cuda.device(device):
+        return ClusterKernel(SOURCES, macros, "key_codes_step", cluster=cluster, threads=threads)
+
+
+def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[tuple[str, int], ...]:
+    """Return the macros of the kernel's source."""
+    macros = {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        # Registers for 512 threads of 128 each, or for 256 where the codes of a large group take more.
+        "BLOCKS": 1 if group > 4 else 512 // threads,
+        "GROUP": group,
+        "REDUCE": reduction,
+        "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
+    }
+    return tuple(macros.items())
+
+
+def shared_bytes(cluster: int, threads: int, group: int, group_reduce: str, local_pages: int) -> int:
+    """Return the shared memory of a block: the kernel's `Shared`, then keys of scores, or the warps' outputs."""
+    heads = group if group < 3 else 4 * cdiv(group, 4)
+    keys = 2 * local_pages * PAGE + 16 * cdiv(4 * local_pages * heads, 16)
+    if group_reduce == "softmax" and group > 1:
+        keys += 2 * local_pages * PAGE * heads
+    outputs = threads // 32 * group * HEAD_DIM * 4
+    return _fixed_shared_bytes(cluster, threads, group) + max(keys, outputs)
+
+
+def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
+    """Return the bytes set apart for the kernel's struct `Shared`, which asserts that it fits."""
+    warps, columns = threads // 32, 8 * cdiv(group, 4)
+    arrays = (
+        cluster * (BINS + LOWER_BINS) * 2,  # counts_in, lower_counts_in
+        cluster * cdiv(group * HEAD_DIM // 4, cluster) * 16,  # output_in
+        columns * HEAD_DIM,  # parts
+        group * (HEAD_DIM + 8) * 2,  # query
+        group * PLANES * HEAD_DIM // 8,  # planes
+        5 * 8,  # barriers
+        8 * group * (2 * warps + 2 * cluster),  # warp_lse, lse_in, warp_output, sums_in
+        4 * group * 4,  # centre_unit, slope, lse, sum
+        BINS * 4,  # histogram
+        4 * (warps + 2 * cluster + 3),  # warp_total, above_of, level_of, edge, above, level
+        cdiv(MOST_TOKENS // 16, cluster) * 16 * 4,  # tokens
+    )
+    return cdiv(sum(arrays) + 64, 128) * 128  # with the struct's padding
