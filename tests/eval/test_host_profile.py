@@ -30,7 +30,8 @@ OPTIONS = "--shape tiny --layers 3 --context 150 --token-budget 48 --new-tokens 
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("host") / "report.json"
     before = DecoderHooks.before
-    result = CliRunner().invoke(app, ["host-profile", *OPTIONS.split(), "--out", str(path)])
+    wide = {"COLUMNS": "140"}  # so that no heading is broken
+    result = CliRunner(env=wide).invoke(app, ["host-profile", *OPTIONS.split(), "--out", str(path)])
     assert result.exit_code == 0, result.output
     assert "uncompiled step" in result.output
     assert DecoderHooks.before is before
