@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ SPREAD = 1
 INVALID_CONTEXT = 201
 PORTABLE_CLUSTER = 8
 MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
+ALIGNMENT = 16  # bytes that a thread loads at once
+MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 
 
 class _Attribute(ctypes.Structure):
@@ -130,3 +132,34 @@ def _driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaError(f"the CUDA driver is not found: {error}") from error
+
+
+class Plan(NamedTuple):
+    """How a shape is launched."""
+
+    kernel: ClusterKernel
+    cluster: int
+    """Blocks of a cluster."""
+    threads: int
+    """Threads of a block."""
+    shared: int
+    """Bytes of shared memory of a block."""
+    local_pages: int
+    """Maximum number of pages that a block scores."""
+    max_clusters: int
+    """Clusters that the device runs at once; the others start late."""
+
+
+def misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:
+    """Return the error of tensors that a kernel cannot load, or None. Of the contiguous ones only addresses matter."""
+    for name, tensor in (strided | contiguous).items():
+        steps = tensor.stride()[:-1] if name in strided else ()
+        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))):
+            return ValueError(
+                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
+                f"impl='cluster': multiples of {ALIGNMENT} bytes"
+            )
+        if tensor.ndim == 4 and name in strided and tensor.stride(2) > MOST_STRIDE:
+            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
+            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
+    return None

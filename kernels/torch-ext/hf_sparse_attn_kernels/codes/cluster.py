@@ -3,11 +3,10 @@
 import math
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel
+from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -19,27 +18,9 @@ HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
 MOST_CLUSTER = 16
 MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
-ALIGNMENT = 16  # bytes that a thread loads at once
-MOST_STRIDE = (1 << 32) - 1  # of tokens, in elements
 ARGUMENTS = struct.Struct("19P13q6i3f4x")
 STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
-
-
-class Plan(NamedTuple):
-    """How a shape is launched."""
-
-    kernel: ClusterKernel
-    cluster: int
-    """Blocks of a cluster."""
-    threads: int
-    """Threads of a block."""
-    shared: int
-    """Bytes of shared memory of a block."""
-    local_pages: int
-    """Maximum number of pages that a block scores."""
-    max_clusters: int
-    """Clusters that the device runs at once; the others start late."""
 
 
 def limit(
@@ -87,12 +68,12 @@ def limit(
     ):
         if value > most:
             return ValueError(f"{name}={value}; allowed for impl='cluster': at most {most}")
-    misplaced = _misplaced(
+    unreadable = misplaced(
         {"keys": keys, "values": values, "new_key": new_key, "new_value": new_value},
         {"codes": codes, "factors": factors, "centres": centres},
     )
-    if misplaced is not None:
-        return misplaced
+    if unreadable is not None:
+        return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     tokens = codes.shape[2] if num_tokens is None else num_tokens
@@ -104,21 +85,6 @@ def limit(
     pairs = query.shape[0] * keys.shape[1]
     if not by_name and plan.max_clusters < pairs:
         return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
-    return None
-
-
-def _misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:
-    """Return the error of tensors that the kernel cannot load, or None."""
-    for name, tensor in (strided | contiguous).items():
-        steps = tensor.stride()[:-1] if name in strided else ()
-        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))):
-            return ValueError(
-                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
-                f"impl='cluster': multiples of {ALIGNMENT} bytes"
-            )
-        if tensor.ndim == 4 and name in strided and tensor.stride(2) > MOST_STRIDE:
-            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
-            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
     return None
 
 

@@ -2,11 +2,10 @@
 
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel
+from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -16,28 +15,10 @@ REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
 LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
-ALIGNMENT = 16  # bytes that a thread loads at once
-MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
 MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
-
-
-class Plan(NamedTuple):
-    """How a shape is launched."""
-
-    kernel: ClusterKernel
-    cluster: int
-    """Blocks of a cluster."""
-    threads: int
-    """Threads of a block."""
-    shared: int
-    """Bytes of shared memory of a block."""
-    local_pages: int
-    """Maximum number of pages that a block scores, a multiple of 32."""
-    max_clusters: int
-    """Clusters that the device runs at once; the others start late."""
 
 
 def limit(
@@ -80,16 +61,9 @@ def limit(
     for name, value, allowed in most:
         if value > allowed:
             return ValueError(f"{name}={value}; allowed for impl='cluster': at most {allowed}")
-    for name, buffer in (("keys", keys), ("values", values), ("page_min", page_min), ("page_max", page_max)):
-        size = buffer.element_size()
-        if any(place % ALIGNMENT for place in (buffer.data_ptr(), *(size * stride for stride in buffer.stride()[:3]))):
-            return ValueError(
-                f"{name} has strides {list(buffer.stride())} from address {buffer.data_ptr():#x}; allowed for "
-                f"impl='cluster': multiples of {ALIGNMENT} bytes"
-            )
-        if buffer.stride(2) > MOST_STRIDE:
-            stride = f"{name} has stride {buffer.stride(2)} in dimension 2"
-            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
+    unreadable = misplaced({"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}, {})
+    if unreadable is not None:
+        return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
     if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
