@@ -33,7 +33,9 @@ DEVICE int shuffle(int value, int lane) { return __shfl_sync(~0u, value, lane); 
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+DEVICE float shuffle(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE int shuffle_up(int value, int distance) { return __shfl_up_sync(~0u, value, distance); }
+DEVICE float shuffle_up(float value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 
 // ---- numbers
 
@@ -151,6 +153,7 @@ DEVICE void add_global(u64* address, u64 value) {
 }
 
 DEVICE void add_shared(u32* address) { atomicAdd(address, 1u); }
+DEVICE int take_place(int* next) { return atomicAdd(next, 1); }
 
 // ---- the kernel before this one, and the one after it
 
