@@ -239,3 +239,12 @@ struct Page {
   DEVICE const u16* key(int i) const { return keys + offset(first + i, keys_n); }
   DEVICE const u16* value(int i) const { return values + offset(first + i, values_n); }
 };
+
+// Keys and values of a page to the L2 cache, where they are one piece.
+template <int PAGE, class Arguments, class Place>
+DEVICE void prefetch_page(const Arguments& a, const Place& at, int page) {
+  const int first = at.start + page * PAGE, bytes = min(PAGE, a.capacity - first) * HEAD_DIM * 2;
+  if (a.keys_n != HEAD_DIM || a.values_n != HEAD_DIM) return;
+  prefetch_l2(a.keys + at.row * a.keys_b + at.head * a.keys_h + first * a.keys_n, bytes);
+  prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + first * a.values_n, bytes);
+}

@@ -23,7 +23,7 @@ struct Arguments {
   long long query_b, query_h, query_d, new_key_b, new_key_h, new_value_b, new_value_h;  // strides, in elements
   long long keys_b, keys_h, keys_n, values_b, values_h, values_n;
   long long min_b, min_h, min_p, max_b, max_h, max_p;
-  int kv_heads, max_pages, num_pages, max_blocks, sink_blocks, recent_blocks;
+  int kv_heads, capacity, max_pages, num_pages, max_blocks, sink_blocks, recent_blocks;
   int local_pages;                                                 // most pages of a block, a multiple of 32
   int microbatch, wave;                                            // pages; those of a wave are whole microbatches
   int forced;                                                      // first pages, which `by_mean` leaves out
@@ -117,9 +117,10 @@ DEVICE void append(Shared& s, const Arguments& a, const Place& at, const NewToke
 #pragma unroll
   for (int i = 0; i < PAGE; i++) keys[i] = i <= others ? fabsf(centre - keys[i]) : 0.f;
 #pragma unroll
-  for (int half = PAGE / 2; half > 0; half /= 2)
+  for (int level = 1; level <= 5; level++)
 #pragma unroll
-    for (int i = 0; i < half; i++) keys[i] += keys[i + half];
+    for (int i = 0; i < PAGE / 2; i++)
+      if (i < PAGE >> level) keys[i] += keys[i + (PAGE >> level)];
   const float deviation = keys[0] / (float)(others + 1), unit = power_of_two(-exponent);
   lower = (centre - deviation) * unit, upper = (centre + deviation) * unit;
   s.lower[d] = lower, s.upper[d] = upper, s.channel_exponent[d] = exponent;
@@ -305,6 +306,7 @@ DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32*
     const int bin = page < at.row_pages && rank < last ? bin_in(bins, rank) : BINS;
     if (bin >= cut) continue;
     const int n = take_place(&s.place[bin]);
+    if (n < a.wave) prefetch_page<PAGE>(a, at, page);     // about the first wave: places in a bin are not ranks
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) send(&s.listed[n], c, rank, &s.barriers[CHOICE]);
   }

@@ -17,7 +17,7 @@ HEAD_DIM, PAGE, TILE, BINS, LISTED = 128, 32, 16, 512, 512
 LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_MICROBATCH, MOST_PAGES = 8, 32, 65536
 LANES = 32  # of a warp, which looks at so many microbatches at once
-ARGUMENTS = struct.Struct("16P19q11i2f4x")
+ARGUMENTS = struct.Struct("16P19q12i2f")
 STAGES = ("query", "scores", "exchange", "bins", "list", "rank", "attend", "stop", "merge", "write")
 """Stages of the kernel, as in `quest.cluster`; of those that come several times, the last one counts."""
 
@@ -108,7 +108,7 @@ def append_and_attend_progressively(
     """Do the whole step in one launch."""
     assert page_exponent is not None
     assert channel_exponent is not None
-    batch, kv_heads, _, head_dim = keys.shape
+    batch, kv_heads, capacity, head_dim = keys.shape
     max_pages = page_min.shape[2]
     num_pages = max_pages if num_pages is None else num_pages
     max_blocks = num_pages if max_blocks is None else max_blocks
@@ -131,6 +131,7 @@ def append_and_attend_progressively(
         *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
         *(stride for tensor in (keys, values, page_min, page_max) for stride in tensor.stride()[:3]),
         kv_heads,
+        capacity,
         max_pages,
         num_pages,
         max_blocks,

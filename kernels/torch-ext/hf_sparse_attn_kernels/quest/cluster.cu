@@ -177,15 +177,6 @@ DEVICE Kind kind_of(const Edge& edge, int bin, u64 rank) {
   return edge.all ? CHOSEN : CANDIDATE;
 }
 
-// Keys and values of a page to the L2 cache, where they are one piece.
-DEVICE void prefetch_page(const Arguments& a, const Place& at, int page) {
-  const int first = at.start + page * PAGE, bytes = min(PAGE, a.capacity - first) * HEAD_DIM * 2;
-  if (a.keys_n != HEAD_DIM || a.values_n != HEAD_DIM) return;
-  prefetch_l2(a.keys + at.row * a.keys_b + at.head * a.keys_h + first * a.keys_n, bytes);
-  prefetch_l2(a.values + at.row * a.values_b + at.head * a.values_h + first * a.values_n, bytes);
-}
-
-
 struct Choice {
   int count, sure, level;                                 // pages to read; those above the edge; candidates
 };
@@ -266,7 +257,7 @@ DEVICE Choice choose(Shared& s, const Arguments& a, const Place& at, float* scor
     Kind kind = OUT;
     if (local < local_pages && page < at.row_pages) kind = kind_of(edge, bin_of<BINS>(keys[local], top), rank_of(keys[local], page));
     const u32 chosen = warp_ballot(kind == CHOSEN), candidates = warp_ballot(kind == CANDIDATE);
-    if (kind != OUT) prefetch_page(a, at, page);
+    if (kind != OUT) prefetch_page<PAGE>(a, at, page);
     if (kind == CHOSEN) {
       const int n = place + count_bits(chosen & lanes_below);
       send((u32*)&s.pages[n / CLUSTER], n % CLUSTER, (u32)page, &s.barriers[CHOICE]);
