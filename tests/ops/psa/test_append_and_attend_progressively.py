@@ -22,19 +22,19 @@ from hf_sparse_attn_kernels.psa import cluster
 from tests.ops.helpers import IMPLS, check_schema, device, grid
 from tests.ops.pages.steps import new_tokens, prefilled
 
-STEP = {"page_size": 32, "statistic": "cuboid_mean", "microbatch": 2, "threshold": 0.9, "sink_blocks": 1}
+STEP = {"page_size": 32, "microbatch": 2, "threshold": 0.9, "sink_blocks": 1}
 STATE = ("keys", "values", "page_min", "page_max", "page_exponent", "channel_exponent")
 SERVED = {"head_dim": 128, "dtype": torch.bfloat16}
 
 
-def _arguments(lengths, int8=True, peak=4.0, **shape):
+def _arguments(lengths, int8=True, peak=4.0, statistic="cuboid_mean", **shape):
     """Arguments of a step that appends to every row that has tokens, with a query that attends to few of them."""
-    rows, bounds = prefilled(lengths, int8, 32, "cuboid_mean", **shape)
+    rows, bounds = prefilled(lengths, int8, 32, statistic, **shape)
     query, new_key, new_value = new_tokens(rows, 0)
     end = torch.where(rows.end > rows.start, rows.end + 1, rows.end)
     tensors = {"query": query * peak, "new_key": new_key, "new_value": new_value}
     buffers = {"keys": rows.keys, "values": rows.values, "seq_start": rows.start, "seq_end": end}
-    return {**tensors, **buffers, **bounds, **STEP}
+    return {**tensors, **buffers, **bounds, **STEP, "statistic": statistic}
 
 
 def _copy(arguments):
@@ -119,7 +119,11 @@ LIMITS = [
     ({"int8": False}, TypeError, r"dtype=torch.bfloat16 of page_min; allowed for impl='cluster': torch.int8"),
     ({"head_dim": 64}, ValueError, r"head_dim=64 of query; allowed for impl='cluster': 128"),
     ({"page_size": 64}, ValueError, r"page_size=64; allowed for impl='cluster': 32"),
-    ({"statistic": "minmax"}, ValueError, r"statistic='minmax'; allowed for impl='cluster': 'cuboid_mean'"),
+    (
+        {"statistic": "representative"},
+        ValueError,
+        r"statistic='representative'; allowed for impl='cluster': 'cuboid_mean' or 'minmax'",
+    ),
     ({"group": 9}, ValueError, r"group=9; allowed for impl='cluster': at most 8"),
     ({"microbatch": 33}, ValueError, r"microbatch=33; allowed for impl='cluster': at most 32"),
 ]
@@ -206,7 +210,7 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     numbers = {
         "kv_heads": 2, "capacity": arguments["keys"].shape[2], "max_pages": arguments["page_min"].shape[2],
         "num_pages": 5, "max_blocks": 5, "sink_blocks": 1, "recent_blocks": 2, "local_pages": 32, "microbatch": 2,
-        "wave": 32, "forced": 3, "by_mean": 1, "scale": 0.5,
+        "wave": 32, "forced": 3, "by_mean": 1, "whole_range": 0, "scale": 0.5,
     }  # fmt: skip
     assert {name: named[name] for name in numbers} == numbers
     assert named["log2_odds"] == pytest.approx(3.169925)  # of 0.9
@@ -230,11 +234,12 @@ CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cl
         ([30, 31, 32], 1, 1, {}),
         ([3001], 1, 7, {"group_reduce": "mean", "rest": "last", "microbatch": 3}),
         ([700, 90], 2, 8, {"group_reduce": "max", "max_blocks": 11, "sink_blocks": 2, "recent_blocks": 2}),
-        ([20_000], 1, 2, {"threshold": 0.999, "microbatch": 8}),
+        ([20_000], 1, 2, {"threshold": 0.999, "microbatch": 8, "statistic": "minmax"}),
     ],
 )
 def test_clusters_read_and_write_what_the_reference_does(choice, lengths, kv_heads, group, options):
-    arguments = _arguments(lengths, kv_heads=kv_heads, group=group, **SERVED) | options
+    statistic = options.get("statistic", "cuboid_mean")
+    arguments = _arguments(lengths, kv_heads=kv_heads, group=group, statistic=statistic, **SERVED) | options
     ours, again, expected = _copy(arguments), _copy(arguments), _copy(arguments)
     with tuning.forced(progressive_step=choice):
         found = append_and_attend_progressively(**ours, impl="cluster")

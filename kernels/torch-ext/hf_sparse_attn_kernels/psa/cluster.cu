@@ -28,6 +28,7 @@ struct Arguments {
   int microbatch, wave;                                            // pages; those of a wave are whole microbatches
   int forced;                                                      // first pages, which `by_mean` leaves out
   int by_mean;                                                     // the rest weighs as a microbatch's mean, not the least page
+  int whole_range;                                                 // bounds are minimum and maximum
   float scale, log2_odds;                                          // of the threshold
 };
 
@@ -95,8 +96,8 @@ DEVICE void load_page(Shared& s, const Arguments& a, const Place& at) {
   }
 }
 
-// Write the token, and compute its page's bounds from all of its keys: the centre of their range, and around it their
-// mean distance from the centre. Threads below HEAD_DIM, a channel each. The sum is pairwise, as in the reference.
+// Write the token, and compute its page's bounds from all of its keys: their range, or its centre with, on both sides,
+// their mean distance from it. Threads below HEAD_DIM, a channel each. The sum is pairwise, as in the reference.
 DEVICE void append(Shared& s, const Arguments& a, const Place& at, const NewToken& token) {
   const int d = at.tid, others = (at.length - 1) % PAGE;
   a.keys[at.row * a.keys_b + at.head * a.keys_h + (at.end - 1) * a.keys_n + d] = token.key;
@@ -122,7 +123,8 @@ DEVICE void append(Shared& s, const Arguments& a, const Place& at, const NewToke
     for (int i = 0; i < PAGE / 2; i++)
       if (i < PAGE >> level) keys[i] += keys[i + (PAGE >> level)];
   const float deviation = keys[0] / (float)(others + 1), unit = power_of_two(-exponent);
-  lower = (centre - deviation) * unit, upper = (centre + deviation) * unit;
+  if (!a.whole_range) lower = centre - deviation, upper = centre + deviation;
+  lower *= unit, upper *= unit;
   s.lower[d] = lower, s.upper[d] = upper, s.channel_exponent[d] = exponent;
   const u32 largest = warp_max(as_bits(fmaxf(fabsf(lower), fabsf(upper))));
   if (at.lane == 0) s.page_largest[at.warp] = largest;

@@ -13,11 +13,12 @@ from .._tuning import choice
 
 SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "_cluster_pages.cuh", "psa/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
+STATISTICS = ("cuboid_mean", "minmax")
 HEAD_DIM, PAGE, TILE, BINS, LISTED = 128, 32, 16, 512, 512
 LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_MICROBATCH, MOST_PAGES = 8, 32, 65536
 LANES = 32  # of a warp, which looks at so many microbatches at once
-ARGUMENTS = struct.Struct("16P19q12i2f")
+ARGUMENTS = struct.Struct("16P19q13i2f4x")
 STAGES = ("query", "scores", "exchange", "bins", "list", "rank", "attend", "stop", "merge", "write")
 """Stages of the kernel, as in `quest.cluster`; of those that come several times, the last one counts."""
 
@@ -50,13 +51,15 @@ def limit(
         ("dtype", page_min.dtype, "page_min", torch.int8),
         ("head_dim", query.shape[2], "query", HEAD_DIM),
         ("page_size", page_size, None, PAGE),
-        ("statistic", statistic, None, "cuboid_mean"),
     )
     for name, value, tensor, allowed in shapes:
         if value != allowed:
             of_tensor = "" if tensor is None else f" of {tensor}"
             error = TypeError if name == "dtype" else ValueError
             return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
+    if statistic not in STATISTICS:
+        allowed = " or ".join(map(repr, STATISTICS))
+        return ValueError(f"statistic={statistic!r}; allowed for impl='cluster': {allowed}")
     group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
     most = (("group", group, MOST_GROUP), ("microbatch", microbatch, MOST_MICROBATCH), ("num_pages", pages, MOST_PAGES))
     for name, value, allowed in most:
@@ -142,6 +145,7 @@ def append_and_attend_progressively(
         wave_of(plan.cluster, plan.threads, microbatch),
         sink_blocks + recent_blocks,
         rest == "last",
+        statistic == "minmax",
         head_dim**-0.5 if scale is None else scale,
         math.log2(threshold) - math.log1p(-threshold) / math.log(2) if threshold < 1 else math.inf,
     )
