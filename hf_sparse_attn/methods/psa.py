@@ -171,8 +171,9 @@ class PSA(PagedMethod):
             **layer.metadata,
         }
         if layer.keeps_rows and type(self)._attend_progressively is PSA._attend_progressively:
+            options = ranking | self._reading
             output, _, block_order, read_counts = append_and_attend_progressively(
-                *tensors, **ranking, **self._reading, finished=layer.finished
+                *tensors, **options, finished=layer.finished
             )
         else:
             block_order, block_counts = append_and_rank(*tensors, **ranking)

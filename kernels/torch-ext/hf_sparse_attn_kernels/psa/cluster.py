@@ -58,8 +58,8 @@ def limit(
             error = TypeError if name == "dtype" else ValueError
             return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
     if statistic not in STATISTICS:
-        allowed = " or ".join(map(repr, STATISTICS))
-        return ValueError(f"statistic={statistic!r}; allowed for impl='cluster': {allowed}")
+        names = " or ".join(map(repr, STATISTICS))
+        return ValueError(f"statistic={statistic!r}; allowed for impl='cluster': {names}")
     group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
     most = (("group", group, MOST_GROUP), ("microbatch", microbatch, MOST_MICROBATCH), ("num_pages", pages, MOST_PAGES))
     for name, value, allowed in most:
