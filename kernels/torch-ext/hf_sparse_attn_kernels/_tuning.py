@@ -44,7 +44,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
-    # threads in a block. For Quest's step, KeyCodes' and PSA's.
+    # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
     "code_step": {"cluster": 0, "threads": 512},
     "progressive_step": {"cluster": 0, "threads": 512},
@@ -198,10 +198,6 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         for cluster, threads in (*product((1, 2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))
     ],
     "code_step": [
-        {"cluster": cluster, "threads": threads}
-        for cluster, threads in (*product((2, 3, 4, 8, 12, 16), (256, 512)), (0, 512))
-    ],
-    "progressive_step": [
         {"cluster": cluster, "threads": threads}
         for cluster, threads in (*product((2, 3, 4, 8, 12, 16), (256, 512)), (0, 512))
     ],

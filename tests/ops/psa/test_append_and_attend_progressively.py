@@ -149,7 +149,8 @@ def test_clusters_need_cuda():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"):
+    chosen = tuning.forced(progressive_step={"cluster": 8})
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"), chosen:
         for _ in range(2):
             append_and_attend_progressively(**_copy(_arguments([40])))
     said = "append_and_attend_progressively runs as separate launches: dtype=torch.float32 of query; allowed for "
@@ -177,11 +178,17 @@ def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, 
 
 
 @pytest.mark.parametrize(
-    ("size", "threads", "microbatch", "wave"),
-    [(8, 512, 8, 64), (8, 256, 8, 32), (3, 512, 8, 24), (1, 256, 8, 0), (4, 256, 3, 15), (16, 512, 1, 32)],
+    ("size", "threads", "microbatch", "waves"),
+    [
+        (8, 512, 8, (64, 128)),
+        (3, 512, 8, (24, 48)),
+        (1, 256, 8, (0, 8)),
+        (4, 256, 3, (15, 30)),
+        (16, 512, 1, (32, 32)),
+    ],
 )
-def test_a_wave_is_whole_microbatches_with_half_a_block_for_a_warp(size, threads, microbatch, wave):
-    assert cluster.wave_of(size, threads, microbatch) == wave
+def test_waves_are_whole_microbatches_with_half_a_block_or_one_for_a_warp(size, threads, microbatch, waves):
+    assert cluster.waves_of(size, threads, microbatch) == waves
 
 
 def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
@@ -210,7 +217,7 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     numbers = {
         "kv_heads": 2, "capacity": arguments["keys"].shape[2], "max_pages": arguments["page_min"].shape[2],
         "num_pages": 5, "max_blocks": 5, "sink_blocks": 1, "recent_blocks": 2, "local_pages": 32, "microbatch": 2,
-        "wave": 32, "forced": 3, "by_mean": 1, "whole_range": 0, "scale": 0.5,
+        "first_wave": 32, "wave": 64, "forced": 3, "by_mean": 1, "whole_range": 0, "scale": 0.5,
     }  # fmt: skip
     assert {name: named[name] for name in numbers} == numbers
     assert named["log2_odds"] == pytest.approx(3.169925)  # of 0.9

@@ -6,9 +6,9 @@
 // FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
 // The pages are ranked only as far as they are read, a batch at a time: the counts of bins of scores say which pages
-// follow, every block gets them all, and sorts them. They are attended to in waves, half a page a warp. Every block then
-// gets the weights of all pages of the wave, and finds the microbatch after which enough is read. A warp adds up what it
-// attended to once it is known to be read. Nothing depends on the order of arrival.
+// follow, every block gets them all, and sorts them. They are attended to in waves: in the first one half a page a warp,
+// then a page. Every block gets the weights of all pages of the wave, and finds the microbatch after which enough is
+// read. A warp adds up what it attended to once it is known to be read. Nothing depends on the order of arrival.
 
 struct Arguments {
   const u16 *query, *new_key, *new_value;                          // bf16
@@ -25,7 +25,7 @@ struct Arguments {
   long long min_b, min_h, min_p, max_b, max_h, max_p;
   int kv_heads, capacity, max_pages, num_pages, max_blocks, sink_blocks, recent_blocks;
   int local_pages;                                                 // most pages of a block, a multiple of 32
-  int microbatch, wave;                                            // pages; those of a wave are whole microbatches
+  int microbatch, first_wave, wave;                                // pages; waves are whole microbatches
   int forced;                                                      // first pages, which `by_mean` leaves out
   int by_mean;                                                     // the rest weighs as a microbatch's mean, not the least page
   int whole_range;                                                 // bounds are minimum and maximum
@@ -34,7 +34,8 @@ struct Arguments {
 
 constexpr int PAGE = 32, HALF = 16;
 constexpr int BINS = 512;
-constexpr int MOST_LISTED = 512, LISTED = 256;            // pages that a batch may have, and has if bins allow
+constexpr int MOST_LISTED = 1024;                         // pages that a batch may have; about as many has the first one,
+constexpr int LISTED_FIRST = 256, LISTED = 768;           // and each of the others, by whole bins
 constexpr u32 NEWEST = FORCED + 1;                        // the last pages, of which the newest is the first
 constexpr int EVEN_WEIGHTS = BARRIERS, ODD_WEIGHTS = BARRIERS + 1;
 
@@ -59,6 +60,7 @@ struct Shared {
   u32 enough[2][GROUP];                                   // bits of a wave's microbatches
   alignas(16) u32 histogram[BINS];
   int first[BINS + 1], place[BINS];                       // of each bin in a batch: its first place, the block's next one
+  float greatest[GROUP];                                  // scores
   int warp_total[WARPS], edge, above, level;
 };
 
@@ -205,26 +207,51 @@ DEVICE int page_of_rank(u64 rank) {
   return (u32)(rank >> 16) == NEWEST ? low : 0xFFFF - low;
 }
 
-// Bins by the score; or, with `shift` below 48, by eight bits of the ranks that begin with `prefix`, after one bin for
-// those that begin with more.
+// Bins by the score: 32 for each doubling of the distance from `top`, best first, and those that are forced in the first.
+// Or, with `shift` below 48, by eight bits of the ranks that begin with `prefix`, after one bin for those with more.
 struct Bins {
   float top;
   int shift;
   u64 prefix;
 };
 
+DEVICE float score_of(u32 key) { return as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key); }
+
+DEVICE int bin_of_score(u32 key, float top) {
+  if (key >= FORCED) return 0;
+  constexpr float LEAST = 1.f / 256.f;                    // of the distances that are told apart by doublings
+  const u32 bits = as_bits(fmaxf(top - score_of(key), 0.f) + LEAST) - 0x3B800000u;
+  return (int)min(bits >> 18, (u32)BINS - 1);
+}
+
 DEVICE int bin_in(const Bins& bins, u64 rank) {
-  if (bins.shift == 48) return bin_of<BINS>((u32)(rank >> 16), bins.top);
+  if (bins.shift == 48) return bin_of_score((u32)(rank >> 16), bins.top);
   const u64 begin = rank >> bins.shift >> 8;
   if (begin != bins.prefix) return begin > bins.prefix ? 0 : BINS;
   return 256 - (int)(rank >> bins.shift & 255);
+}
+
+// A score that no page exceeds but by rounding: the heads' greatest ones, as if one page had them all.
+DEVICE float greatest_score(Shared& s, const Place& at, const float (&lse)[GROUP], float top) {
+  if (REDUCE != 0 || GROUP == 1) return top;
+  if (at.warp < GROUP) {
+    float greatest = at.lane < CLUSTER ? s.lse_in[at.lane][at.warp].max : LOW;
+#pragma unroll
+    for (int mask = 1; mask < 16; mask *= 2) greatest = fmaxf(greatest, shuffle_xor(greatest, mask));
+    if (at.lane == 0) s.greatest[at.warp] = greatest;
+  }
+  sync_block();
+  float sum = 0.f;
+#pragma unroll
+  for (int h = 0; h < GROUP; h++) sum += exp2_fast(s.greatest[h] - lse[h]);
+  return log2_fast(sum);
 }
 
 // Replace the scores of this block's pages by keys in their order, each thread its own, and count those of each bin.
 DEVICE float rank_pages(Shared& s, const Arguments& a, const Place& at, float* scores, int stride) {
   u32* keys = (u32*)scores;
   float lse[GROUP];
-  const float top = load_lse(s, lse);
+  const float most = load_lse(s, lse), top = greatest_score(s, at, lse, most);
 #pragma unroll 2
   for (int local = at.tid; local < at.tiles * TILE; local += THREADS) {
     const int page = page_of(at, local);
@@ -233,7 +260,7 @@ DEVICE float rank_pages(Shared& s, const Arguments& a, const Place& at, float* s
       key = order_key(reduced(scores, stride, lse, local));
       if (page < a.sink_blocks) key = FORCED;
       if (page >= at.row_pages - a.recent_blocks) key = NEWEST;
-      add_shared(&s.histogram[bin_of<BINS>(key, top)]);
+      add_shared(&s.histogram[bin_of_score(key, top)]);
     }
     keys[local] = key;
   }
@@ -275,8 +302,10 @@ DEVICE void place_bins(Shared& s, const Place& at, int call, int goal) {
 // List the pages that follow those up to rank `last`, sorted, in all blocks: at least a microbatch, or `left`.
 DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32* keys, float top, u64 last, int left,
                       int batch, int& call) {
-  Bins bins{top, 48, 0};
-  const int local_pages = at.tiles * TILE, goal = min(left, max(LISTED, a.microbatch));
+  const u32 last_key = (u32)(last >> 16);
+  Bins bins{batch > 0 && last_key < FORCED ? score_of(last_key) : top, 48, 0};
+  const int local_pages = at.tiles * TILE, goal = min(left, batch > 0 ? LISTED : LISTED_FIRST);
+  const int prefetched = batch > 0 ? a.wave : a.first_wave;
   int cut, count;                                         // bins before `cut` are listed
 #pragma unroll 1
   for (bool counted = batch == 0;; counted = false) {
@@ -308,7 +337,7 @@ DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32*
     const int bin = page < at.row_pages && rank < last ? bin_in(bins, rank) : BINS;
     if (bin >= cut) continue;
     const int n = take_place(&s.place[bin]);
-    if (n < a.wave) prefetch_page<PAGE>(a, at, page);     // about the first wave: places in a bin are not ranks
+    if (n < prefetched) prefetch_page<PAGE>(a, at, page);   // about the next wave: places in a bin are not ranks
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) send(&s.listed[n], c, rank, &s.barriers[CHOICE]);
   }
@@ -349,19 +378,21 @@ struct Weights {
 };
 
 // Find the microbatches of a wave after which a query head has read enough; a warp, of its head, with a microbatch a
-// lane. The wave's `count` pages follow the `read` ones, from `first` of the batch on.
-DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first, int count, int read, int wave,
-                      Weights& known) {
-  const int begin = at.lane * a.microbatch, size = clamp(count - begin, 0, a.microbatch), pitch = a.wave / a.microbatch;
-  const float* weights = s.weights_in[wave & 1][at.warp] + at.lane;   // of half pages, `pitch` apart
+// lane. The wave's `count` pages, in `parts` each, follow the `read` ones, from `first` of the batch on. The weights of
+// a microbatch are `pitch` apart.
+DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first, int count, int parts, int pitch, int read,
+                      int wave, Weights& known) {
+  const int begin = at.lane * a.microbatch, size = clamp(count - begin, 0, a.microbatch);
+  const float* weights = s.weights_in[wave & 1][at.warp] + at.lane;
   MaxSum total{LOW, 0.f};
 #pragma unroll 4
-  for (int i = 0; i < 2 * size; i++) total.max = fmaxf(total.max, weights[i * pitch]);
+  for (int i = 0; i < parts * size; i++) total.max = fmaxf(total.max, weights[i * pitch]);
   float rest = a.by_mean ? 0.f : infinity();
   int counted = 0;
 #pragma unroll 4
   for (int i = 0; i < size; i++) {
-    const float weight = exp2_fast(weights[2 * i * pitch] - total.max) + exp2_fast(weights[(2 * i + 1) * pitch] - total.max);
+    float weight = exp2_fast(weights[parts * i * pitch] - total.max);
+    if (parts == 2) weight += exp2_fast(weights[(2 * i + 1) * pitch] - total.max);
     total.sum += weight;
     const bool complete = (page_of_rank(s.sorted[first + begin + i]) + 1) * PAGE <= at.length;
     if (!complete || (a.by_mean && read + begin + i < a.forced)) continue;
@@ -387,40 +418,44 @@ DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first,
 // many of them were, and sets `stops`.
 DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int read, int& wave, Weights& known,
                   Output& out, bool& stops) {
-  const int half = at.warp * CLUSTER + at.rank;           // of a wave
-  const int slot = half % (2 * a.microbatch) * (a.wave / a.microbatch) + half / (2 * a.microbatch);
+  const int unit = at.warp * CLUSTER + at.rank;           // a part of a wave
+  Page page{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
+            (u32)a.keys_n, (u32)a.values_n, 0, at.end};
   int first = 0;
 #pragma unroll 1
   for (; first < count && !stops; wave++) {
-    const int in_wave = min(a.wave, count - first);
+    const int parts = wave == 0 ? 2 : 1, most = wave == 0 ? a.first_wave : a.wave, in_wave = min(most, count - first);
+    const int pitch = most / a.microbatch, slot = unit % (parts * a.microbatch) * pitch + unit / (parts * a.microbatch);
     u64* barrier = &s.barriers[wave & 1 ? ODD_WEIGHTS : EVEN_WEIGHTS];
     Output own = {MaxSum{LOW, 0.f}, {}};
-    if (half < 2 * in_wave) {
-      const int begin = at.start + page_of_rank(s.sorted[first + half / 2]) * PAGE + half % 2 * HALF;
-      const Page page{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
-                      (u32)a.keys_n, (u32)a.values_n, begin, at.end};
-      if (begin < at.end) {
+    if (unit < parts * in_wave) {
+      page.first = at.start + page_of_rank(s.sorted[first + unit / parts]) * PAGE + unit % parts * HALF;
+#pragma unroll 1
+      for (int part = parts; part <= 2 && page.first < at.end; part++, page.first += HALF) {
         Tokens tokens;
         load_tokens(tokens, page, at);
-        attend_tokens(own, tokens, s, at, at.end - begin, a.scale * LOG2_E);
+        attend_tokens(own, tokens, s, at, at.end - page.first, a.scale * LOG2_E);
       }
       const float weight = own.total.sum > 0.f ? own.total.max + log2_fast(own.total.sum) : LOW;
 #pragma unroll 1
       for (int c = at.g < GROUP ? at.t : CLUSTER; c < CLUSTER; c += 4)
         send((u32*)&s.weights_in[wave & 1][at.g][slot], c, as_bits(weight), barrier);
     }
-    if (at.tid == 0) arm_barrier(barrier, 2 * in_wave * GROUP * 4);
+    if (at.tid == 0) arm_barrier(barrier, parts * in_wave * GROUP * 4);
+    const int next = first + in_wave + unit;
+    if (wave > 0 && at.lane == 0 && unit < a.wave && next < count)   // not after the first wave, which may be the last
+      prefetch_page<PAGE>(a, at, page_of_rank(s.sorted[next]));
     MARK(Stage::ATTEND);
     if (at.warp < GROUP) {
       wait_barrier(barrier, wave >> 1 & 1);
-      find_stop(s, a, at, first, in_wave, read + first, wave, known);
+      find_stop(s, a, at, first, in_wave, parts, pitch, read + first, wave, known);
     }
     sync_block();
     u32 enough = ~0u;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) enough &= s.enough[wave & 1][h];
     const int kept = enough ? (count_bits((enough & (0u - enough)) - 1) + 1) * a.microbatch : in_wave;
-    if (half < 2 * kept) add_output(out, own);
+    if (unit < parts * kept) add_output(out, own);
     if (at.rank == 0)
 #pragma unroll 1
       for (int i = at.tid; i < kept; i += THREADS)

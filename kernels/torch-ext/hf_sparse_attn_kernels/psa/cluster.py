@@ -14,11 +14,11 @@ from .._tuning import choice
 SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "_cluster_pages.cuh", "psa/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 STATISTICS = ("cuboid_mean", "minmax")
-HEAD_DIM, PAGE, TILE, BINS, LISTED = 128, 32, 16, 512, 512
+HEAD_DIM, PAGE, TILE, BINS, LISTED = 128, 32, 16, 512, 1024
 LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_MICROBATCH, MOST_PAGES = 8, 32, 65536
 LANES = 32  # of a warp, which looks at so many microbatches at once
-ARGUMENTS = struct.Struct("16P19q13i2f4x")
+ARGUMENTS = struct.Struct("16P19q14i2f")
 STAGES = ("query", "scores", "exchange", "bins", "list", "rank", "attend", "stop", "merge", "write")
 """Stages of the kernel, as in `quest.cluster`; of those that come several times, the last one counts."""
 
@@ -46,6 +46,10 @@ def limit(
 
     If `by_name` is False, a call that another implementation serves faster is not served either.
     """
+    pages = page_min.shape[2] if num_pages is None else num_pages
+    # First, since it costs little.
+    if not by_name and query.is_cuda and _choice_of(query, keys, pages)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
     shapes = (
         ("dtype", query.dtype, "query", torch.bfloat16),
         ("dtype", page_min.dtype, "page_min", torch.int8),
@@ -60,7 +64,7 @@ def limit(
     if statistic not in STATISTICS:
         names = " or ".join(map(repr, STATISTICS))
         return ValueError(f"statistic={statistic!r}; allowed for impl='cluster': {names}")
-    group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
+    group = query.shape[1] // keys.shape[1]
     most = (("group", group, MOST_GROUP), ("microbatch", microbatch, MOST_MICROBATCH), ("num_pages", pages, MOST_PAGES))
     for name, value, allowed in most:
         if value > allowed:
@@ -70,8 +74,6 @@ def limit(
         return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
-        return ValueError("they are as fast at this shape, or clusters have not been measured")
     plan = plan_of(query, keys, pages, group_reduce, microbatch)
     if not isinstance(plan, Plan):
         return plan
@@ -142,7 +144,7 @@ def append_and_attend_progressively(
         recent_blocks,
         plan.local_pages,
         microbatch,
-        wave_of(plan.cluster, plan.threads, microbatch),
+        *waves_of(plan.cluster, plan.threads, microbatch),
         sink_blocks + recent_blocks,
         rest == "last",
         statistic == "minmax",
@@ -153,9 +155,11 @@ def append_and_attend_progressively(
     return out, lse, block_order, read_counts
 
 
-def wave_of(cluster: int, threads: int, microbatch: int) -> int:
-    """Return how many blocks of tokens are attended to at once: whole microbatches, half a block of tokens a warp."""
-    return min(cluster * threads // LANES // 2, LANES * microbatch) // microbatch * microbatch
+def waves_of(cluster: int, threads: int, microbatch: int) -> tuple[int, int]:
+    """Return the blocks of tokens in the first wave and in others: whole microbatches, of half or one block a warp."""
+    warps = cluster * threads // LANES
+    first, other = (min(blocks, LANES * microbatch) // microbatch * microbatch for blocks in (warps // 2, warps))
+    return first, other
 
 
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
@@ -195,7 +199,7 @@ def _plan(
                 f"allowed: at most {MOST_SHARED}"
             )
             continue
-        if not wave_of(size, threads, microbatch):
+        if not waves_of(size, threads, microbatch)[0]:
             refused = RuntimeError(
                 f"microbatch={microbatch}; impl='cluster' attends to fewer at once in clusters of {size}"
             )
@@ -262,7 +266,7 @@ def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
         8 * group * (2 * warps + 1 + 2 * cluster),  # warp_lse, lse_in, warp_output, sums_in
         2 * group * cluster * warps * 4,  # weights_in
         3 * HEAD_DIM * 4,  # lower, upper, channel_exponent
-        2 * group * 4,  # unit, lse
+        3 * group * 4,  # unit, lse, greatest
         4 * (4 * group + 4 + 2 * group),  # largest, page_largest, enough
         BINS * 4 + (2 * BINS + 1) * 4,  # histogram, first, place
         4 * (warps + 3),  # warp_total, edge, above, level

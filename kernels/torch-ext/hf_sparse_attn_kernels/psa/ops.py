@@ -64,8 +64,9 @@ def append_and_attend_progressively(
         As for `progressive_decode`.
     impl : str, optional
         "triton", "reference" or "cluster". Defaults to `use_impl`, then Triton on CUDA, else the reference. Clusters
-        serve bfloat16 with bounds in int8, of "cuboid_mean" or "minmax", head_dim 128, page_size 32, at most 8 query heads per KV
-        head, a microbatch of at most 32 and num_pages of at most 65,536, all strides multiples of 16 bytes.
+        serve bfloat16 with bounds in int8, of "cuboid_mean" or "minmax", head_dim 128, page_size 32, at most 8 query
+        heads per KV head, a microbatch of at most 32 and num_pages of at most 65,536, all strides multiples of 16
+        bytes.
 
     Returns
     -------
