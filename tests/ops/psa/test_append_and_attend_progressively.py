@@ -253,8 +253,19 @@ def test_clusters_read_and_write_what_the_reference_does(choice, lengths, kv_hea
         repeated = append_and_attend_progressively(**(again | {"counter": None}), impl="cluster")
     exact = append_and_attend_progressively(**expected, impl="reference")
     _check_state(ours, expected)
-    _check_read(found, exact)
     _check_read(found, repeated)
+    assert torch.equal(found[3], exact[3])
+    # Blocks whose scores differ by rounding alone may change places.
+    scores = page_scores(
+        **{name: expected[name] for name in ("query", "seq_start", "seq_end", "page_size", *STATE[2:])},
+        group_reduce=options.get("group_reduce", "softmax"),
+    )
+    for order, right, count, of_pair in zip(
+        *(each.flatten(0, 1) for each in (found[2], exact[2], exact[3][..., None], scores)), strict=True
+    ):
+        order, right = (each[: count.item()].long() for each in (order, right))
+        assert len(set(order.tolist())) == len(order)
+        torch.testing.assert_close(of_pair[order], of_pair[right], rtol=0, atol=1e-4)
     for name, tensor, same, right in zip(("out", "lse"), found, repeated, exact, strict=False):
         assert torch.equal(tensor, same), name
         torch.testing.assert_close(tensor.float(), right.float(), rtol=1e-2, atol=1e-2)
