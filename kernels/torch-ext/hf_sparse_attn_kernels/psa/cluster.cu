@@ -87,14 +87,14 @@ DEVICE NewToken load_token(const Arguments& a, const Place& at) {
   return NewToken{key[at.tid], value[at.tid], key[at.tid ^ HEAD_DIM / 2], a.channel_exponent[(long long)at.pair * HEAD_DIM + at.tid]};
 }
 
-// The keys of the token's page before it.
-DEVICE void load_page(Shared& s, const Arguments& a, const Place& at) {
+// Begin to copy the keys of the token's page before it.
+DEVICE void copy_page(Shared& s, const Arguments& a, const Place& at) {
   const int others = (at.length - 1) % PAGE;
   const u16* first = a.keys + at.row * a.keys_b + at.head * a.keys_h + (at.end - 1 - others) * a.keys_n;
 #pragma unroll 1
   for (int i = at.tid; i < others * (HEAD_DIM / 8); i += THREADS) {
     const int token = i / (HEAD_DIM / 8), part = i % (HEAD_DIM / 8);
-    *(Words4*)&s.page_keys[token][8 * part] = load16<0>(first + token * a.keys_n + 8 * part, true);
+    copy16(&s.page_keys[token][8 * part], first + token * a.keys_n + 8 * part);
   }
 }
 
@@ -132,7 +132,7 @@ DEVICE void append(Shared& s, const Arguments& a, const Place& at, const NewToke
   if (at.lane == 0) s.page_largest[at.warp] = largest;
 }
 
-// The levels of the page's bounds, and the page's scores; one warp, with four channels a lane.
+// The levels of the page's bounds, and the page's scores; a warp, with four channels a lane.
 DEVICE void score_new_page(Shared& s, const Arguments& a, const Place& at, float* scores, int stride) {
   const int d = at.lane * 4;
   const u32 largest = max(max(s.page_largest[0], s.page_largest[1]), max(s.page_largest[2], s.page_largest[3]));
@@ -185,15 +185,19 @@ DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Pla
   at.last_page = min(at.new_page, at.row_pages);
   at.tiles = ((at.row_pages + TILE - 1) / TILE - at.rank + CLUSTER - 1) / CLUSTER;
   at.appends = at.length > 0 && at.new_page / TILE % CLUSTER == at.rank;
-  if (at.appends) load_page(s, a, at);
+  if (at.appends) copy_page(s, a, at);
   float scaled[ELEMENTS];
   scale_query(s, at, query, scaled);
   sync_block();
-  if (at.appends && at.tid < HEAD_DIM) append(s, a, at, token);
   split_query(s, a, at, scaled);
+  wait_copies();
   sync_block();
   MARK(Stage::QUERY);
-  if (at.appends && at.warp == WARPS - 1) score_new_page(s, a, at, scores, stride);
+  if (at.appends && at.tid < HEAD_DIM) {
+    append(s, a, at, token);
+    sync_first<HEAD_DIM>();
+    if (at.warp == 0) score_new_page(s, a, at, scores, stride);
+  }
   score_tiles(s, bounds, tiles, at, scores, stride);
 }
 
