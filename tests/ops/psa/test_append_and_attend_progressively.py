@@ -140,6 +140,15 @@ def test_an_input_beyond_the_limits_of_clusters_is_an_error_that_names_the_limit
     _check_state(arguments, before)
 
 
+@pytest.mark.parametrize("name", ["keys", "new_key"])
+def test_strides_that_clusters_do_not_load_are_an_error(name):
+    arguments = _copy(_arguments([40, 20], **SERVED))
+    wide = torch.zeros(*arguments[name].shape[:-1], 130, dtype=torch.bfloat16, device=device)
+    arguments[name] = wide[..., :128]
+    with pytest.raises(ValueError, match=rf"{name} has strides \[.*130, 1\] from address .* multiples of 16 bytes"):
+        append_and_attend_progressively(**arguments, impl="cluster")
+
+
 @pytest.mark.skipif(device.type == "cuda", reason="says what a CPU gets")
 def test_clusters_need_cuda():
     with pytest.raises(RuntimeError, match="impl='cluster' with tensors on 'cpu'; allowed: CUDA tensors"):

@@ -364,6 +364,17 @@ DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32*
 
 // ---- attention
 
+// A page whose newest token, if it has it, is read from where it came: another block stores it.
+struct NewestPage {
+  Page page;
+  const u16 *new_key, *new_value;
+  int newest;
+
+  DEVICE bool exists(int i) const { return page.exists(i); }
+  DEVICE const u16* key(int i) const { return page.first + i == newest ? new_key : page.key(i); }
+  DEVICE const u16* value(int i) const { return page.first + i == newest ? new_value : page.value(i); }
+};
+
 // Merge what was attended to before with that of a wave.
 DEVICE void add_output(Output& out, const Output& wave) {
   const float top = fmaxf(out.total.max, wave.total.max);
@@ -423,8 +434,11 @@ DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first,
 DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int read, int& wave, Weights& known,
                   Output& out, bool& stops) {
   const int unit = at.warp * CLUSTER + at.rank;           // a part of a wave
-  Page page{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
-            (u32)a.keys_n, (u32)a.values_n, 0, at.end};
+  NewestPage rows{{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
+                   (u32)a.keys_n, (u32)a.values_n, 0, at.end},
+                  a.new_key + at.row * a.new_key_b + at.head * a.new_key_h,
+                  a.new_value + at.row * a.new_value_b + at.head * a.new_value_h, at.end - 1};
+  Page& page = rows.page;
   int first = 0;
 #pragma unroll 1
   for (; first < count && !stops; wave++) {
@@ -437,7 +451,7 @@ DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int
 #pragma unroll 1
       for (int part = parts; part <= 2 && page.first < at.end; part++, page.first += HALF) {
         Tokens tokens;
-        load_tokens(tokens, page, at);
+        load_tokens(tokens, rows, at);
         attend_tokens(own, tokens, s, at, at.end - page.first, a.scale * LOG2_E);
       }
       const float weight = own.total.sum > 0.f ? own.total.max + log2_fast(own.total.sum) : LOW;

@@ -69,7 +69,8 @@ def limit(
     for name, value, allowed in most:
         if value > allowed:
             return ValueError(f"{name}={value}; allowed for impl='cluster': at most {allowed}")
-    unreadable = misplaced({"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}, {})
+    buffers = {"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}
+    unreadable = misplaced({"new_key": new_key, "new_value": new_value, **buffers}, {})
     if unreadable is not None:
         return unreadable
     if not query.is_cuda:
