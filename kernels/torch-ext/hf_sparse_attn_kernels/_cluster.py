@@ -17,6 +17,7 @@ PORTABLE_CLUSTER = 8
 MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
+MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
 
 
 class _Attribute(ctypes.Structure):

@@ -180,7 +180,7 @@ def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cluster, "kernel_of", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
     cluster._plan.cache_clear()
-    plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads)
+    plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads, 0)
     cluster._plan.cache_clear()
     assert plan.cluster == found
     assert plan.shared <= cluster.MOST_SHARED

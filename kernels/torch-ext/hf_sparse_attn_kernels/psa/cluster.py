@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
+from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -165,25 +165,37 @@ def waves_of(cluster: int, threads: int, microbatch: int) -> tuple[int, int]:
 
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, pages: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
-    group, tokens = query.shape[1] // kv_heads, pages * PAGE
-    return choice(
-        "progressive_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens
-    )
+    return choice_of(query.device, batch * kv_heads, query.shape[1] // kv_heads, pages * PAGE)
+
+
+def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict[str, int]:
+    """Return the launch choice of a shape: rows times KV heads, query heads per KV head, and capacity."""
+    return choice("progressive_step", device, pairs=pairs, group=group, head_dim=HEAD_DIM, tokens=tokens)
 
 
 def plan_of(
     query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: str, microbatch: int
 ) -> Plan | RuntimeError:
-    """Return how a call is launched, or why it cannot be."""
+    """Return how a call is launched, or why it cannot be.
+
+    A benchmark may force a choice with `clocks` of 1: the blocks then store the clocks of their stages.
+    """
     config = _choice_of(query, keys, pages)
     group = query.shape[1] // keys.shape[1]
-    cluster = config["cluster"] or PORTABLE_CLUSTER
-    return _plan(query.device, group, group_reduce, pages, microbatch, cluster, config["threads"])
+    cluster, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
+    return _plan(query.device, group, group_reduce, pages, microbatch, cluster, config["threads"], clocks)
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, group_reduce: str, pages: int, microbatch: int, cluster: int, threads: int
+    device: torch.device,
+    group: int,
+    group_reduce: str,
+    pages: int,
+    microbatch: int,
+    cluster: int,
+    threads: int,
+    clocks: int,
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
@@ -206,7 +218,7 @@ def _plan(
             )
             continue
         try:
-            kernel = kernel_of(device, size, threads, group, REDUCTIONS.index(group_reduce))
+            kernel = kernel_of(device, size, threads, group, REDUCTIONS.index(group_reduce), clocks)
             max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
@@ -224,15 +236,17 @@ def local_pages_of(pages: int, cluster: int) -> int:
 
 @lru_cache(maxsize=256)
 def kernel_of(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int = 0
+    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int
 ) -> ClusterKernel:
-    """Return the kernel of a shape, with room for the clocks of so many blocks."""
-    macros = macros_of(cluster, threads, group, reduction) + ((("CLOCKS", clocks),) if clocks else ())
+    """Return the kernel of a shape, with or without clocks."""
+    macros = kernel_macros(cluster, threads, group, reduction, clocks)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "progressive_step", cluster=cluster, threads=threads)
 
 
-def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[tuple[str, int], ...]:
+def kernel_macros(
+    cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0
+) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with; `reduction` counts `REDUCTIONS`."""
     macros = {
         "CLUSTER": cluster,
@@ -243,6 +257,8 @@ def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[t
         "REDUCE": reduction,
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
+    if clocks:
+        macros["CLOCKS"] = MOST_CLOCKED
     return tuple(macros.items())
 
 
