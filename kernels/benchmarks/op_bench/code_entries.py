@@ -104,7 +104,7 @@ def step_fits(layer: CodedLayer, choice: dict[str, int]) -> bool:
     if device.type != "cuda" or shape.head_dim != cluster.HEAD_DIM or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     with tuning.forced(code_step=choice):
-        plan = cluster.plan_of(layer.query, layer.keys, layer.codes["codes"].shape[2], "softmax")
+        plan = cluster.plan_of(layer.query, layer.keys, layer.codes["codes"].shape[2], "softmax", "unbiased")
     is_whole = isinstance(plan, cluster.Plan) and plan.cluster == choice["cluster"]
     return is_whole and plan.max_clusters >= shape.batch * shape.kv_heads
 

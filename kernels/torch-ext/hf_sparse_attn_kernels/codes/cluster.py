@@ -40,6 +40,7 @@ def limit(
     page_size: int,
     max_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     group_reduce: str,
     num_tokens: int | None,
@@ -79,7 +80,7 @@ def limit(
     tokens = codes.shape[2] if num_tokens is None else num_tokens
     if not by_name and _choice_of(query, keys, tokens)["cluster"] == 0:
         return ValueError("they are as fast at this shape, or clusters have not been measured")
-    plan = plan_of(query, keys, tokens, group_reduce)
+    plan = plan_of(query, keys, tokens, group_reduce, correction)
     if not isinstance(plan, Plan):
         return plan
     pairs = query.shape[0] * keys.shape[1]
@@ -106,6 +107,7 @@ def append_and_attend_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     scale: float | None,
     group_reduce: str,
@@ -117,7 +119,7 @@ def append_and_attend_tokens(
     assert query_centre is not None
     batch, kv_heads, _, head_dim = keys.shape
     num_tokens = codes.shape[2] if num_tokens is None else num_tokens
-    plan = plan_of(query, keys, num_tokens, group_reduce)
+    plan = plan_of(query, keys, num_tokens, group_reduce, correction)
     assert isinstance(plan, Plan)
     scale = head_dim**-0.5 if scale is None else scale
     score_scale = scale * math.log2(math.e) if group_reduce == "softmax" and query.shape[1] > kv_heads else scale
@@ -158,16 +160,19 @@ def _choice_of(query: torch.Tensor, keys: torch.Tensor, tokens: int) -> dict[str
     return choice("code_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens)
 
 
-def plan_of(query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str) -> Plan | RuntimeError:
+def plan_of(
+    query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str, correction: str
+) -> Plan | RuntimeError:
     """Return how a call is launched, or why it is not."""
     config = _choice_of(query, keys, tokens)
     group = query.shape[1] // keys.shape[1]
-    return _plan(query.device, group, group_reduce, tokens, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+    size = config["cluster"] or PORTABLE_CLUSTER
+    return _plan(query.device, group, group_reduce, correction, tokens, size, config["threads"])
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, group_reduce: str, tokens: int, cluster: int, threads: int
+    device: torch.device, group: int, group_reduce: str, correction: str, tokens: int, cluster: int, threads: int
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
@@ -182,7 +187,7 @@ def _plan(
         local_pages = local_pages_of(tokens, size)
         shared = shared_bytes(size, threads, group, group_reduce, local_pages)
         try:
-            kernel = kernel_of(device, size, threads, group, REDUCTIONS[group_reduce])
+            kernel = kernel_of(device, size, threads, group, REDUCTIONS[group_reduce], correction == "least_squares")
             max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
@@ -216,15 +221,23 @@ def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce:
 
 @lru_cache(maxsize=256)
 def kernel_of(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int = 0
+    device: torch.device,
+    cluster: int,
+    threads: int,
+    group: int,
+    reduction: int,
+    least_squares: bool,
+    clocks: int = 0,
 ) -> ClusterKernel:
     """Return the kernel of a shape, with room for the clocks of so many blocks."""
-    macros = macros_of(cluster, threads, group, reduction) + ((("CLOCKS", clocks),) if clocks else ())
+    macros = macros_of(cluster, threads, group, reduction, least_squares) + ((("CLOCKS", clocks),) if clocks else ())
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "key_codes_step", cluster=cluster, threads=threads)
 
 
-def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[tuple[str, int], ...]:
+def macros_of(
+    cluster: int, threads: int, group: int, reduction: int, least_squares: bool
+) -> tuple[tuple[str, int], ...]:
     """Return the macros of the kernel's source."""
     macros = {
         "CLUSTER": cluster,
@@ -233,6 +246,7 @@ def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[t
         "BLOCKS": 1 if group > 4 else 512 // threads,
         "GROUP": group,
         "REDUCE": reduction,
+        "LEAST_SQUARES": int(least_squares),
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
     return tuple(macros.items())
