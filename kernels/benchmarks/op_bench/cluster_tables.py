@@ -33,10 +33,10 @@ def cluster_part(report: Record) -> list[str]:
     steps = [by_way[shape] for shape in both for by_way in (clusters, launches)]
     parts = [
         f"## Quest's step in one launch, {report['machine']['device']}\n",
-        'The same step on thread-block clusters, by `use_impl("cluster")`, and as separate launches, in one run with '
-        'the best dense kernel: medians inside a CUDA graph of several layers. "Clusters of" gives the blocks of a '
-        "cluster and the threads of a block; without them, separate launches were chosen. A ratio is dense attention's "
-        "time over the step's. The host's time is that of one uncompiled call.\n",
+        'The same step on thread-block clusters, the default, and as separate launches (`impl="triton"`), in one run '
+        'with the best dense kernel: medians inside a CUDA graph of several layers. "Clusters of" gives the blocks of '
+        "a cluster and the threads of a block; without them, separate launches were chosen. A ratio is dense "
+        "attention's time over the step's. The host's time is that of one uncompiled call.\n",
         f"Measured with {measured_with(report, steps)}.\n",
         table((*NAMES, *COLUMNS), [[*shape_cells(shape), *_cells(clusters[shape], launches[shape])] for shape in both]),
     ]

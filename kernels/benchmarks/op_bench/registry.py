@@ -59,7 +59,7 @@ PSA_STEP = ("psa_step", "")
 KEYCODES_STEP = ("keycodes_step", "softmax")
 """The entry of a decode step with key codes in tables: the default reduction over the group."""
 CLUSTER_STEPS = (("cluster_step", "clusters"), ("cluster_step", "separate launches"))
-"""The entries of Quest's whole step: where `use_impl("cluster")` runs it, and as Triton launches."""
+"""The entries of Quest's whole step: by default, on clusters where they are faster, and as Triton launches."""
 LOAD = "load_blocks"
 """The op whose entries are the loads from host memory."""
 

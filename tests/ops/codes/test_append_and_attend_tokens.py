@@ -129,9 +129,10 @@ def test_clusters_need_cuda():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"):
-        for _ in range(2):
-            append_and_attend_tokens(**_copy(_arguments([40], head_dim=64)))
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+        for name in (None, "cluster"):
+            with use_impl(name):
+                append_and_attend_tokens(**_copy(_arguments([40], head_dim=64)))
     said = "append_and_attend_tokens runs as separate launches: dtype=torch.float32 of query; allowed for "
     assert caplog.messages == [said + "impl='cluster': torch.bfloat16"]
 

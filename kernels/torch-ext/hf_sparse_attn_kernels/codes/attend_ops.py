@@ -58,10 +58,11 @@ def append_and_attend_tokens(
     finished : torch.Tensor, optional
         As for `sparse_decode`.
     impl : str, optional
-        "triton", "reference" or "cluster". Defaults to `use_impl`, then Triton on CUDA, else the reference. Clusters
-        serve bfloat16 with head_dim 128, page_size 64, codes of one bit with a query centre, at most 8 query heads per
-        KV head, max_tokens of at most 4,096, and as many tokens as a cluster's shared memory holds scores of: all
-        strides and addresses multiples of 16 bytes.
+        "triton", "reference" or "cluster". Defaults to `use_impl`; then, on CUDA, to clusters where they serve the call
+        and were measured to be faster, else Triton; else the reference. Clusters serve bfloat16 with head_dim 128,
+        page_size 64, codes of one bit with a query centre, at most 8 query heads per KV head, max_tokens of at most
+        4,096, and as many tokens as a cluster's shared memory holds scores of: all strides and addresses multiples of
+        16 bytes.
 
     Returns
     -------

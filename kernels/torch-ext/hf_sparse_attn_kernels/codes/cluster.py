@@ -51,6 +51,10 @@ def limit(
 
     If `by_name` is False, a call that another implementation serves faster is not served either.
     """
+    tokens = codes.shape[2] if num_tokens is None else num_tokens
+    # First, since it costs little: other devices have no choice of clusters.
+    if not by_name and query.is_cuda and _choice_of(query, keys, tokens)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
     if query.dtype != torch.bfloat16:
         return TypeError(f"dtype={query.dtype!r} of query; allowed for impl='cluster': {torch.bfloat16!r}")
     shapes = (
@@ -77,9 +81,6 @@ def limit(
         return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    tokens = codes.shape[2] if num_tokens is None else num_tokens
-    if not by_name and _choice_of(query, keys, tokens)["cluster"] == 0:
-        return ValueError("they are as fast at this shape, or clusters have not been measured")
     plan = plan_of(query, keys, tokens, group_reduce, correction)
     if not isinstance(plan, Plan):
         return plan

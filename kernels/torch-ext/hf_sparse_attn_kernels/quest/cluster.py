@@ -44,6 +44,10 @@ def limit(
 
     If `by_name` is False, a call that another implementation serves faster is not served either.
     """
+    pages = page_min.shape[2] if num_pages is None else num_pages
+    # First, since it costs little: other devices have no choice of clusters.
+    if not by_name and query.is_cuda and _choice_of(query, keys, pages)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
     shapes = (
         ("dtype", query.dtype, "query", torch.bfloat16),
         ("dtype", page_min.dtype, "page_min", torch.int8),
@@ -56,7 +60,7 @@ def limit(
             of_tensor = "" if tensor is None else f" of {tensor}"
             error = TypeError if name == "dtype" else ValueError
             return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
-    group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
+    group = query.shape[1] // keys.shape[1]
     most = (("group", group, MOST_GROUP), ("max_blocks", max_blocks, MOST_BLOCKS), ("num_pages", pages, MOST_PAGES))
     for name, value, allowed in most:
         if value > allowed:
@@ -66,8 +70,6 @@ def limit(
         return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
-        return ValueError("they are as fast at this shape, or clusters have not been measured")
     plan = plan_of(query, keys, pages, group_reduce)
     if not isinstance(plan, Plan):
         return plan
