@@ -157,9 +157,9 @@ def test_a_cluster_of_16_blocks_holds_the_scores_of_long_rows(group, pages, grou
 )
 def test_long_rows_take_larger_clusters_up_to_a_limit(group, group_reduce, pages, blocks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cluster, "kernel_of", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
+    monkeypatch.setattr(cluster, "_kernel", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
     cluster._plan.cache_clear()
-    plan = cluster._plan(torch.device("cpu"), group, group_reduce, "unbiased", 64 * pages, 8, 512)
+    plan = cluster._plan(torch.device("cpu"), group, group_reduce, "unbiased", 64 * pages, 8, 512, 0)
     cluster._plan.cache_clear()
     if isinstance(blocks, int):
         assert (plan.cluster, plan.local_pages) == (blocks, -(-pages // blocks))

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
+from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -18,7 +18,6 @@ MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
-MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
 
 
 def limit(
@@ -160,16 +159,6 @@ def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: s
     group = query.shape[1] // keys.shape[1]
     cluster, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
     return _plan(query.device, group, group_reduce, pages, cluster, config["threads"], clocks)
-
-
-def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
-    """Return clocks of the last launch, whose plan had `clocks`, for each of its first `MOST_CLOCKED` blocks.
-
-    They are those of a block's multiprocessor at the block's start and at the end of each of `STAGES`.
-    """
-    clocks = struct.Struct(f"{CLOCKS_STRIDE}Q")
-    stored = plan.kernel.read("stage_clocks", clocks.size * min(blocks, MOST_CLOCKED))
-    return [each[: len(STAGES) + 1] for each in clocks.iter_unpack(stored)]
 
 
 @lru_cache(maxsize=1024)
