@@ -119,8 +119,13 @@ def keycodes(sample_id: str, variant: str = "", **parameters) -> dict:
     return record(sample_id, "keycodes", variant=variant, parameters=own)
 
 
-def test_records_from_before_a_hyperparameter_get_the_value_that_it_had(tmp_path):
+def set_default(monkeypatch, correction: str) -> None:
+    monkeypatch.setitem(METHODS, "keycodes", make_dataclass("AnyKeyCodes", [("correction", str, correction)]))
+
+
+def test_records_from_before_a_hyperparameter_get_the_value_that_it_had(tmp_path, monkeypatch):
     """And stand beside later ones: the report names the two by it, and a run that goes on finds them all."""
+    set_default(monkeypatch, "unbiased")
     new = keycodes("a", "correction=least_squares", correction="least_squares")
     records = [keycodes("a"), keycodes("b", "bits=2", bits=2), new, record("a", parameters={})]
     (tmp_path / "rows.jsonl").write_bytes(b"".join(encode_record(each) + b"\n" for each in records))
@@ -135,8 +140,7 @@ def test_records_from_before_a_hyperparameter_get_the_value_that_it_had(tmp_path
 
 
 def test_they_are_named_by_it_once_the_default_is_another(tmp_path, monkeypatch):
-    later = make_dataclass("Later", [("correction", str, "least_squares")])
-    monkeypatch.setitem(METHODS, "keycodes", later)
+    set_default(monkeypatch, "least_squares")
     records = [keycodes("a"), keycodes("b", "bits=2", bits=2), keycodes("a", correction="least_squares")]
     (tmp_path / "rows.jsonl").write_bytes(b"".join(encode_record(each) + b"\n" for each in records))
     assert [(each["variant"], each["parameters"]["correction"]) for each in read_records(tmp_path / "rows.jsonl")] == [
