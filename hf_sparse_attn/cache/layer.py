@@ -448,7 +448,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         With ``keeps_metadata`` the metadata is cut back with the rows. Otherwise it is rebuilt.
         """
-        self._token = self.rehearsed_query = self._step_kind = None
+        self._token = self.rehearsed_query = self.sinks = self._step_kind = None
         if not self.is_initialized:
             return
         self._held = self.length

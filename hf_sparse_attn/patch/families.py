@@ -62,6 +62,7 @@ REFUSED: dict[str, str] = {
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm4_moe_lite "
         "glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu"
     ),
+    "its keys and values have different head dimensions": "mimo_v2_flash",
     "some of its layers keep a state instead of keys and values, or beside them": (
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear "
         "lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
@@ -75,7 +76,7 @@ REFUSED: dict[str, str] = {
     "its layers attend within chunks of the text": "llama4 llama4_text",
     "a token's attention mixes two softmaxes": "diffllama",
     "its query heads share key-value heads in another order": "jetmoe",
-    "its layers have different numbers of heads": "laguna mimo_v2_flash",
+    "its layers have different numbers of heads": "laguna",
     "its decoder does not pass arguments on to the attention function": "modernbert-decoder nemotron stablelm",
     "its attention adds biases by distance": "bloom mpt",
     "it decodes beside an encoder, or attends to its output": (
