@@ -99,14 +99,16 @@ def sparse_attention_forward(
         layer.rehearsed_query = None
         layer.observe(query, scale)
         output = layer.method.prefill(query, layer, scale, attention_mask)
-        _check_sinks(layer, layer.method)
+        if layer.sinks is not None:
+            raise _without_sinks(layer.method)
         return output.transpose(1, 2), None
     new_key, new_value = token
     # Not [:, :, 0], which a compiler turns into three nodes of its graph.
     states = (query.select(2, 0), new_key.select(2, 0), new_value.select(2, 0))
     method = layer.step_method
     step = _decode(method, layer, states, scale)
-    _check_sinks(layer, method)
+    if layer.sinks is not None:
+        raise _without_sinks(method)
     layer.rehearsed_query = None
     layer.mark_written()
     return step.unsqueeze(1), None
@@ -123,13 +125,12 @@ def _decode(
         return method.decode(query, layer, new_key, new_value, scale)
 
 
-def _check_sinks(layer: SparseLayer, method: SparseMethod) -> None:
-    """Raise if a method has not taken the layer's attention sinks."""
-    if layer.take_sinks() is not None:
-        raise ValueError(
-            f"method {method.name!r} leaves the model's attention sinks out of its softmax: what its decode and "
-            "prefill return must come from attend, dense_attention or layer.with_sinks(output, lse)"
-        )
+def _without_sinks(method: SparseMethod) -> ValueError:
+    """Return the error of a method that has not taken the layer's attention sinks."""
+    return ValueError(
+        f"method {method.name!r} leaves the model's attention sinks out of its softmax: what its decode and prefill "
+        "return must come from attend, dense_attention or layer.with_sinks(output, lse)"
+    )
 
 
 def _count_window(

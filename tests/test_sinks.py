@@ -3,7 +3,7 @@
 Models are in float64, and their sinks weigh about as much as all tokens together: to leave them out changes everything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar
 from unittest.mock import patch
@@ -16,7 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from hf_sparse_attn import (
     METHODS,
     Quest,
+    SelfSpeculation,
     SparseMethod,
+    prepare_context,
     record_selections,
     sparse_attention,
 )
@@ -201,6 +203,26 @@ def test_beams_and_crops(method_name):
 
 
 @torch.inference_mode()
+def test_drafts_are_verified_with_sinks():
+    model, ids = sink_model(), prompt(1, 60)
+    expected = model.generate(ids, **OPTIONS)
+    with sparse_attention(model, "quest", token_budget=48, dense_layers=1):
+        found = model.generate(ids, custom_generate=SelfSpeculation(draft_tokens=3), **OPTIONS)
+    assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_questions_behind_a_prepared_context():
+    model, ids = sink_model(), prompt(1, 60)
+    expected = model.generate(ids, **OPTIONS)
+    method = METHODS["squeezed"](target_sparsity=0.0, window=8)
+    context = prepare_context(model, ids[:, :45], method=method, progress=False)
+    with patch.object(METHODS["squeezed"], "covers", lambda self, length: False), sparse_attention(model, method):
+        found = model.generate(ids[:, 45:], past_key_values=context.cache(), **OPTIONS)
+    assert torch.equal(found, expected[:, 45:])
+
+
+@torch.inference_mode()
 def test_a_few_tokens_that_attend_by_row_bounds(monkeypatch):
     """As several tokens over a long cache do on CUDA; prefilled in two parts, with a pass without a cache beside it."""
     model, ids = sink_model(), prompt(2, 60)
@@ -251,11 +273,13 @@ def test_sparse_steps_equal_plain_attention_to_what_they_read_and_the_sinks(meth
 @pytest.mark.parametrize("offload", ["quest", "psa"])
 @torch.inference_mode()
 def test_parts_of_a_selection_are_merged_before_the_sinks(offload):
-    """An offloaded layer attends to blocks as they come, and merges the parts."""
+    """An offloaded layer attends to blocks as they come, and merges the parts; one in host memory fetches them."""
     settings = {"psa": {"block_size": 8, "threshold": 1.0}, "quest": {"page_size": 16, "dense_layers": 0}}[offload]
     method = METHODS[offload](token_budget=64, offload=True, gpu_cache_tokens=128, **settings)
     with patch.object(type(method), "covers", lambda self, length: False):
         assert difference(decode_patched(sink_model(), method, None), dense_decode()) == "equal"
+        with sparse_attention(sink_model(), replace(method, offload=False, gpu_cache_tokens=None), kv_storage="host"):
+            assert difference(decode(sink_model()), dense_decode()) == "equal"
 
 
 @dataclass(frozen=True)

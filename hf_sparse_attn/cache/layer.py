@@ -354,7 +354,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         torch.Tensor
             Same shape and dtype as ``output``; ``output`` itself if the model has no sinks.
         """
-        return with_sinks(output, lse, self.take_sinks())
+        return output if self.sinks is None else with_sinks(output, lse, self.take_sinks())
 
     def is_like_last_step(self, method: SparseMethod, *states: torch.Tensor) -> bool:
         """Whether an uncompiled step has the method, and ``states`` of the shapes, dtypes and devices, of the last one.
