@@ -38,6 +38,7 @@ from tests.models import FAMILIES, random_ids
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SMALL = Quest(token_budget=48)
+DTYPE = torch.float64 if models.DEVICE == "cpu" else torch.float32
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -57,8 +58,7 @@ def make_model(family, **overrides):
     On a CPU it is float64: there, growing and static caches add in different orders, which must not change tokens. On
     CUDA both use the same kernels.
     """
-    dtype = torch.float64 if models.DEVICE == "cpu" else torch.float32
-    return models.make_model(family, dtype=dtype, **{"num_hidden_layers": 3, **overrides})
+    return models.make_model(family, dtype=DTYPE, **{"num_hidden_layers": 3, **overrides})
 
 
 def compiled(backend="eager"):
@@ -110,7 +110,7 @@ def test_one_graph_serves_all_prompts_and_reads_what_eager_steps_read(family, ba
 def test_attention_sinks(method):
     """In a sparse layer, in a dense one, and in the prompt."""
     model = tiny_model("granite_swa", num_hidden_layers=2, layer_types=["full_attention"] * 2)
-    assert_as_eager(patch_model(model.to(models.DEVICE), method), padded((150, 131, 90)))
+    assert_as_eager(patch_model(model.to(models.DEVICE, DTYPE), method), padded((150, 131, 90)))
     assert graphs() == 1
     assert not counters["graph_break"]
 
