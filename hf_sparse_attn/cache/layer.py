@@ -339,8 +339,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def with_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Return the output of a softmax that the model's attention sinks take part in.
 
-        What :meth:`SparseMethod.decode` and :meth:`SparseMethod.prefill` return has passed through here, once, with all
-        of a query's tokens, unless :func:`~hf_sparse_attn.dense.dense_attention` made it.
+        A method's ``decode`` and ``prefill`` return what this returns, called once, after attention to several sets of
+        tokens is merged. :func:`~hf_sparse_attn.dense.dense_attention` and ``attend`` have called it already.
 
         Parameters
         ----------
