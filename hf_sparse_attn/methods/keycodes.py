@@ -118,9 +118,10 @@ class KeyCodes(CodedMethod):
         if not layer.keeps_rows or type(self).attend is not SparseMethod.attend:
             block_indices, block_counts = append_and_select_tokens(*tensors, **options)
             return self.attend(query, layer, Selection(block_indices, block_counts, block_size=1), scale)
-        output, _, block_indices, block_counts = append_and_attend_tokens(*tensors, **options, finished=layer.finished)
+        options |= {"finished": layer.finished}
+        output, lse, block_indices, block_counts = append_and_attend_tokens(*tensors, **options)
         layer.note(Selection(block_indices, block_counts, block_size=1))
-        return output
+        return layer.with_sinks(output, lse)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

@@ -200,7 +200,7 @@ class PSA(PagedMethod):
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, **parameters)
         rows = layer.present_rows
-        output, _, read_counts = progressive_decode(
+        output, lse, read_counts = progressive_decode(
             query,
             rows.keys,
             rows.values,
@@ -212,7 +212,7 @@ class PSA(PagedMethod):
             finished=layer.finished,
             **parameters,
         )
-        return output, read_counts
+        return layer.with_sinks(output, lse), read_counts
 
     def _most_blocks(self, layer: SparseLayer) -> int:
         """Upper bound on the blocks that a KV head reads, with room for those that are always read."""
