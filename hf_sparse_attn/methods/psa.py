@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from hf_sparse_attn_kernels import append_and_rank, progressive_decode
+from hf_sparse_attn_kernels import append_and_attend_progressively, append_and_rank, progressive_decode
 
 from hf_sparse_attn.methods.base import Selection, SelectionSize
 from hf_sparse_attn.methods.microbatches import attend_in_microbatches
@@ -150,35 +150,43 @@ class PSA(PagedMethod):
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Append the token and rank the blocks in one op, then attend to them until the rest is small.
+        """Append, rank and attend until the rest is small in one op, or attend apart from it.
 
         See :meth:`SparseMethod.decode` for the arguments.
         """
         newest = layer.newest
-        block_order, block_counts = append_and_rank(
-            query,
-            new_key,
-            new_value,
-            newest.keys,
-            newest.values,
-            seq_start=newest.seq_start,
-            seq_end=newest.seq_end,
-            page_size=self.block_size,
-            max_blocks=self._most_blocks(layer),
-            sink_blocks=self.sink_blocks,
-            recent_blocks=1,
-            scale=scale,
-            group_reduce=self.group_reduce,
-            num_pages=layer.max_blocks(self.block_size),
-            counter=layer.counter.totals,
-            statistic=self._statistic,
+        tensors = (query, new_key, new_value, newest.keys, newest.values)
+        ranking: dict[str, Any] = {
+            "seq_start": newest.seq_start,
+            "seq_end": newest.seq_end,
+            "page_size": self.block_size,
+            "max_blocks": self._most_blocks(layer),
+            "sink_blocks": self.sink_blocks,
+            "recent_blocks": 1,
+            "scale": scale,
+            "group_reduce": self.group_reduce,
+            "num_pages": layer.max_blocks(self.block_size),
+            "counter": layer.counter.totals,
+            "statistic": self._statistic,
             **layer.metadata,
-        )
-        output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
+        }
+        if layer.keeps_rows and type(self)._attend_progressively is PSA._attend_progressively:
+            options = ranking | self._reading
+            output, _, block_order, read_counts = append_and_attend_progressively(
+                *tensors, **options, finished=layer.finished
+            )
+        else:
+            block_order, block_counts = append_and_rank(*tensors, **ranking)
+            output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
         self._count_blocks(layer, read_counts)
         if layer.is_recorded:
             layer.note(self._selection(block_order, read_counts))
         return output
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How the ops read blocks in order of rank."""
+        return {"microbatch": self.microbatch, "threshold": float(self.threshold), "rest": self.rest}
 
     def _attend_progressively(
         self,
@@ -191,11 +199,9 @@ class PSA(PagedMethod):
         """Return the output, and the blocks read, int32 [batch, kv_heads]."""
         parameters: dict[str, Any] = {
             "block_size": self.block_size,
-            "microbatch": self.microbatch,
-            "threshold": float(self.threshold),
             "scale": scale,
-            "rest": self.rest,
             "forced_blocks": self.sink_blocks + 1,  # a row with fewer reads them all
+            **self._reading,
         }
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, **parameters)

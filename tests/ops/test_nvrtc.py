@@ -3,7 +3,7 @@
 import pytest
 from hf_sparse_attn_kernels import _nvrtc
 
-SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "quest/cluster.cu")
+SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "_cluster_pages.cuh", "quest/cluster.cu")
 
 
 class _Nvrtc:

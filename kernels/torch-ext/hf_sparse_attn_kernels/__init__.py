@@ -14,12 +14,14 @@ from .offload.ops import keep_chosen, load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
 from .pages.step_ops import append_and_rank, append_and_select
 from .progressive.ops import progressive_decode, rank_blocks
+from .psa.ops import append_and_attend_progressively
 from .quest.ops import append_and_attend
 from .runs.ops import runs_decode, runs_prefill
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
     "append_and_attend",
+    "append_and_attend_progressively",
     "append_and_attend_tokens",
     "append_and_rank",
     "append_and_select",

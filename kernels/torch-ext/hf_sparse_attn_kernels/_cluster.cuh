@@ -26,6 +26,11 @@ DEVICE int cluster_rank() {
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+
+// Wait for the block's first COUNT threads, which all call this.
+template <int COUNT>
+DEVICE void sync_first() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
+
 DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(~0u, predicate); }
 DEVICE int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(~0u, value); }
@@ -33,7 +38,9 @@ DEVICE int shuffle(int value, int lane) { return __shfl_sync(~0u, value, lane); 
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+DEVICE float shuffle(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE int shuffle_up(int value, int distance) { return __shfl_up_sync(~0u, value, distance); }
+DEVICE float shuffle_up(float value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 
 // ---- numbers
 
@@ -124,6 +131,13 @@ DEVICE Words4 load16(const void* address, bool exists) {
   return r;
 }
 
+// 16 bytes from global to shared memory, there for this thread after `wait_copies`, and for others that then wait for it.
+DEVICE void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+DEVICE void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // 4 bytes; without `exists` what was there stays.
 DEVICE void load4(u32& r, const void* address, bool exists) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.L1::no_allocate.L2::128B.u32 %0, [%1]; }"
@@ -151,6 +165,7 @@ DEVICE void add_global(u64* address, u64 value) {
 }
 
 DEVICE void add_shared(u32* address) { atomicAdd(address, 1u); }
+DEVICE int take_place(int* next) { return atomicAdd(next, 1); }
 
 // ---- the kernel before this one, and the one after it
 

@@ -54,13 +54,10 @@ DEVICE void exchange_lse(Shared& s, const Place& at) {
   sync_block();
 }
 
-// Send this block's histogram of BINS bins to all blocks, add theirs up, and find the bin in which the `need`-th member
-// lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of. The bins
-// arrive in `counts_in`, by the barrier's phase of this parity.
+// Send this block's histogram of BINS bins to all blocks. Theirs arrive in `counts_in`.
 template <int BINS, class Shared, class Place>
-DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier, int parity,
-                      int need) {
-  constexpr int VECTORS = BINS / 8, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
+DEVICE void send_counts(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier) {
+  constexpr int VECTORS = BINS / 8;
   sync_block();                                           // the histogram is complete
 #pragma unroll 1
   for (int i = at.tid; i < CLUSTER * VECTORS; i += THREADS) {
@@ -74,6 +71,30 @@ DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][B
     arm_barrier(barrier, CLUSTER * BINS * 2);
     s.edge = s.above = s.level = 0;
   }
+}
+
+// The sum of `value` over the block's threads before this one.
+template <class Shared, class Place>
+DEVICE int sum_before(Shared& s, const Place& at, int value) {
+  int sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = shuffle_up(sum, distance);
+    if (at.lane >= distance) sum += other;
+  }
+  if (at.lane == 31) s.warp_total[at.warp] = sum;
+  sync_block();
+  return sum + warp_sum(at.lane < at.warp ? s.warp_total[at.lane] : 0) - value;
+}
+
+// Send this block's histogram of BINS bins to all blocks, add theirs up, and find the bin in which the `need`-th member
+// lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of. The bins
+// arrive in `counts_in`, by the barrier's phase of this parity.
+template <int BINS, class Shared, class Place>
+DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][BINS / 8], u64* barrier, int parity,
+                      int need) {
+  constexpr int VECTORS = BINS / 8, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
+  send_counts<BINS>(s, at, counts_in, barrier);
   wait_barrier(barrier, parity);
   int count[BINS_EACH], sum = 0;
 #pragma unroll
@@ -84,15 +105,7 @@ DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][B
     for (int c = 0; c < CLUSTER; c++) count[i] += bin < BINS ? ((const u16*)counts_in[c])[bin] : 0;
     sum += count[i];
   }
-  int before = sum;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = shuffle_up(before, distance);
-    if (at.lane >= distance) before += other;
-  }
-  if (at.lane == 31) s.warp_total[at.warp] = before;
-  sync_block();
-  before += warp_sum(at.lane < at.warp ? s.warp_total[at.lane] : 0) - sum;
+  int before = sum_before(s, at, sum);
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {
     if (before < need && need <= before + count[i]) s.edge = at.tid * BINS_EACH + i, s.above = before, s.level = count[i];

@@ -44,9 +44,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
-    # threads in a block. For Quest's step, and for KeyCodes'.
+    # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
     "code_step": {"cluster": 0, "threads": 512},
+    "progressive_step": {"cluster": 0, "threads": 512},
 }
 
 

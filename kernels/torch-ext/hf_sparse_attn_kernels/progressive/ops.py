@@ -14,8 +14,7 @@ from .._check import (
 )
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
-
-RESTS = ("least", "last")
+from .checks import check_rest, check_threshold
 
 
 @op(launcher="rank")
@@ -177,10 +176,8 @@ def progressive_decode(
     check_sequence(seq_start, seq_end, batch, "query", query)
     check_at_least("block_size", block_size, 1)
     check_at_least("microbatch", microbatch, 1)
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold={threshold!r}; allowed: a number above 0 and at most 1")
-    if rest not in RESTS:
-        raise ValueError(f"rest={rest!r}; allowed: {' or '.join(map(repr, RESTS))}")
+    check_threshold(threshold)
+    check_rest(rest)
     check_at_least("forced_blocks", forced_blocks, 0)
     check_counters(counter, finished, query, kv_heads)
     return (

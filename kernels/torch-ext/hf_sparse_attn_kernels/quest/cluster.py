@@ -10,7 +10,7 @@ from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
 
-SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "quest/cluster.cu")
+SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "_cluster_pages.cuh", "quest/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
 LEAST_CAPABILITY = (9, 0)

@@ -1,0 +1,1 @@
+"""Progressive Sparse Attention's whole decode step as one op."""
