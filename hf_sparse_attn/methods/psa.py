@@ -172,9 +172,10 @@ class PSA(PagedMethod):
         }
         if layer.keeps_rows and type(self)._attend_progressively is PSA._attend_progressively:
             options = ranking | self._reading
-            output, _, block_order, read_counts = append_and_attend_progressively(
+            output, lse, block_order, read_counts = append_and_attend_progressively(
                 *tensors, **options, finished=layer.finished
             )
+            output = layer.with_sinks(output, lse)
         else:
             block_order, block_counts = append_and_rank(*tensors, **ranking)
             output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
