@@ -207,23 +207,6 @@ DEVICE void wait_barrier(u64* barrier, int parity) {
         : "memory");
 }
 
-#if CLUSTER == 1
-
-// A cluster of one block: st.async wants two. The fence orders the store before the count that a waiting thread sees.
-DEVICE void count_bytes(u64* barrier, int bytes) {
-  asm volatile("fence.acq_rel.cta; mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
-template <class T>
-DEVICE void send(T* to, int, T value, u64* barrier) {
-  *to = value;
-  count_bytes(barrier, sizeof(T));
-}
-
-#else
-
 #define SEND "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 DEVICE void send(u32* to, int rank, u32 value, u64* barrier) {
@@ -241,8 +224,6 @@ DEVICE void send(Words4* to, int rank, Words4 v, u64* barrier) {
                "r"(v.x[2]), "r"(v.x[3]), "r"(remote_address(barrier, rank))
                : "memory");
 }
-
-#endif
 
 // ---- the block
 
