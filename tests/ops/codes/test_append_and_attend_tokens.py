@@ -212,7 +212,7 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     assert scales == pytest.approx([0.5, 0.5 / math.log(2), 0.5 / math.log(2) * 128**0.5])
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]
+CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
 
 
 def _check_choice(found, exact, arguments):

@@ -149,7 +149,7 @@ def test_a_compiled_step_runs_on_clusters_by_default(monkeypatch):
     assert ran == ["limit", "cluster"]
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]
+CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
 
 
 @pytest.mark.gpu

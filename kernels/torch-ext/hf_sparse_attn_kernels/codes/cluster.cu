@@ -1,6 +1,6 @@
 // KeyCodes' decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, estimates
 // the scores of all coded tokens, chooses among them, attends and merges, and codes the page that the token has filled.
-// Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros: CLUSTER (1 to 16), THREADS (of a block,
+// Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros: CLUSTER (2 to 16), THREADS (of a block,
 // 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 2: max),
 // LEAST_SQUARES (0 or 1: the factor of a page's codes), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see
 // MARK.
