@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -82,6 +83,8 @@ FIELDS = (
     *("score", "error", "model", "dtype", "device", "seed"),
 )
 """The fields that every record of a run has, whenever it was written."""
+_SINCE: dict[str, dict[str, Any]] = {"keycodes": {"correction": "unbiased"}}
+"""By method, hyperparameters that records from before there were such choices lack, and the value that they had."""
 NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", "error")
 """The fields that identify a record and say whether it has failed."""
 
@@ -89,7 +92,8 @@ NAMING = ("benchmark", "task", "sample_id", "length", "method", "token_budget", 
 def read_records(path: Path, required: Collection[str] = NAMING) -> list[dict[str, Any]]:
     """Read a file of records, one JSON object per line, and skip empty lines.
 
-    A last line that a killed run left unfinished is skipped too.
+    A last line that a killed run left unfinished is skipped too. Records from before a method had a hyperparameter get
+    the value that it had; if the method's default is another one now, the name of the variant says so.
 
     Parameters
     ----------
@@ -119,8 +123,24 @@ def read_records(path: Path, required: Collection[str] = NAMING) -> list[dict[st
             check_record(record, required)
         except (ValueError, RecursionError) as error:
             raise EvalError(f"{path}:{number}: {error}") from error
-        records.append(record)
+        records.append(_with_later_parameters(record))
     return records
+
+
+def _with_later_parameters(record: dict[str, Any]) -> dict[str, Any]:
+    parameters = record.get("parameters", {})
+    since = {name: value for name, value in _SINCE.get(record["method"], {}).items() if name not in parameters}
+    if not parameters or not since:
+        return record
+    from hf_sparse_attn.methods import METHODS  # here, since reading records must not take as long as importing torch
+
+    defaults = {field.name: field.default for field in fields(METHODS[record["method"]])}
+    named = [f"{name}={value}" for name, value in since.items() if value != defaults[name]]
+    record = {**record, "parameters": {**parameters, **since}}
+    if named:
+        former = record.get("variant", "")
+        record["variant"] = ", ".join([former, *named] if former else named)
+    return record
 
 
 def is_whole(line: bytes) -> bool:

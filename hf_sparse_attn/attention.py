@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import torch
 from hf_sparse_attn_kernels import skip_checks
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.rope import rotated_by
+from hf_sparse_attn.sinks import sdpa_attention
 
 
 class Unpatched(Enum):
@@ -22,7 +22,7 @@ class Unpatched(Enum):
 
 
 UNPATCHED: Final = Unpatched.UNPATCHED
-CHANGE_WEIGHTS = ("s_aux", "sinks", "softcap", "position_bias")
+CHANGE_WEIGHTS = ("sinks", "softcap", "position_bias")
 """Arguments of attention functions that change the softmax, and that methods and SDPA would leave out."""
 
 
@@ -36,6 +36,7 @@ def sparse_attention_forward(
     scaling: float | None = None,
     sparse_cache: SparseCache | Unpatched | None = UNPATCHED,
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run a decode step by the method's ``decode``, a prompt by its ``prefill``, anything else by SDPA.
@@ -60,6 +61,8 @@ def sparse_attention_forward(
         with or without a cache.
     rotation
         Cosine and sine, [batch or 1, length, head_dim] each, for a dense pass over queries and keys before RoPE.
+    s_aux
+        [q_heads]: logits of learned attention sinks, of a model that has them.
 
     Returns
     -------
@@ -70,7 +73,7 @@ def sparse_attention_forward(
     ------
     ValueError
         The module belongs to a model that is not patched; its configuration was copied from a patched one. Or it
-        passes attention sinks, a cap of the scores or a bias.
+        passes sinks of each token, a cap of the scores or a bias. Or the method leaves the attention sinks out.
     """
     if sparse_cache is UNPATCHED:
         raise ValueError(
@@ -87,20 +90,25 @@ def sparse_attention_forward(
             query, key = rotated_by(query, *rotation), rotated_by(key, *rotation)
         if sparse_cache is not None and query.shape[2] == 1:
             _count_window(sparse_cache, layer_idx, key, value, attention_mask)
-        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output
+        output = sdpa_attention(module, query, key, value, attention_mask, s_aux, scaling, dropout=dropout, **kwargs)
+        return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer.sinks = s_aux
     token = layer.take_token()
     if token is None:
         layer.rehearsed_query = None
         layer.observe(query, scale)
-        return layer.method.prefill(query, layer, scale, attention_mask).transpose(1, 2), None
+        output = layer.method.prefill(query, layer, scale, attention_mask)
+        if layer.sinks is not None:
+            raise _without_sinks(layer.method)
+        return output.transpose(1, 2), None
     new_key, new_value = token
     # Not [:, :, 0], which a compiler turns into three nodes of its graph.
     states = (query.select(2, 0), new_key.select(2, 0), new_value.select(2, 0))
-    step = _decode(layer.step_method, layer, states, scale)
+    method = layer.step_method
+    step = _decode(method, layer, states, scale)
+    if layer.sinks is not None:
+        raise _without_sinks(method)
     layer.rehearsed_query = None
     layer.mark_written()
     return step.unsqueeze(1), None
@@ -115,6 +123,14 @@ def _decode(
         return method.decode(query, layer, new_key, new_value, scale)
     with skip_checks():
         return method.decode(query, layer, new_key, new_value, scale)
+
+
+def _without_sinks(method: SparseMethod) -> ValueError:
+    """Return the error of a method that has not taken the layer's attention sinks."""
+    return ValueError(
+        f"method {method.name!r} leaves the model's attention sinks out of its softmax: what its decode and prefill "
+        "return must come from attend, dense_attention or layer.with_sinks(output, lse)"
+    )
 
 
 def _count_window(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from hf_sparse_attn_kernels import dense_prefill
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparse_attn.rope import rotated_as_model
+from hf_sparse_attn.sinks import sdpa_attention
 
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
@@ -24,7 +24,8 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     """Attend from the last tokens of every row to all tokens of the layer, as the unpatched model does.
 
     Rotates queries and keys by their positions in the rows if the method caches keys before RoPE. A few tokens over a
-    long cache share one read of K and V if the storage is read by row bounds: a mask allows no kernel that does.
+    long cache share one read of K and V if the storage is read by row bounds: a mask allows no kernel that does. The
+    layer's attention sinks take part in the softmax.
 
     Parameters
     ----------
@@ -45,14 +46,14 @@ def dense_attention(query: torch.Tensor, layer: SparseLayer, scale: float, mask:
     """
     rows = layer.rows
     if _attends_by_bounds(layer, query.shape[2]):
-        return dense_prefill(query, *rows, scale=scale)[0]
+        return layer.with_sinks(*dense_prefill(query, *rows, scale=scale))
     keys, values = rows.keys[:, :, : layer.length], rows.values[:, :, : layer.length]
     if not layer.method.needs_mask:
         seq_start = layer.seq_start if layer.lengths.has_padding else None
         mask = mask_by_bounds(query.shape[2], layer.length, seq_start, keys.device)
     if layer.method.rotates_keys:
         query, keys = _rotated_by_place(query, keys, layer)
-    return stock_attention(query, keys, values, scale, mask)
+    return stock_attention(query, keys, values, scale, mask, layer.take_sinks())
 
 
 def _attends_by_bounds(layer: SparseLayer, tokens: int) -> bool:
@@ -65,16 +66,20 @@ def _attends_by_bounds(layer: SparseLayer, tokens: int) -> bool:
 
 
 def stock_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from queries to keys of the same tokens and of those before, as the unpatched model does.
 
-    Arguments as of :func:`dense_attention`; ``keys`` and ``values`` are [batch, kv_heads, length, head_dim].
+    Arguments as of :func:`dense_attention`; ``keys`` and ``values`` are [batch, kv_heads, length, head_dim], ``sinks``
+    [q_heads] are the logits of attention sinks.
     """
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1], is_causal=True)
-    output: torch.Tensor
-    output, _ = sdpa_attention_forward(module, query, keys, values, mask, dropout=0.0, scaling=scale)
-    return output.transpose(1, 2)
+    return sdpa_attention(module, query, keys, values, mask, sinks, scale).transpose(1, 2)
 
 
 def padding_mask(layer: SparseLayer) -> torch.Tensor | None:

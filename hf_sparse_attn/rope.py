@@ -134,7 +134,12 @@ def rotated_as_model(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> to
 
 
 def rotated_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] by tables [batch or 1, tokens, head_dim]."""
+    """Apply RoPE to ``x`` [batch, heads, tokens, head_dim] by tables [batch or 1, tokens, head_dim].
+
+    Tables of gpt-oss have ``head_dim // 2`` channels, which both halves of a head share.
+    """
+    if 2 * cos.shape[-1] == x.shape[-1]:
+        cos, sin = (torch.cat([table, table], dim=-1) for table in (cos, sin))
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
@@ -186,10 +191,11 @@ def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
 
 def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of the first ``slots`` positions, float32 [slots, rotated dimensions / 2]."""
-    device = _frequencies(rotary).device
+    frequencies = _frequencies(rotary)
+    device = frequencies.device
     with torch.no_grad():  # forward, not __call__: a hook may disable the rotation
         tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
-    cos, sin = (table[0].chunk(2, dim=-1)[0] for table in tables)
+    cos, sin = (table[0, :, : len(frequencies)] for table in tables)  # most modules repeat them, gpt-oss's does not
     return cos, sin
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_sparse_attn import (
@@ -65,6 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Cases beside each method's own."""
 GATHERED = ("olmo2", "phi3")
 """Model types whose plan gathers the keys of all heads."""
+WITH_SINKS = tuple({"granite_swa"} & set(CONFIG_MAPPING))
+"""Model types whose plan divides the attention sinks with the heads."""
 FOUR = ["llama-tokenselect", "llama-squeezed", "llama-duo_attention-file", "qwen3-quest"]
 """Cases of four processes, with a KV head each."""
 
@@ -94,6 +96,11 @@ def write_models(folder: Path) -> None:
         model.cpu().save_pretrained(folder / family)
     for model_type in GATHERED:
         tiny_model(model_type, vocab_size=VOCABULARY).save_pretrained(folder / model_type)
+    for model_type in WITH_SINKS:
+        model = tiny_model(model_type, vocab_size=VOCABULARY)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data += torch.arange(4)
+        model.save_pretrained(folder / model_type)
     odd = {**OVERRIDES, "num_attention_heads": 6, "num_key_value_heads": 3}
     make_model("llama", dtype=torch.float64, vocab_size=VOCABULARY, **odd).cpu().save_pretrained(folder / "three-heads")
     generator = torch.Generator().manual_seed(2)
@@ -232,10 +239,10 @@ def make_cache(model: PreTrainedModel, keep_queries: int) -> SparseCache:
     return SparseCache(model.config, found.method, keep_queries=keep_queries, head_shard=found.head_shard)
 
 
-def gathered(folder: Path, processes: int) -> dict[str, Any]:
-    """Return the tokens of models of which every process has all KV heads."""
+def of_plans(folder: Path, processes: int) -> dict[str, Any]:
+    """Return the tokens of models with other plans, and whether every process has all KV heads."""
     found = {}
-    for model_type in GATHERED:
+    for model_type in (*GATHERED, *WITH_SINKS):
         model = load(folder, model_type, processes)
         with sparse_attention(model, "quest", token_budget=48):
             tokens = model.generate(**prompts(), **PROMPT)[:, 90:].tolist()
@@ -304,7 +311,7 @@ def run(rank: int, size: int, port: int, folder: Path, names: list[str] | None) 
         model = load(folder, "llama", size)
         found["scenarios"] = {name: attempt(partial(scenario, model)) for name, scenario in SCENARIOS.items()}
         found["refusals"] = refusals(folder, model, rank)
-        found["gathered"] = gathered(folder, size)
+        found["plans"] = of_plans(folder, size)
     (folder / f"rank_{rank}_of_{size}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import CONFIG_MAPPING, CompileConfig
 
 from hf_sparse_attn import (
     NTK,
@@ -32,11 +32,13 @@ from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import static_capacity
 from hf_sparse_attn.rope import decoder_rotary
 from tests import models
+from tests.families import tiny_model
 from tests.methods.toy import TokenTopK, UnboundedQuest
 from tests.models import FAMILIES, random_ids
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SMALL = Quest(token_budget=48)
+DTYPE = torch.float64 if models.DEVICE == "cpu" else torch.float32
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -56,8 +58,7 @@ def make_model(family, **overrides):
     On a CPU it is float64: there, growing and static caches add in different orders, which must not change tokens. On
     CUDA both use the same kernels.
     """
-    dtype = torch.float64 if models.DEVICE == "cpu" else torch.float32
-    return models.make_model(family, dtype=dtype, **{"num_hidden_layers": 3, **overrides})
+    return models.make_model(family, dtype=DTYPE, **{"num_hidden_layers": 3, **overrides})
 
 
 def compiled(backend="eager"):
@@ -98,6 +99,18 @@ def test_one_graph_serves_all_prompts_and_reads_what_eager_steps_read(family, ba
     within_budget = padded((30, 3, 22))
     expected = model.generate(**within_budget, **GREEDY, disable_compile=True)
     assert torch.equal(model.generate(**within_budget, **compiled(backend)), expected)
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    "method", [Quest(token_budget=48, dense_layers=1), KeyCodes(token_budget=48, page_size=16, dense_layers=1)]
+)
+@pytest.mark.skipif("granite_swa" not in CONFIG_MAPPING, reason="this version of Transformers has no such model")
+def test_attention_sinks(method):
+    """In a sparse layer, in a dense one, and in the prompt."""
+    model = tiny_model("granite_swa", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    assert_as_eager(patch_model(model.to(models.DEVICE, DTYPE), method), padded((150, 131, 90)))
     assert graphs() == 1
     assert not counters["graph_break"]
 

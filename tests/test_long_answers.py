@@ -98,6 +98,7 @@ def _check_codes(keys, metadata, method):
         seq_end=bounds[1:],
         page_size=PAGE,
         bits=method.bits,
+        correction=method.correction,
         impl="reference",
     )
     for name, tensor in held.items():

@@ -52,7 +52,7 @@ def runs(folder):
     alone = {"tokens": worker.tokens_of(folder, 1)}
     model = worker.load(folder, "llama", 1)
     alone["scenarios"] = {name: scenario(model) for name, scenario in worker.SCENARIOS.items()}
-    alone["gathered"] = worker.gathered(folder, 1)
+    alone["plans"] = worker.of_plans(folder, 1)
     assert process.wait(timeout=300) == 0, (folder / "log").read_text()[-4000:]
     return {1: alone, 2: found_by(folder, 2), 4: found_by(folder, 4)}
 
@@ -87,8 +87,14 @@ def test_methods_are_sparse(runs):
 @pytest.mark.parametrize("model_type", worker.GATHERED)
 def test_models_whose_processes_have_all_heads(runs, model_type):
     for rank in runs[2]:
-        assert rank["gathered"][model_type] == runs[1]["gathered"][model_type]
-        assert rank["gathered"][model_type]["is_whole"]
+        assert rank["plans"][model_type] == runs[1]["plans"][model_type]
+        assert rank["plans"][model_type]["is_whole"]
+
+
+@pytest.mark.parametrize("model_type", worker.WITH_SINKS)
+def test_sinks_that_are_divided_with_the_heads(runs, model_type):
+    for rank in runs[2]:
+        assert rank["plans"][model_type] == {**runs[1]["plans"][model_type], "is_whole": False}
 
 
 @pytest.mark.parametrize("scenario", worker.SCENARIOS)

@@ -22,6 +22,7 @@ from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.rope import Rope, RopeTables
+from hf_sparse_attn.sinks import with_sinks
 from hf_sparse_attn.stats import LayerCounter
 
 
@@ -97,6 +98,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rehearsed_query: torch.Tensor | None = None
         """[batch, q_heads, head_dim]: a decode step's query, made from the previous layer's input; None if no one asks.
         """
+        self.sinks: torch.Tensor | None = None
+        """[q_heads]: logits of the model's attention sinks, until a pass takes them; None without sinks."""
         self.prefix: Prefix | None = None
         """Tokens before every row that are not among :attr:`keys`, for a method with ``reads_prefix``."""
         self._shared = Shared() if shared is None else shared
@@ -328,6 +331,31 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         token, self._token = self._token, None
         return token
 
+    def take_sinks(self) -> torch.Tensor | None:
+        """Return :attr:`sinks`, [q_heads], for attention that they take part in; None if the model has none."""
+        sinks, self.sinks = self.sinks, None
+        return sinks
+
+    def with_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Return the output of a softmax that the model's attention sinks take part in.
+
+        A method's ``decode`` and ``prefill`` return what this returns, called once, after attention to several sets of
+        tokens is merged. :func:`~hf_sparse_attn.dense.dense_attention` and ``attend`` have called it already.
+
+        Parameters
+        ----------
+        output
+            [batch, q_heads, head_dim] or [batch, q_heads, tokens, head_dim].
+        lse
+            [batch, q_heads] or [batch, q_heads, tokens]: log-sum-exp of the scaled scores, as ops return it.
+
+        Returns
+        -------
+        torch.Tensor
+            Same shape and dtype as ``output``; ``output`` itself if the model has no sinks.
+        """
+        return output if self.sinks is None else with_sinks(output, lse, self.take_sinks())
+
     def is_like_last_step(self, method: SparseMethod, *states: torch.Tensor) -> bool:
         """Whether an uncompiled step has the method, and ``states`` of the shapes, dtypes and devices, of the last one.
 
@@ -420,7 +448,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
         With ``keeps_metadata`` the metadata is cut back with the rows. Otherwise it is rebuilt.
         """
-        self._token = self.rehearsed_query = self._step_kind = None
+        self._token = self.rehearsed_query = self.sinks = self._step_kind = None
         if not self.is_initialized:
             return
         self._held = self.length

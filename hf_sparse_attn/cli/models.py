@@ -105,7 +105,7 @@ def load_model(
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
     with _load_errors(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **weights)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **weights)
     return model.to(target).eval(), tokenizer
 
 

@@ -282,7 +282,7 @@ class SparseMethod:
         Returns
         -------
         torch.Tensor
-            [batch, q_heads, head_dim].
+            [batch, q_heads, head_dim], from :meth:`attend`, ``dense_attention`` or ``layer.with_sinks``.
         """
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         selection = self.select(query, layer, scale)
@@ -308,7 +308,8 @@ class SparseMethod:
         Returns
         -------
         torch.Tensor
-            Same shape as ``query``; the values at left padding are arbitrary.
+            Same shape as ``query``, from ``dense_attention`` or ``layer.with_sinks``; the values at left padding are
+            arbitrary.
         """
         return dense_attention(query, layer, scale, mask)
 
@@ -357,6 +358,6 @@ class SparseMethod:
             for present in layer.present(selection)
         ]
         if len(parts) == 1:
-            return parts[0][0]
-        output, _ = merge_attention([(out.unsqueeze(1), lse.unsqueeze(1)) for out, lse in parts])
-        return output.to(query.dtype)
+            return layer.with_sinks(*parts[0])
+        output, lse = merge_attention([(out.unsqueeze(1), lse.unsqueeze(1)) for out, lse in parts])
+        return layer.with_sinks(output, lse).to(query.dtype)

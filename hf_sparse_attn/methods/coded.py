@@ -29,7 +29,7 @@ class CodedMethod(SparseMethod, partial=True):
 
     A page is ``page_size`` tokens that follow one another, counted from the row's first token. It is coded once it is
     full, with RaBitQ's code (arXiv 2405.12497); see :func:`hf_sparse_attn_kernels.encode_keys`. A subclass has the
-    field ``page_size``, may have ``bits`` and ``query_centre``, and chooses tokens by :meth:`estimate`.
+    field ``page_size``, may have ``bits``, ``correction`` and ``query_centre``, and chooses tokens by :meth:`estimate`.
     """
 
     appends_metadata: ClassVar[bool] = True
@@ -46,6 +46,11 @@ class CodedMethod(SparseMethod, partial=True):
     def bits(self) -> int:
         """Bits of a channel's symbol."""
         return 1
+
+    @property
+    def correction(self) -> str:
+        """Which factor scales a key's symbols; see :func:`hf_sparse_attn_kernels.encode_keys`."""
+        return "unbiased"
 
     @property
     def query_centre(self) -> bool:
@@ -163,6 +168,7 @@ class CodedMethod(SparseMethod, partial=True):
             seq_end=layer.seq_end,
             page_size=self.page_size,
             bits=self.bits,
+            correction=self.correction,
             shared_centre=self.shared_centre,
             max_pages=max_pages,
             **layer.metadata,

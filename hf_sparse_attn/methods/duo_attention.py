@@ -14,6 +14,7 @@ from hf_sparse_attn.dense import stock_attention
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.evicting import DENSE, EvictingMethod, places, storage_of
 from hf_sparse_attn.methods.retrieval_heads import Values, checked, read_values, streaming_heads
+from hf_sparse_attn.sinks import with_sinks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,22 +124,24 @@ class DuoAttention(EvictingMethod):
             return SparseMethod.prefill(self, query, layer, scale, mask)
         if storage.kept is not None:
             storage.sort()  # so that a window of slots is one of tokens
-        output = torch.empty_like(query)
+        output, sinks = torch.empty_like(query), layer.take_sinks()
         streaming, retrieval = _groups(layer)
         rows = layer.rows
         if storage.kept is None and len(retrieval):
             rows = rows._replace(keys=rows.keys[:, streaming], values=rows.values[:, streaming])
         grouped, result = (_grouped(states, storage.kv_heads) for states in (query, output))
-        streamed = self._stream(grouped[:, streaming].flatten(1, 2), rows, scale)
+        streamed, lse = self._stream(grouped[:, streaming].flatten(1, 2), rows, scale)
+        streamed = with_sinks(streamed, lse, _of_heads(sinks, streaming, storage.kv_heads))
         result[:, streaming] = _grouped(streamed, len(streaming))
         if len(retrieval):
             keys, values = (buffer[:, :, : layer.length] for buffer in _whole(layer, retrieval))
-            attended = stock_attention(grouped[:, retrieval].flatten(1, 2), keys, values, scale, mask)
+            own = _of_heads(sinks, retrieval, storage.kv_heads)
+            attended = stock_attention(grouped[:, retrieval].flatten(1, 2), keys, values, scale, mask, own)
             result[:, retrieval] = _grouped(attended, len(retrieval))
         return output
 
-    def _stream(self, query: torch.Tensor, rows: Rows, scale: float) -> torch.Tensor:
-        """Attend from queries [batch, heads, tokens, head_dim] to sinks and window of rows that are in order."""
+    def _stream(self, query: torch.Tensor, rows: Rows, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from queries [batch, heads, tokens, head_dim] to first tokens and window of rows that are in order."""
         batch, heads, queries, _ = query.shape
         window = self.token_budget - self.sink_tokens
         device, reach = query.device, 1 - (1 - window) // BLOCK_SIZE
@@ -174,7 +177,7 @@ class DuoAttention(EvictingMethod):
         storage = storage_of(layer)
         if not isinstance(storage, SplitStorage) or storage.whole is None:
             return super()._attend_to_kept(query, layer, scale)
-        kept, lengths, output = layer.rows, layer.row_lengths(), torch.empty_like(query)
+        kept, lengths, output, sinks = layer.rows, layer.row_lengths(), torch.empty_like(query), layer.take_sinks()
         tokens, (streaming, retrieval) = kept.seq_end - kept.seq_start, storage.groups
         read = tokens.sum() * len(streaming) + lengths.sum() * len(retrieval)
         layer.counter.count_rows(read, lengths.sum() * storage.kv_heads)
@@ -187,7 +190,8 @@ class DuoAttention(EvictingMethod):
         for heads, rows in ((streaming, kept), (retrieval, whole)):
             if len(heads):
                 own = layer.finished.flatten()[: len(query) * len(heads)].view(len(query), -1)
-                attended, _ = dense_decode(grouped[:, heads].flatten(1, 2), *rows, scale=scale, finished=own)
+                attended, lse = dense_decode(grouped[:, heads].flatten(1, 2), *rows, scale=scale, finished=own)
+                attended = with_sinks(attended, lse, _of_heads(sinks, heads, storage.kv_heads))
                 result[:, heads] = _grouped(attended, len(heads))
         return output
 
@@ -210,6 +214,11 @@ def _groups(layer: SparseLayer) -> tuple[torch.Tensor, torch.Tensor]:
 def _grouped(states: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Return [batch, q_heads, ..] as [batch, kv_heads, group, ..]."""
     return states.view(len(states), kv_heads, -1, *states.shape[2:])
+
+
+def _of_heads(sinks: torch.Tensor | None, heads: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
+    """Return the attention sinks, [q_heads] of the layer, of the query heads of some KV heads."""
+    return None if sinks is None else sinks.view(kv_heads, -1)[heads].flatten()
 
 
 def _whole(layer: SparseLayer, retrieval: torch.Tensor) -> Sequence[torch.Tensor]:

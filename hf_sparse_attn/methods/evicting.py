@@ -80,7 +80,8 @@ class EvictingMethod(SparseMethod, partial=True):
             output = super().prefill(query, layer, scale, mask)
         else:
             keys, values = storage.visible(layer.lengths, query.shape[2])
-            output = stock_attention(query, keys, values, scale, _causal_mask(query.shape[2], layer))
+            mask = _causal_mask(query.shape[2], layer)
+            output = stock_attention(query, keys, values, scale, mask, layer.take_sinks())
         self.watch(query, layer, scale)
         return output
 
@@ -105,10 +106,10 @@ class EvictingMethod(SparseMethod, partial=True):
         layer.counter.count_rows(tokens.sum() * rows.keys.shape[1], layer.row_lengths().sum() * rows.keys.shape[1])
         if layer.is_recorded:
             layer.note(_selection(layer, tokens))
-        output, _ = dense_decode(
+        output, lse = dense_decode(
             query, rows.keys, rows.values, rows.seq_start, rows.seq_end, scale=scale, finished=layer.finished
         )
-        return output
+        return layer.with_sinks(output, lse)
 
     def _evict_one(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> None:
         """Evict one token of each row and KV head that has ``token_budget`` of them."""

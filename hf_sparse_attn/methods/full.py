@@ -39,7 +39,7 @@ class Full(SparseMethod):
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         layer.note(None)
         if layer.storage.reads_by_bounds():
-            output, _ = dense_decode(
+            output, lse = dense_decode(
                 query,
                 layer.keys,
                 layer.values,
@@ -49,7 +49,7 @@ class Full(SparseMethod):
                 counter=layer.counter.totals,
                 finished=layer.finished,
             )
-            return output
+            return layer.with_sinks(output, lse)
         batch, kv_heads = layer.keys.shape[:2]
         has_padding = layer.lengths.has_padding
         tokens = layer.row_lengths().sum() if has_padding else batch * layer.length

@@ -197,10 +197,16 @@ class InfLLM(SparseMethod):
         turned = rotated(query, cos[width - queries : width], sin[width - queries : width])
         remote_query = self._as_remote(query, layer)
         remote_keys, remote_values, is_remote = self._remote(remote_query, layer, is_query)
-        scores = (_scores(turned, keys, is_local), _scores(remote_query, remote_keys, is_remote))
-        weights = (torch.cat(scores, dim=4) * scale).softmax(4).nan_to_num(0)  # padding attends to nothing
+        parts = (_scores(turned, keys, is_local), _scores(remote_query, remote_keys, is_remote))
+        scores = torch.cat(parts, dim=4) * scale
+        limits = torch.finfo(scores.dtype)
+        top = scores.amax(4, keepdim=True).clamp_min(limits.min)  # padding attends to nothing
+        weights = (scores - top).exp()
+        total = weights.sum(4, keepdim=True)
         read = torch.cat((values, remote_values), dim=2).to(weights.dtype)
-        return (weights @ read.unsqueeze(2)).flatten(1, 2).to(query.dtype)
+        output = (weights @ read.unsqueeze(2)) / total.clamp_min(limits.tiny)
+        lse = (top + total.log()).squeeze(4)
+        return layer.with_sinks(output.flatten(1, 2), lse.flatten(1, 2)).to(query.dtype)
 
     def _remote(
         self, query: torch.Tensor, layer: SparseLayer, is_query: torch.Tensor

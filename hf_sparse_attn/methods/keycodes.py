@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BITS = (1, 2)
 GROUP_REDUCTIONS = ("softmax", "max")
+CORRECTIONS = ("unbiased", "least_squares")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,9 @@ class KeyCodes(CodedMethod):
 
     Each full page keeps the mean c of its keys after RoPE, in 8 bits. The code of a key k is that of its residual
     r = k - c, rotated by a fixed orthogonal matrix R: a symbol of ``bits`` bits for each channel of R r, and a factor a
-    with which a s, s being the symbols, estimates R r without bias along R r. A step estimates q.k of every coded token
-    as ``q.c + m.r + a (R (q - m)).s``, where m is the mean of the prompt's queries and m.r is kept exactly. It reads
-    the tokens with the highest estimates, the first ``sink_tokens``, and the page of the newest token. Prefill stays
-    dense.
+    with which a s, s being the symbols, estimates R r. A step estimates q.k of every coded token as
+    ``q.c + m.r + a (R (q - m)).s``, where m is the mean of the prompt's queries and m.r is kept exactly. It reads the
+    tokens with the highest estimates, the first ``sink_tokens``, and the page of the newest token. Prefill stays dense.
 
     RaBitQCache (arXiv 2606.31519) brought such codes to KV caches. Ours differ: a centre for each page instead of one
     for the prompt, one selection for each KV head, a fixed budget, and no dense layers.
@@ -50,6 +50,11 @@ class KeyCodes(CodedMethod):
         is left of the query. The mean is that of the prompt's queries when a row's first page is coded.
     dense_layers
         Number of first layers that attend to the whole cache.
+    correction
+        The factor a. ``"unbiased"`` is RaBitQ's |r|² / (R r).s: estimates have no bias along R r, but vary most for the
+        residuals that their symbols fit worst. ``"least_squares"`` is (R r).s / s.s, with which a s is nearest to R r.
+        It is the other one times the squared cosine between R r and s, so estimates are too small, most where the
+        symbols fit worst, and fewer tokens are chosen for a large error alone.
 
     Notes
     -----
@@ -67,6 +72,7 @@ class KeyCodes(CodedMethod):
     group_reduce: str = "softmax"
     sink_tokens: int = 4
     query_centre: bool = True
+    correction: str = "unbiased"
 
     def __post_init__(self) -> None:
         """Check the hyperparameters; errors as of :class:`SparseMethod`."""
@@ -82,6 +88,7 @@ class KeyCodes(CodedMethod):
             f"at least {always_read}: the first sink_tokens={self.sink_tokens} and a page of {self.page_size}",
         )
         self._require_query_centre()
+        self._require("correction", self.correction in CORRECTIONS, f"one of {', '.join(CORRECTIONS)}")
 
     @property
     def selection_size(self) -> SelectionSize:
@@ -101,6 +108,7 @@ class KeyCodes(CodedMethod):
             "max_tokens": self.token_budget,
             "sink_tokens": self.sink_tokens,
             "bits": self.bits,
+            "correction": self.correction,
             "scale": scale,
             "group_reduce": self.group_reduce,
             "num_tokens": self.scored_tokens(layer),
@@ -110,9 +118,10 @@ class KeyCodes(CodedMethod):
         if not layer.keeps_rows or type(self).attend is not SparseMethod.attend:
             block_indices, block_counts = append_and_select_tokens(*tensors, **options)
             return self.attend(query, layer, Selection(block_indices, block_counts, block_size=1), scale)
-        output, _, block_indices, block_counts = append_and_attend_tokens(*tensors, **options, finished=layer.finished)
+        options |= {"finished": layer.finished}
+        output, lse, block_indices, block_counts = append_and_attend_tokens(*tensors, **options)
         layer.note(Selection(block_indices, block_counts, block_size=1))
-        return output
+        return layer.with_sinks(output, lse)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Estimate the score of every coded token and keep the best; see :meth:`SparseMethod.select`."""

@@ -52,8 +52,8 @@ def attend_to_parts(parts: Sequence[Part], layer: SparseLayer, scale: float) -> 
         if number:
             totals[0] += counter[0]
         merged.append((out.unsqueeze(1), lse.unsqueeze(1)))
-    output, _ = merge_attention(merged)
-    return output.to(parts[0].query.dtype)
+    output, total = merge_attention(merged)
+    return layer.with_sinks(output, total).to(parts[0].query.dtype)
 
 
 def merge_attention(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

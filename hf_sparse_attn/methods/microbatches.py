@@ -91,9 +91,10 @@ def attend_in_microbatches(
             parts = [_merged(parts)]
     read_counts = torch.from_numpy(rule.read_counts.reshape(batch, kv_heads)).to(query.device, torch.int32)
     if not parts:
+        layer.take_sinks()  # which change nothing of zeros
         return torch.zeros_like(query), read_counts
-    output, _ = merge_attention(parts)
-    return output.to(query.dtype), read_counts
+    output, total = merge_attention(parts)
+    return layer.with_sinks(output, total).to(query.dtype), read_counts
 
 
 def _merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

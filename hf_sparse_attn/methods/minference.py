@@ -111,7 +111,7 @@ class MInference(SparseMethod):
         heads = [self._of_kv_head(query, rows.keys, layer, head, scale) for head in range(rows.keys.shape[1])]
         blocks, block_counts = _joined([listed(pattern.blocks) for pattern in heads])
         columns, column_counts = _joined([listed(pattern.columns) for pattern in heads])
-        return block_sparse_prefill(
+        output, lse = block_sparse_prefill(
             query,
             rows.keys,
             rows.values,
@@ -124,6 +124,7 @@ class MInference(SparseMethod):
             column_counts=column_counts,
             scale=scale,
         )
+        return layer.with_sinks(output, lse)
 
     def _of_kv_head(
         self, query: torch.Tensor, buffer: torch.Tensor, layer: SparseLayer, head: int, scale: float

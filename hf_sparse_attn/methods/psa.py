@@ -172,9 +172,10 @@ class PSA(PagedMethod):
         }
         if layer.keeps_rows and type(self)._attend_progressively is PSA._attend_progressively:
             options = ranking | self._reading
-            output, _, block_order, read_counts = append_and_attend_progressively(
+            output, lse, block_order, read_counts = append_and_attend_progressively(
                 *tensors, **options, finished=layer.finished
             )
+            output = layer.with_sinks(output, lse)
         else:
             block_order, block_counts = append_and_rank(*tensors, **ranking)
             output, read_counts = self._attend_progressively(query, layer, block_order, block_counts, scale)
@@ -206,7 +207,7 @@ class PSA(PagedMethod):
         if self.offload:
             return attend_in_microbatches(query, layer, block_order, **parameters)
         rows = layer.present_rows
-        output, _, read_counts = progressive_decode(
+        output, lse, read_counts = progressive_decode(
             query,
             rows.keys,
             rows.values,
@@ -218,7 +219,7 @@ class PSA(PagedMethod):
             finished=layer.finished,
             **parameters,
         )
-        return output, read_counts
+        return layer.with_sinks(output, lse), read_counts
 
     def _most_blocks(self, layer: SparseLayer) -> int:
         """Upper bound on the blocks that a KV head reads, with room for those that are always read."""

@@ -132,9 +132,9 @@ class Quest(PagedMethod):
         if not layer.keeps_rows:
             block_indices, block_counts = append_and_select(*tensors, **options)
             return self.attend(query, layer, Selection(block_indices, block_counts, self.page_size), scale)
-        output, _, block_indices, block_counts = append_and_attend(*tensors, **options)
+        output, lse, block_indices, block_counts = append_and_attend(*tensors, **options)
         layer.note(Selection(block_indices, block_counts, self.page_size))
-        return output
+        return layer.with_sinks(output, lse)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Score every page and keep the best; see :meth:`SparseMethod.select` for the arguments."""

@@ -166,7 +166,7 @@ class SelfExtend(SparseMethod):
         is_far = (distance >= self.window) & is_token.unsqueeze(1)
         seen = torch.cat([is_near[..., first:], is_far[..., :apart]], dim=2).unsqueeze(1)
         read = torch.cat([values[:, :, first:], values[:, :, :apart]], dim=2)
-        return stock_attention(asked, both, read, scale, seen)
+        return stock_attention(asked, both, read, scale, seen, layer.take_sinks())
 
 
 def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -264,13 +264,13 @@ class Squeezed(SparseMethod):
             run_indices, run_counts = context.clusters["run_clusters"], layer.finished * 0
         else:
             run_indices, run_counts = self._choose_together(query, layer, context, scale)
-        out, _ = runs_prefill(
+        out, lse = runs_prefill(
             query,
             *context.operands(layer, run_indices, run_counts),
             token_order=context.token_order,
             scale=scale,
         )
-        return out
+        return layer.with_sinks(out, lse)
 
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
@@ -284,7 +284,7 @@ class Squeezed(SparseMethod):
         run_indices, run_counts = self._choose(query, layer, context, scale)
         if layer.is_recorded:
             layer.note(tokens_read(layer, context, run_indices, run_counts))
-        out, _ = runs_decode(
+        out, lse = runs_decode(
             query,
             *context.operands(layer, run_indices, run_counts),
             token_order=context.token_order,
@@ -292,7 +292,7 @@ class Squeezed(SparseMethod):
             scale=scale,
             counter=layer.counter.totals,
         )
-        return out
+        return layer.with_sinks(out, lse)
 
     def _choose(
         self, query: torch.Tensor, layer: SparseLayer, context: Context, scale: float

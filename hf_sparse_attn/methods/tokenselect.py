@@ -232,7 +232,7 @@ class TokenSelect(SparseMethod):
             return super().prefill(query, layer, scale, mask)
         queries, slots = query.shape[2], layer.rope.cos.shape[0]
         block_indices, block_counts = self._select_for_chunk(query, layer, slots - queries)
-        return sparse_prefill(
+        output, lse = sparse_prefill(
             query,
             layer.keys,
             layer.values,
@@ -243,6 +243,7 @@ class TokenSelect(SparseMethod):
             scale=scale,
             **layer.rotations,
         )
+        return layer.with_sinks(output, lse)
 
     def _select_for_chunk(
         self, query: torch.Tensor, layer: SparseLayer, free_slots: int

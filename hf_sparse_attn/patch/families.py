@@ -35,10 +35,16 @@ def _families(names: str, rotation: str | None = None, rehearsal: str | None = N
 
 FAMILIES: dict[str, Family] = {
     **_families("llama mistral qwen2 qwen3"),
-    **_families("apertus arcee aria_text bitnet cwm dots1 gemma granite granitemoe granitemoeshared hy_v3 hyperclovax"),
+    **_families(
+        "apertus arcee aria_text bitnet cwm dots1 gemma gpt_oss granite granitemoe granitemoeshared hy_v3 hyperclovax"
+    ),
     **_families("internlm3 iquestcoder jais2 ministral mixtral phimoe qwen2_moe qwen3_moe seed_oss starcoder2"),
     **_families("cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium", INTERLEAVED, INTERLEAVED),
-    **_families("afmoe beam exaone4 exaone_moe kolibri1 smollm3", NOT_EVERYWHERE, NOT_EVERYWHERE),
+    **_families(
+        "afmoe beam exaone4 exaone_moe flint granite_swa granitemoe_swa kolibri1 smollm3",
+        NOT_EVERYWHERE,
+        NOT_EVERYWHERE,
+    ),
     **_families("hunyuan_v1_dense hunyuan_v1_moe nanochat", NORM_AFTER_ROPE, NORM_AFTER_ROPE),
     **_families("gemma3_text mellum", ROPE_BY_KIND),
     **_families("olmo3", ROPE_BY_KIND, NORM_OF_ALL_HEADS),
@@ -51,12 +57,12 @@ FAMILIES: dict[str, Family] = {
 """Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
 
 REFUSED: dict[str, str] = {
-    "attention sinks take part in its softmax": "deepseek_v4 flint gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
     "its attention scores are capped": "gemma2 vaultgemma",
     "its latent attention has keys and values of different head dimensions, or caches something else": (
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4 "
-        "longcat_flash minicpm3 youtu"
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm4_moe_lite "
+        "glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu"
     ),
+    "its keys and values have different head dimensions": "mimo_v2_flash",
     "some of its layers keep a state instead of keys and values, or beside them": (
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear "
         "lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import _nvrtc
+from hf_sparse_attn_kernels import _cluster, _nvrtc
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.quest import cluster
 from op_bench import cluster_compile, cluster_entries, performance, results
@@ -47,7 +47,7 @@ def test_without_clusters_a_record_says_so_and_has_the_hosts_time(monkeypatch):
 
 def test_on_clusters_a_record_has_the_launch_and_the_stages(monkeypatch):
     forced, replayed = [], []
-    size = cluster.CLOCKS_STRIDE
+    size = _cluster.CLOCKS_STRIDE
 
     def read(name, bytes_read):
         assert (name, bytes_read) == ("stage_clocks", 8 * size * blocks)
@@ -75,23 +75,23 @@ def test_cycles_are_medians_of_what_the_blocks_took():
     stages = len(cluster.STAGES)
     slow = tuple(1000 + 30 * number for number in range(stages + 1))
     fast = tuple(7 + 10 * number for number in range(stages + 1))
-    found = cluster_entries.stage_record([[slow, fast, fast], [fast, slow, fast]])
+    found = cluster_entries.stage_record(cluster.STAGES, [[slow, fast, fast], [fast, slow, fast]])
     assert found["median"] == dict.fromkeys(cluster.STAGES, 10)
     assert found["max"] == dict.fromkeys(cluster.STAGES, 30)
     assert found["whole"] == 30 * stages
 
 
 def test_clocks_are_read_for_each_block():
-    size = cluster.CLOCKS_STRIDE
+    size = _cluster.CLOCKS_STRIDE
     stored = torch.arange(3 * size, dtype=torch.int64).numpy().tobytes()
     plan = SimpleNamespace(kernel=SimpleNamespace(read=lambda name, bytes_read: stored[:bytes_read]))
-    clocks = cluster.stage_clocks(plan, 2)
+    clocks = _cluster.stage_clocks(plan, 2, len(cluster.STAGES))
     assert clocks == [tuple(range(first, first + len(cluster.STAGES) + 1)) for first in (0, size)]
 
 
 def test_only_benchmarks_compile_a_kernel_that_stores_clocks():
     assert "CLOCKS" not in dict(cluster.kernel_macros(8, 512, 4))
-    assert dict(cluster.kernel_macros(8, 512, 4, clocks=1))["CLOCKS"] == cluster.MOST_CLOCKED
+    assert dict(cluster.kernel_macros(8, 512, 4, clocks=1))["CLOCKS"] == _cluster.MOST_CLOCKED
     with tuning.forced(cluster_step={"cluster": 8, "clocks": 1}):
         assert cluster.choice_of(torch.device("cpu"), 8, 4, 1024) == {"cluster": 8, "threads": 512, "clocks": 1}
 
@@ -109,7 +109,7 @@ def test_every_kernel_is_compiled_by_one_of_the_processes(monkeypatch):
 
     monkeypatch.setattr(cluster_compile.subprocess, "Popen", run)
     kernels = [cluster.kernel_macros(blocks, 256, 4) for blocks in (2, 4, 8, 2)]
-    cluster_compile.compile_kernels(kernels, (9, 0))
+    cluster_compile.compile_kernels(cluster.SOURCES, kernels, (9, 0))
     assert len(waited) == 2
     assert sorted(compiled) == sorted((cluster.SOURCES, (9, 0), macros) for macros in kernels[:3])
 
@@ -119,7 +119,7 @@ def test_without_nvrtc_a_process_compiles_nothing_and_ends(monkeypatch):
         raise _nvrtc.CudaError("libnvrtc.so.99 is not found")
 
     monkeypatch.setattr(cluster_compile, "compiled", fail)
-    cluster_compile.main("[[9, 0], [[]]]")
+    cluster_compile.main("[[], [9, 0], [[]]]")
 
 
 def test_the_enumeration_of_stages_agrees_with_the_kernels():

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels.codes import cluster as code_cluster
 from op_bench import tune as tune_module
 from op_bench.cluster_entries import CLUSTERS
-from op_bench.code_entries import CODES
+from op_bench.code_step_entries import CODE_CLUSTERS
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import CLUSTER_SHAPES, DECODE_SHAPES, Shape
 from op_bench.tune import SEPARATE_LAUNCHES, TIMED_WITH, chosen_launches, tune, tuned_shapes, write
@@ -62,7 +63,7 @@ def test_keycodes_step_is_timed_with_the_clusters_that_fit(monkeypatch):
         return 10.0 - bool(choices["code_step"]["cluster"])
 
     monkeypatch.setattr(tune_module, "_time", nine_for_clusters)
-    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [shape] if family is CODES else [])
+    monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [shape] if family is CODE_CLUSTERS else [])
     monkeypatch.setattr(tune_module, "LAYERS", 1)
     found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
     assert timed == [SEPARATE_LAUNCHES]  # no clusters on a CPU
@@ -70,6 +71,21 @@ def test_keycodes_step_is_timed_with_the_clusters_that_fit(monkeypatch):
     monkeypatch.setattr(tune_module, "step_fits", lambda layer, choice: choice["cluster"] in (0, 16))
     found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
     assert [entry["choice"] for entry in found["code_step"]] == [{"cluster": 16, "threads": 256}]
+
+
+def test_the_candidates_of_clusters_are_compiled_at_once_for_the_groups_of_the_shapes(monkeypatch):
+    compiled = []
+
+    def compile_candidates(implementation, device, candidates):
+        compiled.append((implementation, [(group, choice) for group, _, choice in candidates]))
+
+    monkeypatch.setattr(tune_module, "compile_candidates", compile_candidates)
+    monkeypatch.setattr(tune_module, "_tune_shape", lambda *arguments: {})
+    shapes = [shape for shape in tuned_shapes(CODE_CLUSTERS) if shape.group != 1]
+    tune(torch.device("cpu"), shapes, ["code_step"], lambda line: None)
+    ((implementation, candidates),) = compiled
+    assert implementation is code_cluster
+    assert candidates == [(group, choice) for group in (4, 7) for choice in tuning.CANDIDATES["code_step"]]
 
 
 def test_clusters_are_tuned_at_the_measured_shapes_first():

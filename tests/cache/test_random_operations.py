@@ -90,7 +90,13 @@ MORE_METHODS = {
     "squeezed-levels": Squeezed(target_sparsity=0, clusters=0.3, coarse_clusters=0.1, levels=2, window=2),
     "quest-offloaded-fifo": Quest(**OFFLOADED, eviction="fifo", bounds_dtype="model"),
     "keycodes-2-bits": KeyCodes(
-        token_budget=POSITIONS, page_size=16, bits=2, group_reduce="max", query_centre=False, dense_layers=1
+        token_budget=POSITIONS,
+        page_size=16,
+        bits=2,
+        group_reduce="max",
+        query_centre=False,
+        dense_layers=1,
+        correction="least_squares",
     ),
     "rabitqcache-budget": RaBitQCache(
         token_budget=POSITIONS, top_p=1, page_size=16, sink_tokens=0, dense_layers=1, query_centre=False
@@ -572,8 +578,9 @@ class Operations(RuleBasedStateMachine):
             shared = self.method.shared_centre
             given = {"query_centre"} | ({"centres", "centre_scale"} if shared else set())
             centres = {name: metadata[name] for name in given & metadata.keys()}
-            rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "page_size": size, "bits": self.method.bits}
-            encode_keys(layer.keys, **{**anew, **centres}, **rows, shared_centre=shared)
+            rows = {"seq_start": layer.seq_start, "seq_end": layer.seq_end, "page_size": size}
+            options = {"bits": self.method.bits, "correction": self.method.correction, "shared_centre": shared}
+            encode_keys(layer.keys, **{**anew, **centres}, **rows, **options)
             full = anew.pop("coded")
             if not self.cache.shared.prompt_is_open:
                 assert torch.equal(metadata["coded"], full)

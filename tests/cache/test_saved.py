@@ -159,6 +159,27 @@ def test_what_does_not_belong_together_is_refused(saved, model):
             SparseCache.load(path, other)
 
 
+@torch.inference_mode()
+def test_codes_with_another_factor_are_another_method(model, tmp_path):
+    sizes, corrections = {"token_budget": 48, "page_size": 16}, ("unbiased", "least_squares")
+    first, second = (KeyCodes(**sizes, correction=correction) for correction in corrections)
+    ids = random_ids(1, 80)
+    with sparse_attention(model, first):
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache", model)
+    with sparse_attention(model, second):
+        with pytest.raises(ValueError, match=r'"correction": "unbiased".* patched with keycodes .*"least_squares"'):
+            SparseCache.load(tmp_path / "cache", model)
+        fork = cache.fork(second)
+        model(ids[:, :1], past_key_values=fork)
+    with sparse_attention(model, first):
+        model(ids[:, :1], past_key_values=cache)
+    codes, others = (each.sparse_layers[1].metadata for each in (cache, fork))
+    assert torch.equal(others["codes"][:, :, :80], codes["codes"][:, :, :80])
+    assert (others["factors"][:, :, :80, 0] < codes["factors"][:, :, :80, 0]).all()  # by the squared cosine
+
+
 def test_a_cache_saved_without_its_tokens_is_not_compared(saved, model):
     path, ids = saved
     with torch.inference_mode(), sparse_attention(model, QUEST):

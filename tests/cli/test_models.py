@@ -12,8 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from hf_sparse_attn import patch_model
 from hf_sparse_attn.cli import models
 from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
+from hf_sparse_attn.patched import is_patched
+from tests.families import tiny_model
 from tests.models import make_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -74,6 +77,16 @@ def test_pickled_weights_are_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="safetensors"):
         load_model(tmp_path / "model", device="cpu")
     assert not (tmp_path / "has run").exists()
+
+
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", "sdpa"), ("gpt_oss", "eager")])
+def test_dense_attention_is_sdpa_if_the_model_has_it(tmp_path: Path, model_type: str, attention: str) -> None:
+    tiny_model(model_type).float().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    loaded, _ = load_model(tmp_path, device="cpu")
+    assert loaded.config._attn_implementation == attention
+    assert is_patched(patch_model(loaded))
 
 
 def test_weights_are_fetched_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

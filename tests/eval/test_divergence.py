@@ -209,7 +209,7 @@ def test_variants_that_are_not_allowed_are_refused(variants, said):
 
 def test_the_study_s_selector_runs_beside_the_shipped_method(tmp_path, loaded, model_dir):
     shared = {"token_budget": 96, "page_size": 16}
-    variants = [{"method": "keycodes", **shared}, {"method": "keycodes_study", **shared}]
+    variants = [{"method": "keycodes", **shared, "correction": "unbiased"}, {"method": "keycodes_study", **shared}]
     go(tmp_path, loaded, model_dir, method=[], token_budget=[], variants=variants, measure="divergence", limit=1)
     _, shipped, studied = read_records(tmp_path / "rows.jsonl")
     assert studied["divergence"] == pytest.approx(shipped["divergence"], rel=1e-3)

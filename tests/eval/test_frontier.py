@@ -33,6 +33,7 @@ def records_of(benchmark: str, task: str, samples: int, **fields: Any) -> list[d
             divergence = None if is_dense else (sample + place) / 100
             own = {
                 "variant": variant,
+                "parameters": {},
                 "divergence": divergence,
                 "divergence_max": divergence,
                 "top_agreement": None if is_dense else 1 - place / 10,

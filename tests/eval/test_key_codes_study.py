@@ -69,11 +69,16 @@ def same(first: Run, second: Run) -> float:
 
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group_reduce", ["softmax", "max"])
-@pytest.mark.parametrize("has_centre", [True, False])
-def test_the_shipped_settings_choose_the_shipped_method_s_tokens(bits, group_reduce, has_centre):
+@pytest.mark.parametrize(
+    ("has_centre", "shipped_correction", "correction"),
+    [(True, "unbiased", True), (False, "unbiased", True), (True, "least_squares", "least_squares")],
+)
+def test_the_shipped_settings_choose_the_shipped_method_s_tokens(
+    bits, group_reduce, has_centre, shipped_correction, correction
+):
     shared = {**SMALL, "bits": bits, "group_reduce": group_reduce}
-    shipped = Run(KeyCodes(**shared, query_centre=has_centre))
-    studied = Run(KeyCodesStudy(**shared, query_centre="kv_head" if has_centre else "none"))
+    shipped = Run(KeyCodes(**shared, query_centre=has_centre, correction=shipped_correction))
+    studied = Run(KeyCodesStudy(**shared, query_centre="kv_head" if has_centre else "none", correction=correction))
     assert same(shipped, studied) == 1.0
     assert studied.stats.kv_bytes == shipped.stats.kv_bytes
     assert studied.stats.metadata_bytes == shipped.stats.metadata_bytes
@@ -84,7 +89,7 @@ def test_the_shipped_settings_choose_the_shipped_method_s_tokens(bits, group_red
 def test_queries_are_rounded_as_in_the_op(bits, has_centre):
     """In float32; in float64, as in the other tests, nothing is rounded."""
     shared = {**SMALL, "bits": bits, "group_reduce": "max"}
-    shipped = Run(KeyCodes(**shared, query_centre=has_centre), torch.float32)
+    shipped = Run(KeyCodes(**shared, query_centre=has_centre, correction="unbiased"), torch.float32)
     studied, unrounded = (
         Run(
             KeyCodesStudy(**shared, query_centre="kv_head" if has_centre else "none", query_bits=query_bits),

@@ -4,11 +4,14 @@ import errno
 import json
 import math
 import sys
+from dataclasses import make_dataclass
 
 import pytest
 
 from eval.errors import EvalError
-from eval.store import Store, read_records, record_key, write_json
+from eval.report.names import with_variant_names
+from eval.store import Store, encode_record, read_records, record_key, write_json
+from hf_sparse_attn import METHODS
 
 CONFIG = {"benchmark": "passkey", "seed": 0, "device": None}
 
@@ -109,6 +112,42 @@ def test_processes_records_are_merged_in_order(tmp_path):
     assert [entry["sample_id"] for entry in merged] == ["a", "b", "c", "d"]
     assert read_records(tmp_path / "rows.jsonl") == merged
     assert sorted(path.name for path in tmp_path.glob("rows*")) == ["rows.jsonl"]
+
+
+def keycodes(sample_id: str, variant: str = "", **parameters) -> dict:
+    own = {"token_budget": 256, "bits": 1} | parameters
+    return record(sample_id, "keycodes", variant=variant, parameters=own)
+
+
+def set_default(monkeypatch, correction: str) -> None:
+    monkeypatch.setitem(METHODS, "keycodes", make_dataclass("AnyKeyCodes", [("correction", str, correction)]))
+
+
+def test_records_from_before_a_hyperparameter_get_the_value_that_it_had(tmp_path, monkeypatch):
+    """And stand beside later ones: the report names the two by it, and a run that goes on finds them all."""
+    set_default(monkeypatch, "unbiased")
+    new = keycodes("a", "correction=least_squares", correction="least_squares")
+    records = [keycodes("a"), keycodes("b", "bits=2", bits=2), new, record("a", parameters={})]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(encode_record(each) + b"\n" for each in records))
+    older, other, newer, dense = found = read_records(tmp_path / "rows.jsonl")
+    assert older == keycodes("a", correction="unbiased")
+    assert other == keycodes("b", "bits=2", bits=2, correction="unbiased")
+    assert (newer, dense) == (new, record("a", parameters={}))
+    assert [record_key(each) for each in found] == [record_key(each) for each in records]
+    assert Store(tmp_path).records() == found
+    names = [each["method"] for each in with_variant_names([older, newer])]
+    assert names == ["keycodes (correction=unbiased)", "keycodes (correction=least_squares)"]
+
+
+def test_they_are_named_by_it_once_the_default_is_another(tmp_path, monkeypatch):
+    set_default(monkeypatch, "least_squares")
+    records = [keycodes("a"), keycodes("b", "bits=2", bits=2), keycodes("a", correction="least_squares")]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(encode_record(each) + b"\n" for each in records))
+    assert [(each["variant"], each["parameters"]["correction"]) for each in read_records(tmp_path / "rows.jsonl")] == [
+        ("correction=unbiased", "unbiased"),
+        ("bits=2, correction=unbiased", "unbiased"),
+        ("", "least_squares"),
+    ]
 
 
 def test_infinity_is_no_record(tmp_path):

@@ -79,7 +79,7 @@ def stored(mean):
     return (mean / scale).round().clamp(-127, 127) * scale
 
 
-def estimates(query, keys, centre, bits, page_size, key_centre=None):
+def estimates(query, keys, centre, bits, page_size, key_centre=None, correction="unbiased"):
     """Estimate q.k / sqrt(d) of [group, d] queries and the [n, d] keys of a KV head, in pages that are full.
 
     ``centre`` [d] is the query centre, ``key_centre`` that of all keys; without it each page has the mean of its own.
@@ -96,7 +96,8 @@ def estimates(query, keys, centre, bits, page_size, key_centre=None):
         else:
             step = 0.9957 * turned.pow(2).mean(1, keepdim=True).sqrt()
             symbols = 2 * ((turned / step).floor() + 2).clamp(0, 3) - 3
-        factor = half(residual.pow(2).sum(1) / (turned * symbols).sum(1))
+        along = (turned * symbols).sum(1)
+        factor = half(residual.pow(2).sum(1) / along if correction == "unbiased" else along / symbols.pow(2).sum(1))
         offset = half(residual @ centre * head_dim**-0.5) * head_dim**0.5
         dots = (query - centre) @ rotate.T @ symbols.T
         columns.append((query @ page_centre)[:, None] + offset + factor * dots)

@@ -23,7 +23,7 @@ def chosen(query, keys, centre, method):
     """Return which of a row's n tokens a KV head reads: bool [n]."""
     n = len(keys)
     newest = (n - 1) // PAGE * PAGE
-    scores = estimates(query, keys[:newest], centre, method.bits, PAGE)
+    scores = estimates(query, keys[:newest], centre, method.bits, PAGE, correction=method.correction)
     reduced = scores.amax(0) if method.group_reduce == "max" else scores.log_softmax(1).exp().sum(0)
     reads = torch.zeros(n, dtype=torch.bool, device=keys.device)
     reads[: method.sink_tokens] = reads[newest:] = True
@@ -40,6 +40,8 @@ def chosen(query, keys, centre, method):
         ({"bits": 2, "group_reduce": "max"}, 16),
         ({"query_centre": False, "sink_tokens": 0}, 16),
         ({"bits": 2, "token_budget": 40}, 40),  # a rotation without Hadamard's matrix
+        ({"correction": "least_squares"}, 16),
+        ({"correction": "least_squares", "bits": 2}, 16),
     ],
     ids=str,
 )
@@ -236,6 +238,7 @@ def test_the_codes_take_the_stated_share_of_the_cache():
         ({"page_size": 40}, ValueError, "keycodes: page_size must be a multiple of 16, got 40"),
         ({"page_size": 0}, ValueError, "keycodes: page_size must be a multiple of 16, got 0"),
         ({"group_reduce": "mean"}, ValueError, "keycodes: group_reduce must be one of softmax, max, got 'mean'"),
+        ({"correction": True}, ValueError, "keycodes: correction must be one of unbiased, least_squares, got True"),
         ({"sink_tokens": -1}, ValueError, "keycodes: sink_tokens must be 0 or more, got -1"),
         (
             {"token_budget": 67},

@@ -10,12 +10,14 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparse_attn import METHODS, patch_model
+from hf_sparse_attn import METHODS, patch_model, sparse_attention
 from hf_sparse_attn.methods import NTK
 from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
 from hf_sparse_attn.patched import is_patched
 from tests.families import (
+    IN_FLOAT32,
     RESULTS,
+    ROUNDING,
     covering,
     decode,
     decode_patched,
@@ -31,8 +33,8 @@ HERE = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 ROTATING = [name for name in HERE if FAMILIES[name].rotation is None]
 REHEARSING = [name for name in HERE if FAMILIES[name].rehearsal is None]
 LIKE_LLAMA = [name for name in HERE if FAMILIES[name] == Family()]
-UNLIKE = ["gemma3_text", "glm", "exaone4"]
-"""RoPE by kind of layer, partial and interleaved RoPE, and layers without it, beside a sliding window."""
+UNLIKE = ["gemma3_text", "glm", "exaone4", "gpt_oss"]
+"""RoPE by kind of layer, partial and interleaved RoPE, layers without it, and sinks, beside a sliding window."""
 
 
 @pytest.mark.parametrize("model_type", HERE)
@@ -114,12 +116,21 @@ def test_settings_that_change_attention_are_refused(settings, message):
     assert not is_patched(model)
 
 
-def test_an_argument_that_changes_the_softmax_is_refused(monkeypatch):
-    """Even if the list of families were wrong, attention sinks would not be left out silently."""
-    monkeypatch.setitem(FAMILIES, "gpt_oss", Family())
-    model = patch_model(tiny_model("gpt_oss"), "quest", dense_layers=0)
-    with pytest.raises(ValueError, match=r"GptOssAttention passes 's_aux' to its attention, which is not supported"):
-        model(torch.ones(1, 4, dtype=torch.long))
+def test_an_argument_that_changes_the_softmax_is_refused():
+    """Even if the list of families were wrong, a cap of the scores would not be left out silently."""
+    model = patch_model(tiny_model("llama"), "quest", dense_layers=0)
+    with pytest.raises(ValueError, match=r"LlamaAttention passes 'softcap' to its attention, which is not supported"):
+        model(torch.ones(1, 4, dtype=torch.long), softcap=30.0)
+
+
+@pytest.mark.parametrize("model_type", [name for name in IN_FLOAT32 if name in HERE])
+@torch.inference_mode()
+def test_a_stock_model_that_rounds_to_float32_is_as_close_as_that(model_type):
+    model = tiny_model(model_type)
+    ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(5))
+    expected = model(ids).logits
+    with sparse_attention(model, "quest", token_budget=128):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=ROUNDING * float(expected.abs().max()))
 
 
 def test_the_results_are_those_of_the_code():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from op_bench.registry import CLUSTER_STEPS
+from op_bench.registry import CLUSTER_STEPS, CODE_STEPS
 from op_bench.results import Record, shape_of
 from op_bench.tables import by_shape, measured_with, shape_cells, table
+
+Step = tuple[str, str]
+"""Op and variant of an entry."""
 
 NAMES = ("q/kv heads", "head dim", "batch", "length")
 COLUMNS = (
@@ -18,30 +21,59 @@ COLUMNS = (
     "host: clusters, µs",
     "host: separate launches, µs",
 )
+QUEST_STAGES = (
+    "The stages: `query` loads the query and makes whole numbers of it; `scores` scores pages and appends the "
+    "token; `exchange` shares the log-sum-exp of the heads; `keys` reduces scores over the group; `edge` finds the "
+    "bin of the last chosen page; `list` sends the chosen pages to the blocks; `rank` ranks the candidates; "
+    "`attend` attends to the pages; `merge` shares the partial outputs; `write` adds them up.\n"
+)
+CODE_STAGES = (
+    "The stages: `query` loads the query and rotates it; `centres` scores the pages' centres; `scan` estimates tokens' "
+    "scores from their codes; `exchange` shares the log-sum-exp of the heads; `keys` reduces scores over the group; "
+    "`edge` finds the score of the last chosen token; `list` lists the chosen tokens; `attend` attends to them; "
+    "`merge` shares the partial outputs; `write` adds them up; `code` codes a page that has filled.\n"
+)
 
 
 def cluster_part(report: Record) -> list[str]:
-    """Return the tables of the step by implementation and of the stages' clocks, empty if none was measured."""
+    """Return the tables of Quest's step by implementation and of the stages' clocks, empty if none was measured."""
+    return _step_part(report, "Quest's step", {"": CLUSTER_STEPS}, QUEST_STAGES)
+
+
+def code_step_part(report: Record) -> list[str]:
+    """Return the tables of KeyCodes' step by implementation and of the stages' clocks, empty if none was measured."""
+    by_reduction = {f'Scores reduced over a group by `"{name}"`:\n': steps for name, steps in CODE_STEPS.items()}
+    return _step_part(report, "KeyCodes' step", by_reduction, CODE_STAGES)
+
+
+def _step_part(report: Record, title: str, steps: dict[str, tuple[Step, Step]], described: str) -> list[str]:
+    """Return a table for each pair of entries, on clusters and as separate launches, each after its heading."""
     measured = sorted((entry for entry in report["entries"] if entry["times"]), key=by_shape)
-    clusters, launches = (
-        {shape_of(entry): entry for entry in measured if (entry["op"], entry["variant"]) == step}
-        for step in CLUSTER_STEPS
-    )
-    both = [shape for shape in clusters if shape in launches]
-    if not both:
+    tables, timed, clocked = [], [], []
+    for heading, both in steps.items():
+        clusters, launches = (
+            {shape_of(entry): entry for entry in measured if (entry["op"], entry["variant"]) == step} for step in both
+        )
+        shapes = [shape for shape in clusters if shape in launches]
+        if not shapes:
+            continue
+        rows = [[*shape_cells(shape), *_cells(clusters[shape], launches[shape])] for shape in shapes]
+        tables += [heading] if heading else []
+        tables.append(table((*NAMES, *COLUMNS), rows))
+        timed += [by_way[shape] for shape in shapes for by_way in (clusters, launches)]
+        clocked += [clusters[shape] for shape in shapes if clusters[shape].get("stages")]
+    if not tables:
         return []
-    steps = [by_way[shape] for shape in both for by_way in (clusters, launches)]
-    parts = [
-        f"## Quest's step in one launch, {report['machine']['device']}\n",
-        'The same step on thread-block clusters, by `use_impl("cluster")`, and as separate launches, in one run with '
-        'the best dense kernel: medians inside a CUDA graph of several layers. "Clusters of" gives the blocks of a '
-        "cluster and the threads of a block; without them, separate launches were chosen. A ratio is dense attention's "
-        "time over the step's. The host's time is that of one uncompiled call.\n",
-        f"Measured with {measured_with(report, steps)}.\n",
-        table((*NAMES, *COLUMNS), [[*shape_cells(shape), *_cells(clusters[shape], launches[shape])] for shape in both]),
+    return [
+        f"## {title} in one launch, {report['machine']['device']}\n",
+        'The same step on thread-block clusters, the default, and as separate launches (`impl="triton"`), in one run '
+        'with the best dense kernel: medians inside a CUDA graph of several layers. "Clusters of" gives the blocks of '
+        "a cluster and the threads of a block; without them, separate launches were chosen. A ratio is dense "
+        "attention's time over the step's. The host's time is that of one uncompiled call.\n",
+        f"Measured with {measured_with(report, timed)}.\n",
+        *tables,
+        *(_stage_part(clocked, described) if clocked else ()),
     ]
-    clocked = [entry for entry in clusters.values() if entry.get("stages")]
-    return [*parts, *_stage_part(clocked)] if clocked else parts
 
 
 def _cells(clusters: Record, launches: Record) -> list[str]:
@@ -55,7 +87,7 @@ def _cells(clusters: Record, launches: Record) -> list[str]:
     return [*cells, *(f"{host['median']:.0f}" if host else "-" for host in hosts)]
 
 
-def _stage_part(entries: list[Record]) -> list[str]:
+def _stage_part(entries: list[Record], described: str) -> list[str]:
     stages = list(entries[0]["stages"]["median"])
     rows = [
         [
@@ -69,8 +101,5 @@ def _stage_part(entries: list[Record]) -> list[str]:
         "Cycles of each stage of the step on clusters, medians over the blocks, and of the slowest block as a whole. "
         "The kernel that is timed above does not store them.\n",
         table((*NAMES, *stages, "whole"), rows),
-        "The stages: `query` loads the query and makes whole numbers of it; `scores` scores pages and appends the "
-        "token; `exchange` shares the log-sum-exp of the heads; `keys` reduces scores over the group; `edge` finds the "
-        "bin of the last chosen page; `list` sends the chosen pages to the blocks; `rank` ranks the candidates; "
-        "`attend` attends to the pages; `merge` shares the partial outputs; `write` adds them up.\n",
+        described,
     ]

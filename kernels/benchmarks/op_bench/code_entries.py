@@ -6,8 +6,6 @@ from functools import partial
 
 import hf_sparse_attn_kernels as ops
 import torch
-from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels.codes import cluster
 
 from op_bench import code_oracle, floors, oracle
 from op_bench.code_workload import CodedLayer, code_bytes, code_layer_bytes, in_tokens, make_code_layer
@@ -74,7 +72,7 @@ def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
     return (_attend(layer, layer.block_indices, layer.block_counts, impl),)
 
 
-def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
+def run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
     """Run a step whose token fills no page that is still to be coded, as 63 of 64 do."""
     out, _, indices, counts = ops.append_and_attend_tokens(
         layer.query,
@@ -94,19 +92,6 @@ def _run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs
         impl=impl,
     )
     return out, indices, counts
-
-
-def step_fits(layer: CodedLayer, choice: dict[str, int]) -> bool:
-    """Return whether a choice's clusters serve a layer's step and all run at once; separate launches always fit."""
-    if not choice["cluster"]:
-        return True
-    shape, device = layer.shape, layer.query.device
-    if device.type != "cuda" or shape.head_dim != cluster.HEAD_DIM or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    with tuning.forced(code_step=choice):
-        plan = cluster.plan_of(layer.query, layer.keys, layer.codes["codes"].shape[2], "softmax")
-    is_whole = isinstance(plan, cluster.Plan) and plan.cluster == choice["cluster"]
-    return is_whole and plan.max_clusters >= shape.batch * shape.kv_heads
 
 
 def _reset_counter(layer: CodedLayer) -> None:
@@ -196,7 +181,8 @@ def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, c
         raise oracle.Mismatch("append_and_select_tokens: a token that scores higher is left out")
 
 
-def _check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+def check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+    """Raise unless a whole step chose, attended and counted what it should."""
     out, indices, counts = outputs
     oracle.check_counter(layer, (*_tokens_read(layer), _scanned_bytes(layer.shape, layer.settings), 1))
     _check_chosen(group_reduce, layer, indices, counts)
@@ -233,7 +219,7 @@ def _mass_bytes(shape: Shape, settings: Settings) -> int:
     return shape.batch * shape.kv_heads * shape.length * (2 + 4)
 
 
-def _step_bytes(shape: Shape, settings: Settings) -> int:
+def step_bytes(shape: Shape, settings: Settings) -> int:
     """Bytes of the metadata and of the attention; scores and selection stay on the chip."""
     return _scanned_bytes(shape, settings) + floors.sparse_decode_bytes(shape, in_tokens(settings))
 
@@ -250,9 +236,9 @@ def _of_reduction(group_reduce: str) -> tuple[Entry, Entry]:
         Entry(
             "keycodes_step",
             group_reduce,
-            partial(_run_step, group_reduce),
-            partial(_check_step, group_reduce),
-            _step_bytes,
+            partial(run_step, group_reduce),
+            partial(check_step, group_reduce),
+            step_bytes,
             _reset_counter,
             against_dense=True,
         ),
@@ -287,6 +273,6 @@ CODES = Family(
     ),
     make_code_layer,
     code_layer_bytes,
-    step_bytes=_step_bytes,
+    step_bytes=step_bytes,
     backends=backends,
 )

@@ -50,7 +50,7 @@ def _check_tokens(
     value = _unpack(codes["codes"], bits).view(rotated.shape)
     least, most = (reference_encode.values_of(rotated + side * FLOAT * lengths, squares, bits) for side in (-1, 1))
     _require((least <= value) & (value <= most), f"codes of {where}")
-    wanted = reference_encode.factors_of(residual, rotated, squares, value, query_centre, bits)
+    wanted = reference_encode.factors_of(residual, rotated, squares, value, query_centre, bits, "unbiased")
     factors = codes["factors"].double().view(wanted.shape)
     rounding = 1.05 * HALF * wanted.abs() + LEAST  # of float16, and a little of float32
     most_offset = lengths * query_centre.double().norm() * query_centre.shape[-1] ** -0.5

@@ -9,7 +9,7 @@ from typing import Any
 
 from op_bench.beside_quest import codes_part, progressive_part
 from op_bench.break_even import break_even, speed_ratios, step_ratios
-from op_bench.cluster_tables import cluster_part
+from op_bench.cluster_tables import cluster_part, code_step_part
 from op_bench.load_tables import load_part
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
@@ -42,6 +42,7 @@ def tables(root: Path) -> str:
         parts += squeezed_part(report)
         parts += progressive_part(report)
         parts += codes_part(report)
+        parts += code_step_part(report)
         parts += load_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")
@@ -130,16 +131,16 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
                     continue
                 against = side["ratio"]["tpot_against"]
                 times = [f"{medians[side['name']]:.2f}", f"{medians[against]:.2f}", against]
-                rows.append([*model, f"{result['context']:,}", side["name"], *times, f"{side['ratio']['tpot']:.2f}"])
+                ratio, date = f"{side['ratio']['tpot']:.2f}", machine["date"][:10]
+                rows.append([*model, f"{result['context']:,}", side["name"], *times, ratio, date])
         for name, ratios in speed_ratios(report).items():
             points.setdefault((*model, name), []).extend(ratios)
     even = [[*names, even_cell(break_even(ratios))] for names, ratios in points.items()]
-    dates = sorted({report["machine"]["date"][:10] for report in speeds})
     head = ("model", "on")
-    columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio")
+    columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio", "measured")
     return [
         "## Through `generate()`\n",
-        f"Medians of `python -m eval speed` at batch size 1; {', '.join(dates)}.\n",
+        "Medians of `python -m eval speed` at batch size 1.\n",
         table((*head, *columns), rows, left=2),
         "Faster than the best dense side at every measured context from:\n",
         table((*head, "patched", "tokens"), even, left=3),

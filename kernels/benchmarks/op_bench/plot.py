@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from op_bench.registry import STEP, TOKEN_STEPS
+from op_bench.registry import CLUSTER_STEPS, STEP, TOKEN_STEPS
 from op_bench.results import Record, ResultsError, shape_of
 from op_bench.shapes import length_label
 
@@ -20,10 +20,11 @@ WAY = "layers"
 DENSE = "best dense kernel"
 STEPS = {
     STEP: "Quest",
+    CLUSTER_STEPS[0]: "Quest",  # the default, where it was measured
     TOKEN_STEPS[1]: "TokenSelect, choice kept",
     TOKEN_STEPS[0]: "TokenSelect, chosen anew",
 }
-"""Drawn entries and the names of their lines."""
+"""Drawn entries and the names of their lines, to which later entries are preferred."""
 
 Points = list[tuple[float, float]]
 
@@ -73,7 +74,7 @@ def series(report: Record) -> dict[str, dict[str, Points]]:
             if entry["against"]:
                 dense = entry["against"][WAY]["best_us"]
                 lines[DENSE][shape.length] = min(dense, lines[DENSE].get(shape.length, dense))
-    order = (DENSE, *STEPS.values())
+    order = dict.fromkeys((DENSE, *STEPS.values()))
     return {
         panel: {name: sorted(lines[name].items()) for name in order if name in lines} for panel, lines in panels.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from op_bench.cluster_entries import CLUSTERS
 from op_bench.code_entries import CODES
+from op_bench.code_step_entries import CODE_CLUSTERS, STEPS
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
 from op_bench.load_entries import LOADS
@@ -16,6 +17,7 @@ from op_bench.token_entries import TOKEN_CHUNK, TOKEN_DECODE
 __all__ = [
     "CHUNK_STEP",
     "CLUSTER_STEPS",
+    "CODE_STEPS",
     "ENTRIES",
     "FAMILIES",
     "KEYCODES_STEP",
@@ -43,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     KEPT,
     LOADS,
     CLUSTERS,
+    CODE_CLUSTERS,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
@@ -59,7 +62,12 @@ PSA_STEP = ("psa_step", "")
 KEYCODES_STEP = ("keycodes_step", "softmax")
 """The entry of a decode step with key codes in tables: the default reduction over the group."""
 CLUSTER_STEPS = (("cluster_step", "clusters"), ("cluster_step", "separate launches"))
-"""The entries of Quest's whole step: where `use_impl("cluster")` runs it, and as Triton launches."""
+"""The entries of Quest's whole step: by default, on clusters where they are faster, and as Triton launches."""
+CODE_STEPS = {
+    group_reduce: ((clusters.op, clusters.variant), (launches.op, launches.variant))
+    for group_reduce, (clusters, launches) in STEPS.items()
+}
+"""The entries of KeyCodes' whole step in both ways, by the reduction over the group."""
 LOAD = "load_blocks"
 """The op whose entries are the loads from host memory."""
 

@@ -212,6 +212,10 @@ CODE_SHAPES = (
     *_shapes(28, 4, 128, 1, (32, 128)),
 )
 QUICK_CODE_SHAPES = (Shape(32, 8, 128, 1, 131072),)
+CODE_STEP_SHAPES = (*CLUSTER_SHAPES, *_shapes(28, 4, 128, 1, (32,)))
+CODE_STEP_TUNED_SHAPES = tuple(
+    shape for shape in CODE_SHAPES if shape.head_dim == 128 and shape not in CODE_STEP_SHAPES
+)
 
 LOAD_SHAPES = (*_shapes(32, 8, 128, 1, (32,)), *_shapes(28, 4, 128, 1, (32,)))
 QUICK_LOAD_SHAPES = (Shape(32, 8, 128, 1, 32768),)

@@ -41,7 +41,7 @@ def _decode(layer: TokenLayer, block_indices: torch.Tensor, block_counts: torch.
 
 def _prefill(layer: TokenLayer, block_indices: torch.Tensor, block_counts: torch.Tensor, impl: str | None) -> Outputs:
     tensors = (layer.query, layer.keys, layer.values, block_indices, block_counts, layer.seq_start, layer.seq_end)
-    return (ops.sparse_prefill(*tensors, rope_cos=layer.cos, rope_sin=layer.sin, impl=impl),)
+    return ops.sparse_prefill(*tensors, rope_cos=layer.cos, rope_sin=layer.sin, impl=impl)[:1]
 
 
 def _run_select(layer: TokenLayer, impl: str | None) -> Outputs:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels import use_impl
+from hf_sparse_attn_kernels.codes import cluster as code_cluster
+from hf_sparse_attn_kernels.quest import cluster as quest_cluster
 
 from op_bench.cluster_entries import CLUSTERS, compile_candidates, fits
-from op_bench.code_entries import CODES, step_fits
+from op_bench.code_entries import CODES
+from op_bench.code_step_entries import CODE_CLUSTERS, step_fits
 from op_bench.entry import Entry, Family
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.quest_entries import QUEST
@@ -36,12 +38,14 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
     "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
-    "code_step": (CODES, "keycodes_step", "softmax"),
+    "code_step": (CODE_CLUSTERS, "code_step", "softmax, clusters"),
 }
 """The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
 For attention to a selection it is the whole step: when its programs start depends on the kernel before.
 """
+ON_CLUSTERS = {"cluster_step": quest_cluster, "code_step": code_cluster}
+"""The modules of steps on clusters, by launch; they are timed with the first reduction, softmax."""
 SEPARATE_LAUNCHES = {"cluster": 0, "threads": 512}
 """The choice under which a step runs as the launches that are tuned before it."""
 AS_FAST = 1.03
@@ -87,9 +91,10 @@ def tune(
     What was found is stored after every shape, so that a later failure loses nothing.
     """
     found: dict[str, list[dict[str, Any]]] = {launch: [] for launch in launches}
-    if "cluster_step" in launches:
-        groups = {shape.group for shape in tuned_shapes(CLUSTERS) if shape in shapes}
-        compile_candidates(device, list(product(sorted(groups), tuning.CANDIDATES["cluster_step"])))
+    for launch in ON_CLUSTERS:
+        if launch in launches:
+            groups = sorted({shape.group for shape in tuned_shapes(TIMED_WITH[launch][0]) if shape in shapes})
+            compile_candidates(ON_CLUSTERS[launch], device, product(groups, (0,), tuning.CANDIDATES[launch]))
     for family in FAMILIES:
         of_family = [launch for launch in launches if TIMED_WITH[launch][0] is family]
         for shape in tuned_shapes(family):
@@ -126,7 +131,7 @@ def _tune_shape(
     for launch in launches:
         entry = timed_entry(launch)
         candidates = [each for each in tuning.CANDIDATES[launch] if _fits(launch, layers[0], each)]
-        apart = dict.fromkeys(("cluster_step", "code_step"), SEPARATE_LAUNCHES)
+        apart = dict.fromkeys(ON_CLUSTERS, SEPARATE_LAUNCHES)
         times = [_time(entry, layers, apart | best | {launch: candidate}) for candidate in candidates]
         best[launch] = _fastest(candidates, times)
         measured = (
@@ -166,7 +171,7 @@ def _describe(shape: Shape) -> dict[str, int]:
 
 def _time(entry: Entry, layers: list[Any], choices: dict[str, dict[str, int]]) -> float:
     """Return microseconds per layer; infinite if the choice does not fit the device."""
-    with tuning.forced(**choices), use_impl("cluster"):
+    with tuning.forced(**choices):
         try:
             graph, _ = capture(lambda: [entry.run(layer, None) for layer in layers])
         except RuntimeError as error:

@@ -1,6 +1,7 @@
 """Kernels launched on thread-block clusters through the CUDA driver."""
 
 import ctypes
+import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -149,6 +150,16 @@ class Plan(NamedTuple):
     """Maximum number of pages that a block scores."""
     max_clusters: int
     """Clusters that the device runs at once; the others start late."""
+
+
+def stage_clocks(plan: Plan, blocks: int, stages: int) -> list[tuple[int, ...]]:
+    """Return clocks of the last launch of a kernel compiled with `CLOCKS`, of its first `MOST_CLOCKED` blocks at most.
+
+    They are those of a block's multiprocessor at the block's start and at the end of each of its stages.
+    """
+    clocks = struct.Struct(f"{CLOCKS_STRIDE}Q")
+    stored = plan.kernel.read("stage_clocks", clocks.size * min(blocks, MOST_CLOCKED))
+    return [each[: stages + 1] for each in clocks.iter_unpack(stored)]
 
 
 def misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ._check import skip_checks, skipping
+from ._nvrtc import CudaError
 
 try:
     import triton  # noqa: F401 (only checks whether it is installed)
@@ -60,6 +61,7 @@ def op(*, launcher: str, writes: tuple[str, ...] = (), cluster: str | None = Non
     cluster : str, optional
         Module next to the function's, whose function of the same name launches one kernel on thread-block clusters. Its
         function `limit`, with the same arguments and `by_name`, returns the error of a call that it does not serve.
+        Unless `by_name`, that is also one that the launcher serves faster. The default on CUDA where there is no error.
     """
 
     def decorate(function: F) -> F:
@@ -124,9 +126,21 @@ class Dispatch:
         tensor = arguments[0] if arguments else options[self._first]
         impl = options.pop("impl")
         if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-            return self.implementation(self._choose(impl, arguments, options, tensor))(*arguments, **options)
+            return self._launch(impl, arguments, options, tensor)
         with torch.cuda.device(tensor.device):  # kernels are launched on the current device
-            return self.implementation(self._choose(impl, arguments, options, tensor))(*arguments, **options)
+            return self._launch(impl, arguments, options, tensor)
+
+    def _launch(
+        self, impl: str | None, arguments: tuple[Any, ...], options: dict[str, Any], tensor: torch.Tensor
+    ) -> Any:
+        chosen = self._choose(impl, arguments, options, tensor)
+        if chosen != "cluster" or impl == "cluster":
+            return self.implementation(chosen)(*arguments, **options)
+        try:
+            return self.implementation(chosen)(*arguments, **options)
+        except CudaError as error:  # refused, so nothing has been written
+            self._say_separate(error)
+        return self.implementation(resolve_impl(impl, tensor))(*arguments, **options)
 
     def _import(self, impl: str, name: str | None = None) -> Callable[..., Any]:
         """Return the function of an implementation, or another one of its module."""
@@ -140,7 +154,7 @@ class Dispatch:
         if impl == "cluster" and not has_cluster:
             raise ValueError(f"impl='cluster' for {self._name}; allowed: None, 'triton', 'reference'")
         resolved = resolve_impl(impl, tensor)
-        if not has_cluster or requested_impl(impl) != "cluster":
+        if not has_cluster or not asks_for_clusters(requested_impl(impl), resolved):
             return resolved
         by_name = impl == "cluster"
         error = self.implementation("cluster", "limit")(*arguments, **options, by_name=by_name)
@@ -148,8 +162,11 @@ class Dispatch:
             return "cluster"
         if by_name:
             raise error
-        _say_once(f"{self._name} runs as separate launches: {error}")
+        self._say_separate(error)
         return resolved
+
+    def _say_separate(self, error: Exception) -> None:
+        _say_once(f"{self._name} runs as separate launches: {error}")
 
 
 def _schema(function: Callable[..., Any], writes: tuple[str, ...]) -> str:
@@ -198,6 +215,14 @@ def requested_impl(impl: str | None) -> str | None:
     return impl or _default_impl.get()
 
 
+def asks_for_clusters(requested: str | None, resolved: str) -> bool:
+    """Return whether a call runs on clusters where they serve it: they are named, or nothing is and Triton would run.
+
+    `requested` is the result of `requested_impl`, `resolved` that of `resolve_impl`.
+    """
+    return requested == "cluster" or (requested is None and resolved == "triton")
+
+
 def resolve_impl(impl: str | None, tensor: torch.Tensor) -> str:
     """Return "triton" or "reference" for an op on `tensor` without clusters; raise if the requested one cannot run."""
     impl = requested_impl(impl)
@@ -221,9 +246,10 @@ def use_impl(name: str | None) -> Iterator[None]:
     Parameters
     ----------
     name : str or None
-        "triton", "reference" or "cluster". None restores the package's default: Triton for CUDA tensors if Triton is
-        installed, else the reference. With "cluster", ops run on thread-block clusters where they can and were measured
-        to be faster so, and elsewhere as by default; a debug log says once why.
+        "triton", "reference" or "cluster". None restores the package's default: Triton for CUDA tensors if it is
+        installed, else the reference. Where Triton would run, ops that have a launch on thread-block clusters take it
+        if it serves the call and was measured to be faster; a debug log says once why not. With "cluster" they do so
+        without Triton too.
 
     Raises
     ------

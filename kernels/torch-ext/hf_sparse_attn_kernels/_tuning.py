@@ -195,7 +195,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     ],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}
-        for cluster, threads in (*product((1, 2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))
+        for cluster, threads in (*product((2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))
     ],
     "code_step": [
         {"cluster": cluster, "threads": threads}

@@ -28,10 +28,14 @@ def _chunk(lengths, queries, most, *, shared=True, rope=True, seed=0, group=1, *
 
 
 def _eager(rows, indices, counts, rope, dtype, scale=None):
-    """Plain attention of each query head over its tokens packed one after another, every step rounded to `dtype`."""
+    """Plain attention of each query head over its tokens packed one after another, every step rounded to `dtype`.
+
+    Returns the outputs and the log-sum-exps.
+    """
     batch, q_heads, queries, head_dim = rows.query.shape
     kv_heads = rows.keys.shape[1]
     out = torch.zeros(batch, q_heads, queries, head_dim, device=device, dtype=dtype)
+    lse = torch.full((batch, q_heads, queries), float("-inf"), device=device, dtype=dtype)
     for row, length in enumerate(rows.lengths):
         own = min(queries, length)
         start, end = rows.start[row].item(), rows.end[row].item()
@@ -48,7 +52,8 @@ def _eager(rows, indices, counts, rope, dtype, scale=None):
             scores = (q @ k.T) * (head_dim**-0.5 if scale is None else scale)
             scores = scores.masked_fill(slots > slots[count:, None], float("-inf"))
             out[row, head, queries - own :] = scores.softmax(dim=1) @ v
-    return out
+            lse[row, head, queries - own :] = scores.logsumexp(dim=1)
+    return out, lse
 
 
 def _prefill(rows, indices, counts, rope, **options):
@@ -75,29 +80,32 @@ def test_error_is_bounded_by_the_eager_error(lengths, queries, most, shared, rop
     rows, *selection, table = _chunk(
         lengths, queries, most, shared=shared, rope=rope, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
-    exact = _eager(rows, *selection, table, torch.float64)
-    eager = _eager(rows, *selection, table, dtype)
+    exact, exact_lse = _eager(rows, *selection, table, torch.float64)
+    eager, eager_lse = _eager(rows, *selection, table, dtype)
     allowed = 2 * (eager.double() - exact).abs().max().item() + 1e-6
+    allowed_lse = 2 * (eager_lse.double() - exact_lse).nan_to_num().abs().max().item() + 1e-6
     for impl in IMPLS:
-        out = _prefill(rows, *selection, table, impl=impl)
-        assert out.dtype == dtype
+        out, lse = _prefill(rows, *selection, table, impl=impl)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         # Triton's interpreter truncates to bfloat16, which doubles the error.
         cut = impl == "triton" and device.type == "cpu" and dtype == torch.bfloat16
         assert (out.double() - exact).abs().max().item() <= allowed * (2 if cut else 1), impl
+        assert torch.equal(lse.isinf(), exact_lse.isinf()), impl
+        assert (lse.double() - exact_lse).nan_to_num().abs().max().item() <= allowed_lse * (2 if cut else 1), impl
 
 
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_reference_is_exact_in_float64(rope, shared):
     rows, *rest = _chunk([100, 40, 9], 12, 30, shared=shared, rope=rope, group=3, dtype=torch.float64)
-    out = _prefill(rows, *rest, scale=0.3, impl="reference")
-    torch.testing.assert_close(out, _eager(rows, *rest, torch.float64, scale=0.3), rtol=1e-12, atol=1e-12)
+    result = _prefill(rows, *rest, scale=0.3, impl="reference")
+    torch.testing.assert_close(result, _eager(rows, *rest, torch.float64, scale=0.3), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_padded_row_equals_the_row_alone(impl):
     rows, indices, counts, rope = _chunk([60, 9, 80], 20, 30, shared=False, group=3)
-    out = _prefill(rows, indices, counts, rope, scale=0.3, impl=impl)
+    out, lse = _prefill(rows, indices, counts, rope, scale=0.3, impl=impl)
     for row, length in enumerate(rows.lengths):
         begin, own, one = 3 * row, min(length, 20), slice(row, row + 1)
         keys, values = (buffer[one, :, begin : begin + length] for buffer in (rows.keys, rows.values))
@@ -105,8 +113,10 @@ def test_a_padded_row_equals_the_row_alone(impl):
             rows.query[one, :, 20 - own :], keys, values, indices[one], counts[one], int32([0]), int32([length]),
             scale=0.3, impl=impl, **rope,
         )  # fmt: skip
-        torch.testing.assert_close(out[one, :, 20 - own :], alone, rtol=1e-5, atol=1e-6)
+        result = (out[one, :, 20 - own :], lse[one, :, 20 - own :])
+        torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
         assert (out[one, :, : 20 - own] == 0).all()
+        assert (lse[one, :, : 20 - own] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -119,7 +129,7 @@ def test_nothing_but_the_chosen_tokens_and_the_chunk_is_read(impl):
             for token in set(range(length - 10)) - set(chosen):
                 rows.keys[row, head, 3 * row + token] = float("nan")
                 rows.values[row, head, 3 * row + token] = float("inf")
-    assert torch.equal(_prefill(rows, indices, counts, rope, impl=impl), expected)
+    assert all(map(torch.equal, _prefill(rows, indices, counts, rope, impl=impl), expected))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -130,16 +140,16 @@ def test_one_query_is_a_decode_step(impl):
     with_own = torch.cat((indices, torch.full_like(indices[..., :1], -1)), dim=2)
     with_own.scatter_(2, counts[..., None].long(), own[..., None])
     arguments = (rows.query[:, :, 0], rows.keys, rows.values, with_own, counts + 1, rows.start, rows.end)
-    decoded, _ = sparse_decode(*arguments, block_size=1, **rope, impl=impl)
-    torch.testing.assert_close(expected[:, :, 0], decoded, rtol=1e-5, atol=1e-6)
+    decoded = sparse_decode(*arguments, block_size=1, **rope, impl=impl)
+    torch.testing.assert_close(tuple(each[:, :, 0] for each in expected), decoded, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_large_scores_stay_finite(impl):
     rows, *rest = _chunk([100], 12, 50, group=2)
     rows.query = rows.query * 1000
-    out = _prefill(rows, *rest, impl=impl)
-    torch.testing.assert_close(out.double(), _eager(rows, *rest, torch.float64), rtol=1e-2, atol=1e-2)
+    result = tuple(each.double() for each in _prefill(rows, *rest, impl=impl))
+    torch.testing.assert_close(result, _eager(rows, *rest, torch.float64), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -56,9 +56,10 @@ def _seen(lists, row, head, place, query_block, block_size, window):
 
 
 def _eager(rows, lists, block_size, dtype, window=None, scale=None):
-    """Plain attention of each query to the tokens that it sees, every step rounded to `dtype`."""
+    """Outputs and log-sum-exps of plain attention of each query to the tokens that it sees, rounded to `dtype`."""
     batch, q_heads, queries, head_dim = rows.query.shape
     out = torch.zeros(batch, q_heads, queries, head_dim, device=device, dtype=dtype)
+    lse = torch.full((batch, q_heads, queries), float("-inf"), device=device, dtype=dtype)
     for row, length in enumerate(rows.lengths):
         for head in range(q_heads):
             kv = head // (q_heads // rows.keys.shape[1])
@@ -72,7 +73,8 @@ def _eager(rows, lists, block_size, dtype, window=None, scale=None):
                 k, v = (buffer[row, kv, at].to(dtype) for buffer in (rows.keys, rows.values))
                 scores = (k @ rows.query[row, head, index].to(dtype)) * (head_dim**-0.5 if scale is None else scale)
                 out[row, head, index] = scores.softmax(dim=0) @ v
-    return out
+                lse[row, head, index] = scores.logsumexp(dim=0)
+    return out, lse
 
 
 def _prefill(rows, lists, block_size, **options):
@@ -100,15 +102,18 @@ def test_error_is_bounded_by_the_eager_error(
     rows, lists = _prompt(
         lengths, queries, block_size, columns=columns, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
-    exact = _eager(rows, lists, block_size, torch.float64, window)
-    eager = _eager(rows, lists, block_size, dtype, window)
+    exact, exact_lse = _eager(rows, lists, block_size, torch.float64, window)
+    eager, eager_lse = _eager(rows, lists, block_size, dtype, window)
     allowed = 2 * (eager.double() - exact).abs().max().item() + 1e-6
+    allowed_lse = 2 * (eager_lse.double() - exact_lse).nan_to_num().abs().max().item() + 1e-6
     for impl in IMPLS:
-        out = _prefill(rows, lists, block_size, window=window, impl=impl)
-        assert out.dtype == dtype
+        out, lse = _prefill(rows, lists, block_size, window=window, impl=impl)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         # Triton's interpreter truncates to bfloat16, which doubles the error.
         cut = impl == "triton" and device.type == "cpu" and dtype == torch.bfloat16
         assert (out.double() - exact).abs().max().item() <= allowed * (2 if cut else 1), impl
+        assert torch.equal(lse.isinf(), exact_lse.isinf()), impl
+        assert (lse.double() - exact_lse).nan_to_num().abs().max().item() <= allowed_lse * (2 if cut else 1), impl
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -124,7 +129,7 @@ def test_reference_is_exact_in_float64(window, monkeypatch):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_padded_row_equals_the_row_alone(impl):
     rows, lists = _prompt([60, 9, 80], 35, 16, group=2)
-    out = _prefill(rows, lists, 16, impl=impl)
+    out, lse = _prefill(rows, lists, 16, impl=impl)
     for row, length in enumerate(rows.lengths):
         begin, own, one = 3 * row, min(length, 35), slice(row, row + 1)
         alone = block_sparse_prefill(
@@ -132,8 +137,10 @@ def test_a_padded_row_equals_the_row_alone(impl):
             seq_start=int32([0]), seq_end=int32([length]), block_size=16, impl=impl,
             **{name: tensor[one] for name, tensor in lists.items()},
         )  # fmt: skip
-        torch.testing.assert_close(out[one, :, 35 - own :], alone, rtol=1e-5, atol=1e-6)
+        result = (out[one, :, 35 - own :], lse[one, :, 35 - own :])
+        torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
         assert (out[one, :, : 35 - own] == 0).all()
+        assert (lse[one, :, : 35 - own] == float("-inf")).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -151,7 +158,7 @@ def test_nothing_that_no_query_sees_is_read(impl, window):
             for token in set(range(length)) - seen:
                 rows.keys[row, kv, 3 * row + token] = float("nan")
                 rows.values[row, kv, 3 * row + token] = float("nan")
-    assert torch.equal(_prefill(rows, lists, 16, window=window, impl=impl), expected)
+    assert all(map(torch.equal, _prefill(rows, lists, 16, window=window, impl=impl), expected))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -159,17 +166,17 @@ def test_all_blocks_are_dense_attention(impl):
     rows, _ = _prompt([70, 41], 1, 16, group=3)
     every = torch.arange(5, dtype=torch.int32, device=device).expand(2, 6, 1, 5).contiguous()
     counts = torch.full((2, 6, 1), 5, dtype=torch.int32, device=device)
-    out = _prefill(rows, {"block_indices": every, "block_counts": counts}, 16, impl=impl)
-    dense, _ = dense_decode(rows.query[:, :, 0], rows.keys, rows.values, rows.start, rows.end, impl="reference")
-    torch.testing.assert_close(out[:, :, 0], dense, rtol=1e-5, atol=1e-6)
+    result = _prefill(rows, {"block_indices": every, "block_counts": counts}, 16, impl=impl)
+    dense = dense_decode(rows.query[:, :, 0], rows.keys, rows.values, rows.start, rows.end, impl="reference")
+    torch.testing.assert_close(tuple(each[:, :, 0] for each in result), dense, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_large_scores_stay_finite(impl):
     rows, lists = _prompt([70], 30, 16, group=2)
     rows.query = rows.query * 1000
-    out = _prefill(rows, lists, 16, impl=impl)
-    torch.testing.assert_close(out.double(), _eager(rows, lists, 16, torch.float64), rtol=1e-2, atol=1e-2)
+    result = tuple(each.double() for each in _prefill(rows, lists, 16, impl=impl))
+    torch.testing.assert_close(result, _eager(rows, lists, 16, torch.float64), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

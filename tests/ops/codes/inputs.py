@@ -24,6 +24,7 @@ class Coded:
     metadata: dict[str, torch.Tensor]
     coded: torch.Tensor
     options: dict[str, Any]
+    correction: str = "unbiased"
 
     @property
     def page_size(self) -> int:
@@ -41,7 +42,8 @@ class Coded:
 
     def encode(self, lengths: list[int] | None = None, **options: Any) -> None:
         """Code the rows, cut to `lengths`."""
-        encode_keys(self.rows.keys, coded=self.coded, **self.metadata, **self.ends(lengths), **self.options, **options)
+        options = {**self.options, "correction": self.correction, **options}
+        encode_keys(self.rows.keys, coded=self.coded, **self.metadata, **self.ends(lengths), **options)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that `encode` writes."""
@@ -56,6 +58,7 @@ def make_coded(
     head_dim: int = 64,
     page_size: int = 16,
     bits: int = 1,
+    correction: str = "unbiased",
     centred: bool = True,
     shared: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -82,7 +85,7 @@ def make_coded(
     if shared:
         metadata["centres"], metadata["centre_scale"] = centre_levels(1.1 * shift[:, :, None])
         options["shared_centre"] = True
-    return Coded(rows, metadata, torch.zeros(pair, dtype=torch.int32, device=device), options)
+    return Coded(rows, metadata, torch.zeros(pair, dtype=torch.int32, device=device), options, correction)
 
 
 def values_of(coded: Coded) -> torch.Tensor:

@@ -47,4 +47,4 @@ def step_arguments(coded: Coded, token: tuple[torch.Tensor, ...], lengths: list[
     buffers = {"keys": rows.keys, "values": rows.values, **coded.metadata, "coded": coded.coded}
     named = dict(zip(("query", "new_key", "new_value"), token, strict=True))
     options = {name: coded.options[name] for name in ("page_size", "bits", "query_centre")}
-    return {**named, **buffers, **coded.ends(lengths), **options}
+    return {**named, **buffers, **coded.ends(lengths), **options, "correction": coded.correction}

@@ -57,7 +57,11 @@ def _check_state(ours, expected):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("options", "group_reduce"),
-    [({"page_size": 32}, "softmax"), ({"page_size": 48, "bits": 2, "centred": False}, "max")],
+    [
+        ({"page_size": 32}, "softmax"),
+        ({"page_size": 48, "bits": 2, "centred": False}, "max"),
+        ({"page_size": 32, "correction": "least_squares"}, "max"),
+    ],
 )
 def test_equals_its_two_ops(impl, options, group_reduce):
     arguments = _arguments([95, 0, 33], group=3, **options) | {"group_reduce": group_reduce, "scale": 0.2}
@@ -125,9 +129,10 @@ def test_clusters_need_cuda():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"):
-        for _ in range(2):
-            append_and_attend_tokens(**_copy(_arguments([40], head_dim=64)))
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+        for name in (None, "cluster"):
+            with use_impl(name):
+                append_and_attend_tokens(**_copy(_arguments([40], head_dim=64)))
     said = "append_and_attend_tokens runs as separate launches: dtype=torch.float32 of query; allowed for "
     assert caplog.messages == [said + "impl='cluster': torch.bfloat16"]
 
@@ -152,9 +157,9 @@ def test_a_cluster_of_16_blocks_holds_the_scores_of_long_rows(group, pages, grou
 )
 def test_long_rows_take_larger_clusters_up_to_a_limit(group, group_reduce, pages, blocks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cluster, "kernel_of", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
+    monkeypatch.setattr(cluster, "_kernel", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
     cluster._plan.cache_clear()
-    plan = cluster._plan(torch.device("cpu"), group, group_reduce, 64 * pages, 8, 512)
+    plan = cluster._plan(torch.device("cpu"), group, group_reduce, "unbiased", 64 * pages, 8, 512, 0)
     cluster._plan.cache_clear()
     if isinstance(blocks, int):
         assert (plan.cluster, plan.local_pages) == (blocks, -(-pages // blocks))
@@ -207,7 +212,7 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     assert scales == pytest.approx([0.5, 0.5 / math.log(2), 0.5 / math.log(2) * 128**0.5])
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]
+CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
 
 
 def _check_choice(found, exact, arguments):
@@ -229,18 +234,21 @@ def _check_choice(found, exact, arguments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", CLUSTERS, ids=lambda choice: "x".join(map(str, choice.values())))
 @pytest.mark.parametrize(
-    ("lengths", "kv_heads", "group", "group_reduce", "max_tokens"),
+    ("lengths", "kv_heads", "group", "group_reduce", "max_tokens", "correction"),
     [
-        ([5000, 0, 33], 2, 4, "softmax", 200),
-        ([62, 63, 64, 127], 1, 1, "softmax", 100),
-        ([3001], 1, 7, "softmax", 1024),
-        ([703, 90], 2, 8, "max", 128),
-        ([2047], 2, 2, "softmax", 300),
-        ([1151], 1, 3, "max", 90),
+        ([5000, 0, 33], 2, 4, "softmax", 200, "unbiased"),
+        ([62, 63, 64, 127], 1, 1, "softmax", 100, "unbiased"),
+        ([63, 127], 2, 4, "softmax", 100, "least_squares"),
+        ([3001], 1, 7, "softmax", 1024, "unbiased"),
+        ([703, 90], 2, 8, "max", 128, "least_squares"),
+        ([2047], 2, 2, "softmax", 300, "unbiased"),
+        ([1151], 1, 3, "max", 90, "least_squares"),
     ],
 )
-def test_clusters_choose_and_write_what_the_reference_does(choice, lengths, kv_heads, group, group_reduce, max_tokens):
-    arguments = _arguments(lengths, kv_heads=kv_heads, group=group, **SERVED)
+def test_clusters_choose_and_write_what_the_reference_does(
+    choice, lengths, kv_heads, group, group_reduce, max_tokens, correction
+):
+    arguments = _arguments(lengths, kv_heads=kv_heads, group=group, correction=correction, **SERVED)
     arguments |= {"group_reduce": group_reduce, "max_tokens": max_tokens}
     ours, again, expected = (_copy(arguments) for _ in range(3))
     with tuning.forced(code_step=choice):

@@ -29,6 +29,7 @@ def _by_parts(coded, token, lengths, budget, impl, **options):
 CASES = [
     ([62, 31, 0, 47], {"group": 3}, "max"),
     ([62, 45], {"group": 4, "head_dim": 80, "page_size": 48, "bits": 2, "dtype": torch.float16}, "softmax"),
+    ([62, 46], {"group": 2, "head_dim": 40, "bits": 2, "correction": "least_squares"}, "max"),
     ([94], {"group": 7, "head_dim": 128, "centred": False, "dtype": torch.bfloat16, "kv_heads": 1}, "softmax"),
     grid([79, 15], {"group": 1, "head_dim": 256, "bits": 2}, "max"),
     grid([30, 127], {"group": 2, "head_dim": 8, "page_size": 64}, "softmax"),

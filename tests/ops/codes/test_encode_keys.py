@@ -42,8 +42,12 @@ def _check_page(coded: Coded, row: int, head: int, page: int) -> None:
     assert (steps <= upper + rounding).all()
 
     factors = coded.metadata["factors"][row, head, page * size : (page + 1) * size].double()
-    along = (rotated * (2 * values - (2**bits - 1))).sum(dim=1)
-    wanted = torch.where(along > 0, lengths[:, 0] ** 2 / along, 0.0)
+    symbols = 2 * values - (2**bits - 1)
+    along = (rotated * symbols).sum(dim=1)
+    if coded.correction == "unbiased":
+        wanted = torch.where(along > 0, lengths[:, 0] ** 2 / along, 0.0)
+    else:
+        wanted = along / symbols.square().sum(dim=1)
     assert (factors[:, 0] - wanted).abs().max() <= 1.01 * HALF * wanted.max() + 1e-7
     centre = coded.options["query_centre"]
     if centre is not None:
@@ -76,6 +80,9 @@ def _check(coded: Coded, pages: list[int]) -> None:
         ([20], {"head_dim": 256, "bits": 2, "dtype": torch.float16, "kv_heads": 1}),
         ([70], {"head_dim": 8, "page_size": 64, "kv_heads": 1}),
         ([63, 100, 10], {"head_dim": 80, "shared": True}),
+        ([63, 20], {"head_dim": 80, "correction": "least_squares"}),
+        ([63, 20], {"head_dim": 72, "bits": 2, "correction": "least_squares"}),
+        ([20], {"head_dim": 8, "bits": 2, "correction": "least_squares", "kv_heads": 1}),
         grid([70], {"page_size": 64, "bits": 2, "centred": False, "shared": True, "dtype": torch.bfloat16}),
         grid([33, 64], {"head_dim": 32, "page_size": 32, "bits": 2, "centred": False}),
         grid([130], {"head_dim": 64, "page_size": 64, "dtype": torch.bfloat16}),
@@ -88,6 +95,31 @@ def test_codes_are_those_of_the_definition(impl, lengths, options):
     _check(coded, [length // coded.page_size for length in lengths])
     if coded.has_shared_centre:
         assert all(map(torch.equal, given, [coded.metadata[name] for name in ("centres", "centre_scale")]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("correction", ["unbiased", "least_squares"])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_factors_are_those_of_a_plain_loop(impl, correction, bits):
+    """On a head_dim that is padded by the kernels; from the stored symbols on, one number at a time."""
+    head_dim = 24
+    coded = make_coded([16], kv_heads=1, head_dim=head_dim, bits=bits, correction=correction)
+    coded.rows.keys[0, 0, coded.rows.start[0].item() + 3] *= 30
+    coded.encode(impl=impl)
+    matrix = rotation(head_dim, device).double().tolist()
+    centre = centres_of(coded)[0, 0, 0].tolist()
+    for token, values in enumerate(values_of(coded)[0, 0, :16].tolist()):
+        key = coded.rows.keys[0, 0, coded.rows.start[0].item() + token].double().tolist()
+        residual = [key[d] - centre[d] for d in range(head_dim)]
+        along = squares = symbol_squares = 0.0
+        for channel in range(head_dim):
+            rotated = sum(matrix[channel][d] * residual[d] for d in range(head_dim))
+            symbol = 2 * values[channel] - (2**bits - 1)
+            along += rotated * symbol
+            squares += residual[channel] ** 2
+            symbol_squares += symbol**2
+        wanted = squares / along if correction == "unbiased" else along / symbol_squares
+        assert coded.metadata["factors"][0, 0, token, 0].item() == pytest.approx(wanted, rel=1.01 * HALF)
 
 
 def test_the_reference_in_float64():
@@ -145,9 +177,9 @@ def test_coded_pages_are_not_read_and_cropped_rows_coded_again(impl, max_pages):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits", [1, 2])
-def test_equal_keys_and_extremes(impl, bits):
-    coded = make_coded([48], bits=bits, kv_heads=1)
+@pytest.mark.parametrize(("bits", "correction"), [(1, "unbiased"), (2, "unbiased"), (2, "least_squares")])
+def test_equal_keys_and_extremes(impl, bits, correction):
+    coded = make_coded([48], bits=bits, kv_heads=1, correction=correction)
     coded.rows.keys[0, :, :16] = 0.0
     coded.rows.keys[0, :, 16:32] = torch.arange(64, device=device) / 64.0 - 0.5
     coded.rows.keys[0, :, 32:48] *= 1e6
@@ -194,11 +226,12 @@ def test_errors():
     for change, message in (
         ({"page_size": 24}, r"page_size=24; allowed: a multiple of 16"),
         ({"bits": 3}, r"bits=3; allowed: 1, 2"),
+        ({"correction": "norm"}, r"correction='norm'; allowed: 'unbiased', 'least_squares'"),
         ({"query_centre": None}, r"factors has shape .* allowed: \[batch, kv_heads, pages \* page_size, 1\]"),
         ({"query_centre": coded.options["query_centre"].double()}, r"query_centre has dtype torch.float64"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            Coded(coded.rows, coded.metadata, coded.coded, coded.options | change).encode()
+            Coded(coded.rows, coded.metadata, coded.coded, coded.options).encode(**change)
     with pytest.raises(ValueError, match="max_pages=0; allowed: an int of at least 1"):
         coded.encode(max_pages=0)
     for name, tensor, message in (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _op, append_and_attend, append_and_select, select_blocks, sparse_decode, use_impl
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels.quest import reference
 from hf_sparse_attn_kernels.quest.cluster import limit
 
 from tests.ops.helpers import IMPLS, check_schema, device, int32
@@ -119,14 +120,36 @@ def test_ops_without_clusters_run_as_by_default():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__), use_impl("cluster"):
-        for _ in range(2):
-            append_and_attend(**_copy(_arguments([40], head_dim=64, dtype=torch.bfloat16)))
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+        for name in (None, "cluster"):
+            with use_impl(name):
+                append_and_attend(**_copy(_arguments([40], head_dim=64, dtype=torch.bfloat16)))
     said = "append_and_attend runs as separate launches: head_dim=64 of query; allowed for impl='cluster': 128"
     assert caplog.messages == [said]
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]
+@torch.no_grad()
+def test_a_compiled_step_runs_on_clusters_by_default(monkeypatch):
+    ran = []
+
+    def implementation(impl, name=None):
+        ran.append(name or impl)
+        return (lambda *arguments, **options: None) if name == "limit" else reference.append_and_attend
+
+    monkeypatch.setattr(append_and_attend.dispatch, "implementation", implementation)
+    resolve = _op.resolve_impl
+    monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton" if impl is None else resolve(impl, tensor))
+    torch._dynamo.reset()
+    step = torch.compile(lambda arguments: append_and_attend(**arguments), fullgraph=True, backend="eager")
+    arguments = _arguments([40, 20])
+    expected = append_and_attend(**_copy(arguments), impl="reference")
+    ran.clear()
+    for found, exact in zip(step(_copy(arguments)), expected, strict=True):
+        assert torch.equal(found, exact)
+    assert ran == ["limit", "cluster"]
+
+
+CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
 
 
 @pytest.mark.gpu

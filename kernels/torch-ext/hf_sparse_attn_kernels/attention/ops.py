@@ -239,7 +239,7 @@ def sparse_prefill(
     rope_sin: torch.Tensor | None = None,
     scale: float | None = None,
     impl: str | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from a chunk of the prompt to tokens selected before it and, causally, to the chunk itself.
 
     The chunked prefill of TokenSelect (arXiv 2411.02886). The buffers already hold the chunk's keys and values. With
@@ -273,8 +273,11 @@ def sparse_prefill(
 
     Returns
     -------
-    torch.Tensor
+    out : torch.Tensor
         [batch, q_heads, queries, head_dim], of the dtype of `query`; zeros for padding.
+    lse : torch.Tensor
+        Log-sum-exp of the scaled scores, natural logarithm: float32 [batch, q_heads, queries] (float64 for float64);
+        -inf for padding.
 
     Raises
     ------
@@ -294,4 +297,4 @@ def sparse_prefill(
     check_selection(query, keys, block_indices, block_counts)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
     check_rope(rope_cos, rope_sin, query, "n + queries", block_indices.shape[2] + query.shape[2])
-    return output(query, query.shape, query.dtype)
+    return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))

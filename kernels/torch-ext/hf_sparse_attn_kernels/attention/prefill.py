@@ -49,7 +49,7 @@ def sparse_prefill(
     rope_cos: torch.Tensor | None,
     rope_sin: torch.Tensor | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from a chunk to selected tokens and to itself."""
     check_triton("query", query)
     batch, q_heads, queries, head_dim = query.shape
@@ -96,6 +96,7 @@ def sparse_prefill(
     tile = [tiles["BLOCK_N"], 2 * block_h]
     packed_keys, packed_values = (TensorDescriptor.from_tensor(tokens.flatten(0, 1), tile) for tokens in packed)
     out = query.new_empty((batch, q_heads, queries, head_dim))
+    lse = query.new_empty((batch, q_heads, queries), dtype=torch.float32)
     prefill_attention_kernel[(cdiv(group * queries, tiles["BLOCK_M"]), pairs)](
         query,
         packed_keys,
@@ -105,6 +106,7 @@ def sparse_prefill(
         seq_end,
         *tables,
         out,
+        lse,
         kv_heads,
         group,
         queries,
@@ -115,4 +117,4 @@ def sparse_prefill(
         **tiles,
         **common,
     )
-    return out
+    return out, lse

@@ -129,6 +129,7 @@ def prefill_attention_kernel(
     rope_cos_ptr,  # [slots, HEAD_DIM // 2], for ROPE, like the next
     rope_sin_ptr,
     out_ptr,  # [batch * q_heads, queries, HEAD_DIM]
+    lse_ptr,  # [batch * q_heads, queries]
     kv_heads,
     group,
     queries,
@@ -206,5 +207,11 @@ def prefill_attention_kernel(
         )
 
     out = tl.where(valid[:, None], out / tl.where(running_sum > 0, running_sum, 1.0)[:, None], 0.0)
-    out_at = out_ptr + ((row * kv_heads * group + query_head) * queries + query)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=exists[:, None] & dim_mask[None, :])
+    at = (row * kv_heads * group + query_head) * queries + query
+    tl.store(
+        out_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=exists[:, None] & dim_mask[None, :],
+    )
+    lse = (running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))) * 0.6931471805599453
+    tl.store(lse_ptr + at, tl.where(valid, lse, float("-inf")), mask=exists)

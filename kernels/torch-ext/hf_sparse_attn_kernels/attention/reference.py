@@ -120,7 +120,7 @@ def sparse_prefill(
     rope_cos: torch.Tensor | None,
     rope_sin: torch.Tensor | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.sparse_prefill`."""
     batch, _, queries, head_dim = query.shape
     kv_heads = keys.shape[1]
@@ -155,14 +155,14 @@ def sparse_prefill(
         ),
         dim=3,
     )
-    # A group shares its keys and values: they are heads of stride 0.
-    group = grouped.shape[2]
-    k, v = (taken.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for taken in (k, v))
-    mask = mask.expand(-1, kv_heads, -1, -1).reshape(batch * kv_heads, 1, queries, -1)
-    out = scaled_dot_product_attention(grouped.flatten(0, 1), k, v, attn_mask=mask, scale=scale)
-    out = out.reshape(batch, kv_heads * group, queries, head_dim)
+    scores = _scores(grouped, k.unsqueeze(2), scale)  # [batch, kv_heads, group, queries, n + queries]
+    scores.masked_fill_(~mask[:, :, None], float("-inf"))
+    out = (scores.softmax(dim=4) @ v.unsqueeze(2).to(scores.dtype)).flatten(1, 2).to(query.dtype)
     # A row without tokens has read positions outside it, which may hold NaN.
-    return out.masked_fill(~is_query[:, None, :, None], 0.0)
+    is_padding = ~is_query[:, None]
+    return out.masked_fill(is_padding[..., None], 0.0), scores.logsumexp(dim=4).flatten(1, 2).masked_fill(
+        is_padding, float("-inf")
+    )
 
 
 def _scores(grouped: torch.Tensor, k: torch.Tensor, scale: float | None) -> torch.Tensor:

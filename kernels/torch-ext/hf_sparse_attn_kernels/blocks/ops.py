@@ -17,6 +17,7 @@ from .._check import (
     check_shape,
 )
 from .._op import op, output
+from .._reference import compute_dtype
 
 
 @op(launcher="prefill")
@@ -35,7 +36,7 @@ def block_sparse_prefill(
     window: int | None = None,
     scale: float | None = None,
     impl: str | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally from the newest tokens to the key blocks of each block of queries, and to columns of all of them.
 
     The sparse prefill of MInference (arXiv 2407.02490, section 3.3), whose vertical lines are columns, and, with a
@@ -78,9 +79,12 @@ def block_sparse_prefill(
 
     Returns
     -------
-    torch.Tensor
+    out : torch.Tensor
         [batch, q_heads, queries, head_dim], of the dtype of `query`; zeros for padding, and for queries that attend to
         nothing.
+    lse : torch.Tensor
+        Log-sum-exp of the scaled scores, natural logarithm: float32 [batch, q_heads, queries] (float64 for float64);
+        -inf for padding, and for queries that attend to nothing.
 
     Raises
     ------
@@ -121,4 +125,4 @@ def block_sparse_prefill(
     if window is not None:
         check_at_least("window", window, 1)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
-    return output(query, query.shape, query.dtype)
+    return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))

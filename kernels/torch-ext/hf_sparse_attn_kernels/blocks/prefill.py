@@ -40,7 +40,7 @@ def block_sparse_prefill(
     column_counts: torch.Tensor | None,
     window: int | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from blocks of queries to blocks of keys, and to columns."""
     check_triton("query", query)
     batch, q_heads, queries, head_dim = query.shape
@@ -51,7 +51,9 @@ def block_sparse_prefill(
     # A program finds out by one load each which columns its blocks hold already.
     in_blocks = query if columns is None else members(block_indices, block_counts, key_blocks).contiguous()
     tiles = _tiles(query, block_size)
-    out = query.new_zeros((batch, q_heads, queries, head_dim))  # padding has no program
+    # Padding has no program.
+    out = query.new_zeros((batch, q_heads, queries, head_dim))
+    lse = query.new_full((batch, q_heads, queries), float("-inf"), dtype=torch.float32)
     block_sparse_prefill_kernel[(query_blocks * (block_size // tiles["BLOCK_M"]), batch * q_heads)](
         query,
         keys,
@@ -64,6 +66,7 @@ def block_sparse_prefill(
         seq_start.contiguous(),
         seq_end.contiguous(),
         out,
+        lse,
         q_heads,
         q_heads // kv_heads,
         queries,
@@ -84,4 +87,4 @@ def block_sparse_prefill(
         **tiles,
         **launch_options(query.device),
     )
-    return out
+    return out, lse

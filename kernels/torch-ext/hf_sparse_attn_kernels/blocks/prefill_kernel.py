@@ -45,6 +45,7 @@ def block_sparse_prefill_kernel(
     start_ptr,
     end_ptr,
     out_ptr,  # [batch * q_heads, queries, HEAD_DIM]
+    lse_ptr,  # [batch * q_heads, queries]
     q_heads,
     group,
     queries,
@@ -149,3 +150,5 @@ def block_sparse_prefill_kernel(
     out = out / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     out_at = out_ptr + (pair * queries + index)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=query_mask)
+    lse = (running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))) * 0.6931471805599453
+    tl.store(lse_ptr + pair * queries + index, lse, mask=is_query)

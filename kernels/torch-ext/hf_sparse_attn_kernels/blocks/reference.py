@@ -23,7 +23,7 @@ def block_sparse_prefill(
     column_counts: torch.Tensor | None,
     window: int | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `hf_sparse_attn_kernels.block_sparse_prefill`."""
     batch, q_heads, queries, head_dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -46,6 +46,7 @@ def block_sparse_prefill(
         )
 
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty(query.shape[:3], dtype=wide)
     at_once = max(1, MAX_SCORES // (batch * group * capacity))
     for head in range(kv_heads):
         heads = slice(head * group, (head + 1) * group)
@@ -60,19 +61,20 @@ def block_sparse_prefill(
             if is_column is not None:
                 seen |= is_column[:, heads, None]
             seen &= (distance >= 0) & is_key[:, None, None] & (place >= 0)[:, None, :, None]
-            out[:, heads, part] = _attend(
+            out[:, heads, part], lse[:, heads, part] = _attend(
                 query[:, heads, part].to(wide), keys[:, head].to(wide), values[:, head].to(wide), seen, scale
-            ).to(query.dtype)
-    return out
+            )
+    return out, lse
 
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from [batch, group, queries, head_dim] to keys [batch, capacity, head_dim] where `seen`."""
     unread = ~seen.any(dim=(1, 2))[..., None]  # such tokens may hold NaN
     keys, values = (states.masked_fill(unread, 0)[:, None] for states in (keys, values))
     nothing = ~seen.any(dim=3, keepdim=True)
     scores = (query.masked_fill(nothing, 0) * scale) @ keys.transpose(2, 3)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=3).masked_fill(nothing, 0)
-    return weights @ values
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(dim=3).masked_fill(nothing, 0)
+    return weights @ values, scores.logsumexp(dim=3)

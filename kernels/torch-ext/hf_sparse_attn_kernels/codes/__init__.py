@@ -2,6 +2,8 @@
 
 BITS = (1, 2)
 """Bits of a channel's value."""
+CORRECTIONS = ("unbiased", "least_squares")
+"""Choices of the factor that scales a key's symbols."""
 GROUP_REDUCE = ("softmax", "max")
 STEP = 0.9957
 """Step between the values of 2 bits over the residual's root mean square: the best for a Gaussian (Max, 1960)."""

@@ -31,6 +31,7 @@ def append_and_attend_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int = 1,
+    correction: str = "unbiased",
     query_centre: torch.Tensor | None = None,
     scale: float | None = None,
     group_reduce: str = "max",
@@ -48,7 +49,7 @@ def append_and_attend_tokens(
     ----------
     query, new_key, new_value, keys, values, codes, factors, centres, centre_scale, coded, seq_start, seq_end
         As for `append_and_select_tokens`, all torch.Tensor.
-    page_size, max_tokens, sink_tokens, bits, query_centre, group_reduce, num_tokens
+    page_size, max_tokens, sink_tokens, bits, correction, query_centre, group_reduce, num_tokens
         As for `append_and_select_tokens`.
     scale : float, optional
         Factor on q.k, of estimates and attention. Default: head_dim ** -0.5.
@@ -57,10 +58,11 @@ def append_and_attend_tokens(
     finished : torch.Tensor, optional
         As for `sparse_decode`.
     impl : str, optional
-        "triton", "reference" or "cluster". Defaults to `use_impl`, then Triton on CUDA, else the reference. Clusters
-        serve bfloat16 with head_dim 128, page_size 64, codes of one bit with a query centre, at most 8 query heads per
-        KV head, max_tokens of at most 4,096, and as many tokens as a cluster's shared memory holds scores of: all
-        strides and addresses multiples of 16 bytes.
+        "triton", "reference" or "cluster". Defaults to `use_impl`; then, on CUDA, to clusters where they serve the call
+        and were measured to be faster, else Triton; else the reference. Clusters serve bfloat16 with head_dim 128,
+        page_size 64, codes of one bit with a query centre, at most 8 query heads per KV head, max_tokens of at most
+        4,096, and as many tokens as a cluster's shared memory holds scores of: all strides and addresses multiples of
+        16 bytes.
 
     Returns
     -------
@@ -92,6 +94,7 @@ def append_and_attend_tokens(
         (seq_start, seq_end),
         page_size=page_size,
         bits=bits,
+        correction=correction,
         max_tokens=max_tokens,
         sink_tokens=sink_tokens,
         group_reduce=group_reduce,

@@ -3,7 +3,7 @@
 import torch
 
 from .._check import check_at_least, check_contiguous, check_device, check_dims, check_dtype, check_shape
-from . import BITS, GROUP_REDUCE
+from . import BITS, CORRECTIONS, GROUP_REDUCE
 
 CODES_AXES = "batch, kv_heads, pages * page_size, bits, head_dim // 8"
 
@@ -56,6 +56,12 @@ def check_codes(
         check_shape(name, tensor, axes, tensor_shape)
         check_device(name, tensor, other_name, other)
         check_contiguous(name, tensor)
+
+
+def check_correction(correction: str) -> None:
+    """Check the choice of the factor."""
+    if correction not in CORRECTIONS:
+        raise ValueError(f"correction={correction!r}; allowed: {', '.join(map(repr, CORRECTIONS))}")
 
 
 def check_room(codes: torch.Tensor, capacity: int) -> None:

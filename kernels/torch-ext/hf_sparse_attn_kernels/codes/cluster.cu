@@ -1,8 +1,9 @@
 // KeyCodes' decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, estimates
 // the scores of all coded tokens, chooses among them, attends and merges, and codes the page that the token has filled.
-// Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros: CLUSTER (1 to 16), THREADS (of a block,
+// Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros: CLUSTER (2 to 16), THREADS (of a block,
 // 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 2: max),
-// FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
+// LEAST_SQUARES (0 or 1: the factor of a page's codes), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see
+// MARK.
 //
 // Each block has pages that follow one another, so that the chosen tokens of the blocks in turn are in ascending order.
 // The product of a code and a rotated query, in whole numbers of 6 bits, is the sum over the planes of the query's bits
@@ -702,7 +703,8 @@ DEVICE void code_page(Shared& s, const Arguments& a, const Place& at, float* scr
     for (int mask = 1; mask < 32; mask *= 2) {
       squares += shuffle_xor(squares, mask), along += shuffle_xor(along, mask), product += shuffle_xor(product, mask);
     }
-    const float factor = along > 0.f ? fminf(squares / along, MOST_HALF) : 0.f;
+    const float wanted = LEAST_SQUARES ? along * (1.f / HEAD_DIM) : squares / along;
+    const float factor = along > 0.f ? fminf(wanted, MOST_HALF) : 0.f;
     const long long of_token = of_page * PAGE + i;
     if (at.lane < BYTES / 4) ((u32*)a.codes)[of_token * (BYTES / 4) + at.lane] = word;
     if (at.lane == 0) a.factors[of_token] = to_finite_half2(factor, product * ROTATION);

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
+from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -17,6 +17,7 @@ REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
 HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
 MOST_CLUSTER = 16
+LEAST_CAPABILITY = (9, 0)
 MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
 ARGUMENTS = struct.Struct("19P13q6i3f4x")
 STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
@@ -40,6 +41,7 @@ def limit(
     page_size: int,
     max_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     group_reduce: str,
     num_tokens: int | None,
@@ -50,6 +52,10 @@ def limit(
 
     If `by_name` is False, a call that another implementation serves faster is not served either.
     """
+    tokens = codes.shape[2] if num_tokens is None else num_tokens
+    # First, since it costs little: other devices have no choice of clusters.
+    if not by_name and query.is_cuda and _choice_of(query, keys, tokens)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
     if query.dtype != torch.bfloat16:
         return TypeError(f"dtype={query.dtype!r} of query; allowed for impl='cluster': {torch.bfloat16!r}")
     shapes = (
@@ -76,10 +82,7 @@ def limit(
         return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    tokens = codes.shape[2] if num_tokens is None else num_tokens
-    if not by_name and _choice_of(query, keys, tokens)["cluster"] == 0:
-        return ValueError("they are as fast at this shape, or clusters have not been measured")
-    plan = plan_of(query, keys, tokens, group_reduce)
+    plan = plan_of(query, keys, tokens, group_reduce, correction)
     if not isinstance(plan, Plan):
         return plan
     pairs = query.shape[0] * keys.shape[1]
@@ -106,6 +109,7 @@ def append_and_attend_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     scale: float | None,
     group_reduce: str,
@@ -117,7 +121,7 @@ def append_and_attend_tokens(
     assert query_centre is not None
     batch, kv_heads, _, head_dim = keys.shape
     num_tokens = codes.shape[2] if num_tokens is None else num_tokens
-    plan = plan_of(query, keys, num_tokens, group_reduce)
+    plan = plan_of(query, keys, num_tokens, group_reduce, correction)
     assert isinstance(plan, Plan)
     scale = head_dim**-0.5 if scale is None else scale
     score_scale = scale * math.log2(math.e) if group_reduce == "softmax" and query.shape[1] > kv_heads else scale
@@ -154,25 +158,43 @@ def append_and_attend_tokens(
 
 def _choice_of(query: torch.Tensor, keys: torch.Tensor, tokens: int) -> dict[str, int]:
     batch, kv_heads = keys.shape[:2]
-    group = query.shape[1] // kv_heads
-    return choice("code_step", query.device, pairs=batch * kv_heads, group=group, head_dim=HEAD_DIM, tokens=tokens)
+    return choice_of(query.device, batch * kv_heads, query.shape[1] // kv_heads, tokens)
 
 
-def plan_of(query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str) -> Plan | RuntimeError:
-    """Return how a call is launched, or why it is not."""
+def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict[str, int]:
+    """Return the launch choice of a shape: rows times KV heads, query heads per KV head, and capacity."""
+    return choice("code_step", device, pairs=pairs, group=group, head_dim=HEAD_DIM, tokens=tokens)
+
+
+def plan_of(
+    query: torch.Tensor, keys: torch.Tensor, tokens: int, group_reduce: str, correction: str
+) -> Plan | RuntimeError:
+    """Return how a call is launched, or why it is not.
+
+    A benchmark may force a choice with `clocks` of 1: the blocks then store the clocks of their stages.
+    """
     config = _choice_of(query, keys, tokens)
     group = query.shape[1] // keys.shape[1]
-    return _plan(query.device, group, group_reduce, tokens, config["cluster"] or PORTABLE_CLUSTER, config["threads"])
+    size, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
+    return _plan(query.device, group, group_reduce, correction, tokens, size, config["threads"], clocks)
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, group_reduce: str, tokens: int, cluster: int, threads: int
+    device: torch.device,
+    group: int,
+    group_reduce: str,
+    correction: str,
+    tokens: int,
+    cluster: int,
+    threads: int,
+    clocks: int,
 ) -> Plan | RuntimeError:
     """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0):
-        return RuntimeError(f"impl='cluster' on compute capability {capability}; allowed: (9, 0) and later")
+    if capability < LEAST_CAPABILITY:
+        allowed = f"allowed: {LEAST_CAPABILITY} and later"
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
     refused = _too_long(tokens, MOST_CLUSTER, threads, group, group_reduce)
     if refused is not None:
         return refused
@@ -182,7 +204,8 @@ def _plan(
         local_pages = local_pages_of(tokens, size)
         shared = shared_bytes(size, threads, group, group_reduce, local_pages)
         try:
-            kernel = kernel_of(device, size, threads, group, REDUCTIONS[group_reduce])
+            least_squares = correction == "least_squares"
+            kernel = _kernel(device, size, threads, group, REDUCTIONS[group_reduce], clocks, least_squares)
             max_clusters = kernel.max_clusters(shared)
         except CudaError as error:
             refused = error
@@ -215,17 +238,18 @@ def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce:
 
 
 @lru_cache(maxsize=256)
-def kernel_of(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int = 0
+def _kernel(
+    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int, least_squares: bool
 ) -> ClusterKernel:
-    """Return the kernel of a shape, with room for the clocks of so many blocks."""
-    macros = macros_of(cluster, threads, group, reduction) + ((("CLOCKS", clocks),) if clocks else ())
+    macros = kernel_macros(cluster, threads, group, reduction, clocks, least_squares)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "key_codes_step", cluster=cluster, threads=threads)
 
 
-def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[tuple[str, int], ...]:
-    """Return the macros of the kernel's source."""
+def kernel_macros(
+    cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0, least_squares: bool = False
+) -> tuple[tuple[str, int], ...]:
+    """Return the macros that the kernel is compiled with; `reduction` is a number of `REDUCTIONS`."""
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
@@ -233,8 +257,11 @@ def macros_of(cluster: int, threads: int, group: int, reduction: int) -> tuple[t
         "BLOCKS": 1 if group > 4 else 512 // threads,
         "GROUP": group,
         "REDUCE": reduction,
+        "LEAST_SQUARES": int(least_squares),
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
     }
+    if clocks:
+        macros["CLOCKS"] = MOST_CLOCKED
     return tuple(macros.items())
 
 

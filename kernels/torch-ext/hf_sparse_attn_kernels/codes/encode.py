@@ -97,7 +97,7 @@ def store_codes(
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Store the codes of BLOCK_T tokens; return u.s, the products of rotated residuals with their symbols."""
+    """Store the codes of BLOCK_T tokens; return u.s and s.s, with their rotated residuals u and symbols s."""
     BYTES: tl.constexpr = HEAD_DIM // 8
     if BITS == 1:
         value = (rotated >= 0.0).to(tl.int32)
@@ -114,7 +114,12 @@ def store_codes(
         packed = tl.sum(((by_bit >> plane) & 1) << bits, axis=1)
         at = codes_ptr + (tokens * BITS + plane) * BYTES + columns
         tl.store(at, packed.to(tl.uint8), mask=columns < BYTES)
-    return tl.sum(rotated * symbols, axis=1)
+    if BITS == 1:
+        symbol_squares = tl.full((BLOCK_T,), HEAD_DIM, tl.float32)
+    else:
+        exists = tl.arange(0, 8 * BLOCK_B)[None, :] % BLOCK_B < BYTES
+        symbol_squares = tl.sum(tl.where(exists, symbols * symbols, 0.0), axis=1)
+    return tl.sum(rotated * symbols, axis=1), symbol_squares
 
 
 @triton.jit
@@ -135,6 +140,7 @@ def encode_page(
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
     SHARED_CENTRE: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -166,10 +172,11 @@ def encode_page(
             BLOCK_K,
         )
         token = page * PAGE_SIZE + first
-        along = store_codes(
+        along, symbol_squares = store_codes(
             rotated, squares, codes_ptr + token * (BITS * HEAD_DIM // 8), HEAD_DIM, BITS, BLOCK_T, BLOCK_B
         )
-        factor = tl.where(along > 0.0, tl.minimum(squares / tl.where(along > 0.0, along, 1.0), LIMIT), 0.0)
+        factor = along / symbol_squares if LEAST_SQUARES else squares / tl.where(along > 0.0, along, 1.0)
+        factor = tl.where(along > 0.0, tl.minimum(factor, LIMIT), 0.0)
         at = factors_ptr + (token + tl.arange(0, BLOCK_T)) * (1 + OFFSETS)
         tl.store(at, factor.to(tl.float16))
         if OFFSETS:
@@ -200,6 +207,7 @@ def encode_pages_kernel(
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
     SHARED_CENTRE: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -234,6 +242,7 @@ def encode_pages_kernel(
             BITS,
             OFFSETS,
             SHARED_CENTRE,
+            LEAST_SQUARES,
             BLOCK_T,
             BLOCK_B,
             BLOCK_D,
@@ -294,6 +303,7 @@ def encode_keys(
     *,
     page_size: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     shared_centre: bool,
     max_pages: int | None,
@@ -325,6 +335,7 @@ def encode_keys(
         BITS=bits,
         OFFSETS=query_centre is not None,
         SHARED_CENTRE=shared_centre,
+        LEAST_SQUARES=correction == "least_squares",
         ONE_PAGE=max_pages == 1,
         **encode_options(head_dim, page_size, max_pages),
         **options,

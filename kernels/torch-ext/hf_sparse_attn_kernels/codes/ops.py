@@ -15,7 +15,7 @@ from .._check import (
     check_sequence,
 )
 from .._op import op, output, selection_output
-from .checks import CODES_AXES, check_codes, check_reduction, check_room, check_token_budget
+from .checks import CODES_AXES, check_codes, check_correction, check_reduction, check_room, check_token_budget
 
 
 @op(launcher="encode", writes=("codes", "factors", "centres", "centre_scale", "coded"))
@@ -31,6 +31,7 @@ def encode_keys(
     *,
     page_size: int,
     bits: int = 1,
+    correction: str = "unbiased",
     query_centre: torch.Tensor | None = None,
     shared_centre: bool = False,
     max_pages: int | None = None,
@@ -49,8 +50,9 @@ def encode_keys(
     - The residual r = k - c of a token is rotated: u = R r, with a fixed orthogonal matrix R.
     - The value v_i of channel i is 1 for u_i >= 0, else 0; with 2 bits it is floor(u_i / (0.9957 rms(u))) + 2, from 0
       to 3. It stands for the odd symbol s_i = 2 v_i - (2 ** bits - 1).
-    - The factor a = |r|**2 / (u.s), 0 if r is 0, makes a s an estimate of u without bias along u. With a query centre
-      m, the offset w = m.r / sqrt(head_dim) is kept too. Both are float16, limited to its finite range.
+    - The factor a scales the symbols: a s is an estimate of u. `correction` chooses between |r|**2 / (u.s), RaBitQ's,
+      which has no bias along u, and (u.s) / (s.s), which has the least squared error. It is 0 if r is 0. With a query
+      centre m, the offset w = m.r / sqrt(head_dim) is kept too. Both are float16, limited to its finite range.
 
     Parameters
     ----------
@@ -78,6 +80,9 @@ def encode_keys(
         Tokens per page, a multiple of 16.
     bits : {1, 2}
         Bits of a channel.
+    correction : {"unbiased", "least_squares"}
+        "unbiased": a s has the same product with u as u itself, so long residuals are not estimated too short.
+        "least_squares": a s is the multiple of s nearest to u, so estimates are too small in the mean but vary less.
     query_centre : torch.Tensor, optional
         float32 [batch, kv_heads, head_dim]: a vector near the queries to come, such as the mean of the prompt's. It
         must stay as it is while codes made with it are used.
@@ -95,7 +100,7 @@ def encode_keys(
     TypeError
         Unsupported dtype.
     ValueError
-        Invalid shape, stride, device or number, or head_dim > 256 with Triton.
+        Invalid shape, stride, device, number or name, or head_dim > 256 with Triton.
     RuntimeError
         impl="triton" cannot run here.
     """
@@ -116,6 +121,7 @@ def encode_keys(
         other_name="keys",
         other=keys,
     )
+    check_correction(correction)
     check_room(codes, capacity)
     check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "keys", keys)
     check_contiguous("coded", coded)

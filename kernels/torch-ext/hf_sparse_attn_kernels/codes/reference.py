@@ -177,6 +177,7 @@ def append_and_select_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     scale: float | None,
     group_reduce: str,
@@ -192,7 +193,7 @@ def append_and_select_tokens(
         "query_centre": query_centre,
         "shared_centre": False,
     }
-    encode_keys(keys, *metadata, coded, seq_start, seq_end, max_pages=1, **coding)
+    encode_keys(keys, *metadata, coded, seq_start, seq_end, correction=correction, max_pages=1, **coding)
     scores = code_scores(
         query,
         *metadata,
@@ -228,6 +229,7 @@ def append_and_attend_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     scale: float | None,
     group_reduce: str,
@@ -253,6 +255,7 @@ def append_and_attend_tokens(
         max_tokens=max_tokens,
         sink_tokens=sink_tokens,
         bits=bits,
+        correction=correction,
         query_centre=query_centre,
         scale=scale,
         group_reduce=group_reduce,

@@ -20,6 +20,7 @@ def encode_keys(
     *,
     page_size: int,
     bits: int,
+    correction: str,
     query_centre: torch.Tensor | None,
     shared_centre: bool,
     max_pages: int | None,
@@ -43,7 +44,7 @@ def encode_keys(
         if not shared_centre:
             levels, scale = centre_of(taken)
             updates += [(centres, levels), (centre_scale, scale)]
-        coded_keys = _encode(taken, levels, scale, query_centre, bits)
+        coded_keys = _encode(taken, levels, scale, query_centre, bits, correction)
         updates += zip((codes, factors), coded_keys, strict=True)
         for target, update in updates:
             by_page = target.view(*target.shape[:2], pages, -1)
@@ -83,11 +84,15 @@ def factors_of(
     value: torch.Tensor,
     query_centre: torch.Tensor | None,
     bits: int,
+    correction: str,
 ) -> torch.Tensor:
     """Return the factors of residuals [batch, kv_heads, pages, page_size, head_dim], and with a centre the offsets."""
     symbols = 2 * value.double() - (2**bits - 1)
     along = (rotated * symbols).sum(dim=4, keepdim=True)
-    factors = torch.where(along > 0, squares / along, 0.0)
+    if correction == "unbiased":
+        factors = torch.where(along > 0, squares / along, 0.0)
+    else:
+        factors = along / symbols.square().sum(dim=4, keepdim=True)
     if query_centre is not None:
         offset = (residual @ query_centre.double()[:, :, None, :, None]) * residual.shape[4] ** -0.5
         factors = torch.cat((factors, offset), dim=4)
@@ -95,12 +100,17 @@ def factors_of(
 
 
 def _encode(
-    keys: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, query_centre: torch.Tensor | None, bits: int
+    keys: torch.Tensor,
+    levels: torch.Tensor,
+    scale: torch.Tensor,
+    query_centre: torch.Tensor | None,
+    bits: int,
+    correction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Code pages of keys [batch, kv_heads, pages, page_size, head_dim] around centres of all pages or of each."""
     residual, rotated, squares = residuals_of(keys, levels, scale)
     value = values_of(rotated, squares, bits)
-    return _pack(value, bits), factors_of(residual, rotated, squares, value, query_centre, bits)
+    return _pack(value, bits), factors_of(residual, rotated, squares, value, query_centre, bits, correction)
 
 
 def _pack(value: torch.Tensor, bits: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from .._check import (
     check_sequence,
     check_shape,
 )
-from .checks import check_codes, check_reduction, check_room, check_token_budget
+from .checks import check_codes, check_correction, check_reduction, check_room, check_token_budget
 
 
 def check_step(
@@ -25,6 +25,7 @@ def check_step(
     *,
     page_size: int,
     bits: int,
+    correction: str,
     max_tokens: int,
     sink_tokens: int,
     group_reduce: str,
@@ -48,6 +49,7 @@ def check_step(
         other_name="query",
         other=query,
     )
+    check_correction(correction)
     check_room(codes, capacity)
     check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "query", query)
     check_contiguous("coded", coded)

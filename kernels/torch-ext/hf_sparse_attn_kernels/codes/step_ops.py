@@ -29,6 +29,7 @@ def append_and_select_tokens(
     max_tokens: int,
     sink_tokens: int,
     bits: int = 1,
+    correction: str = "unbiased",
     query_centre: torch.Tensor | None = None,
     scale: float | None = None,
     group_reduce: str = "max",
@@ -60,7 +61,7 @@ def append_and_select_tokens(
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens, the new one included, are at
         seq_start[b] .. seq_end[b] - 1.
-    page_size, bits : int
+    page_size, bits, correction
         As for `encode_keys`.
     max_tokens, sink_tokens : int
         As for `select_tokens_by_score`.
@@ -97,6 +98,7 @@ def append_and_select_tokens(
         (seq_start, seq_end),
         page_size=page_size,
         bits=bits,
+        correction=correction,
         max_tokens=max_tokens,
         sink_tokens=sink_tokens,
         group_reduce=group_reduce,

@@ -1,6 +1,6 @@
 // Quest's decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, scores the
 // pages, chooses among them, attends and merges. Compiled with _cluster.cuh, _cluster_step.cuh and _cluster_pages.cuh before it and these macros:
-// CLUSTER (1 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
+// CLUSTER (2 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8),
 // REDUCE (0: softmax, 1: mean, 2: max), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
 // The blocks of a cluster score tiles of 16 pages in turn. They meet four times, each time by stores to each other's

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
+from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
 from .._nvrtc import CudaError
 from .._triton import cdiv
 from .._tuning import choice
@@ -18,7 +18,6 @@ MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
-MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
 
 
 def limit(
@@ -44,6 +43,10 @@ def limit(
 
     If `by_name` is False, a call that another implementation serves faster is not served either.
     """
+    pages = page_min.shape[2] if num_pages is None else num_pages
+    # First, since it costs little: other devices have no choice of clusters.
+    if not by_name and query.is_cuda and _choice_of(query, keys, pages)["cluster"] == 0:
+        return ValueError("they are as fast at this shape, or clusters have not been measured")
     shapes = (
         ("dtype", query.dtype, "query", torch.bfloat16),
         ("dtype", page_min.dtype, "page_min", torch.int8),
@@ -56,7 +59,7 @@ def limit(
             of_tensor = "" if tensor is None else f" of {tensor}"
             error = TypeError if name == "dtype" else ValueError
             return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
-    group, pages = query.shape[1] // keys.shape[1], page_min.shape[2] if num_pages is None else num_pages
+    group = query.shape[1] // keys.shape[1]
     most = (("group", group, MOST_GROUP), ("max_blocks", max_blocks, MOST_BLOCKS), ("num_pages", pages, MOST_PAGES))
     for name, value, allowed in most:
         if value > allowed:
@@ -66,8 +69,6 @@ def limit(
         return unreadable
     if not query.is_cuda:
         return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    if not by_name and _choice_of(query, keys, pages)["cluster"] == 0:
-        return ValueError("they are as fast at this shape, or clusters have not been measured")
     plan = plan_of(query, keys, pages, group_reduce)
     if not isinstance(plan, Plan):
         return plan
@@ -158,16 +159,6 @@ def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: s
     group = query.shape[1] // keys.shape[1]
     cluster, clocks = config["cluster"] or PORTABLE_CLUSTER, config.get("clocks", 0)
     return _plan(query.device, group, group_reduce, pages, cluster, config["threads"], clocks)
-
-
-def stage_clocks(plan: Plan, blocks: int) -> list[tuple[int, ...]]:
-    """Return clocks of the last launch, whose plan had `clocks`, for each of its first `MOST_CLOCKED` blocks.
-
-    They are those of a block's multiprocessor at the block's start and at the end of each of `STAGES`.
-    """
-    clocks = struct.Struct(f"{CLOCKS_STRIDE}Q")
-    stored = plan.kernel.read("stage_clocks", clocks.size * min(blocks, MOST_CLOCKED))
-    return [each[: len(STAGES) + 1] for each in clocks.iter_unpack(stored)]
 
 
 @lru_cache(maxsize=1024)

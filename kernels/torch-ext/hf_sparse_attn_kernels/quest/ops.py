@@ -56,9 +56,10 @@ def append_and_attend(
     finished : torch.Tensor, optional
         As for `append_and_select`.
     impl : str, optional
-        "triton", "reference" or "cluster". Defaults to `use_impl`, then Triton on CUDA, else the reference. Clusters
-        serve bfloat16 with bounds in int8, head_dim 128, page_size 16, at most 8 query heads per KV head, max_blocks of
-        at most 512 and num_pages of at most 65,536, all strides multiples of 16 bytes.
+        "triton", "reference" or "cluster". Defaults to `use_impl`; then, on CUDA, to clusters where they serve the call
+        and were measured to be faster, else Triton; else the reference. Clusters serve bfloat16 with bounds in int8,
+        head_dim 128, page_size 16, at most 8 query heads per KV head, max_blocks of at most 512 and num_pages of at
+        most 65,536, all strides multiples of 16 bytes.
 
     Returns
     -------
