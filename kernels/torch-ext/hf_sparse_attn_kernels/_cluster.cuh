@@ -26,11 +26,6 @@ DEVICE int cluster_rank() {
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-
-// Wait for the block's first COUNT threads, which all call this.
-template <int COUNT>
-DEVICE void sync_first() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
-
 DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(~0u, predicate); }
 DEVICE int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(~0u, value); }
@@ -130,13 +125,6 @@ DEVICE Words4 load16(const void* address, bool exists) {
       : "memory");
   return r;
 }
-
-// 16 bytes from global to shared memory, there for this thread after `wait_copies`, and for others that then wait for it.
-DEVICE void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-
-DEVICE void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // 4 bytes; without `exists` what was there stays.
 DEVICE void load4(u32& r, const void* address, bool exists) {

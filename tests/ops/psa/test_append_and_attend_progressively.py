@@ -140,7 +140,7 @@ def test_an_input_beyond_the_limits_of_clusters_is_an_error_that_names_the_limit
     _check_state(arguments, before)
 
 
-@pytest.mark.parametrize("name", ["keys", "new_key"])
+@pytest.mark.parametrize("name", ["keys", "values"])
 def test_strides_that_clusters_do_not_load_are_an_error(name):
     arguments = _copy(_arguments([40, 20], **SERVED))
     wide = torch.zeros(*arguments[name].shape[:-1], 130, dtype=torch.bfloat16, device=device)
@@ -171,8 +171,8 @@ def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     [
         ((4, 4096, 8, 8, 512), 8),
         ((4, 4096, 32, 2, 256), 16),  # a microbatch takes more warps than the chosen clusters have
-        ((8, 32768, 8, 4, 256), 16),
-        ((8, 65536, 8, 8, 512), r"num_pages=65536 takes \d+ bytes of a block's shared memory .* at most 232448"),
+        ((8, 65536, 8, 8, 512), 16),
+        ((8, 65536, 8, 4, 256), 16),
     ],
 )
 def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, monkeypatch):
@@ -182,11 +182,8 @@ def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, 
     cluster._plan.cache_clear()
     plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads, 0)
     cluster._plan.cache_clear()
-    if isinstance(found, str):
-        assert re.search(found, str(plan))
-    else:
-        assert plan.cluster == found
-        assert plan.shared <= cluster.MOST_SHARED
+    assert plan.cluster == found
+    assert plan.shared <= cluster.MOST_SHARED
 
 
 @pytest.mark.parametrize(
@@ -194,7 +191,7 @@ def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, 
     [
         (8, 512, 8, (64, 128)),
         (3, 512, 8, (24, 48)),
-        (1, 256, 8, (0, 8)),
+        (2, 256, 16, (0, 16)),
         (4, 256, 3, (15, 30)),
         (16, 512, 1, (32, 32)),
     ],
@@ -241,7 +238,7 @@ def test_the_enumeration_of_stages_agrees_with_the_kernels():
     assert [name.strip().lower() for name in listed.split(",")] == ["start", *cluster.STAGES]
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 1, "threads": 512}]
+CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
 
 
 @pytest.mark.gpu

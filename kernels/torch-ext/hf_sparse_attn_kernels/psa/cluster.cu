@@ -1,7 +1,7 @@
 // The decode step of Progressive Sparse Attention in one launch: a cluster of CLUSTER blocks for each row and KV head
 // appends the token, scores the blocks of 32 tokens, and reads them, best first, until enough is read. Below, a page is
 // such a block of tokens, as elsewhere in these kernels; a block is one of threads. Compiled with _cluster.cuh,
-// _cluster_step.cuh and _cluster_pages.cuh before it and these macros: CLUSTER (1 to 16), THREADS (of a block, 256 or
+// _cluster_step.cuh and _cluster_pages.cuh before it and these macros: CLUSTER (2 to 16), THREADS (of a block, 256 or
 // 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 1: mean, 2: max),
 // FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see MARK.
 //
@@ -52,7 +52,7 @@ struct Shared {
   u64 listed[MOST_LISTED], sorted[MOST_LISTED];           // ranks of a batch
   u64 barriers[BARRIERS + 2];
   MaxSum warp_lse[1 + WARPS][GROUP], lse_in[CLUSTER][GROUP], warp_output[WARPS][GROUP], sums_in[CLUSTER][GROUP];
-  Words4 weights_in[2][CLUSTER * WARPS][SETS];            // float: log2 of the sums of a wave's parts, of four heads each
+  float weights_in[2][GROUP][CLUSTER * WARPS];            // log2 of the sums of a wave's half pages
   float lower[HEAD_DIM], upper[HEAD_DIM];                 // of the new token's page, in units of the channels' exponents
   int channel_exponent[HEAD_DIM];
   float unit[GROUP], lse[GROUP];
@@ -87,14 +87,14 @@ DEVICE NewToken load_token(const Arguments& a, const Place& at) {
   return NewToken{key[at.tid], value[at.tid], key[at.tid ^ HEAD_DIM / 2], a.channel_exponent[(long long)at.pair * HEAD_DIM + at.tid]};
 }
 
-// Begin to copy the keys of the token's page before it.
-DEVICE void copy_page(Shared& s, const Arguments& a, const Place& at) {
+// The keys of the token's page before it.
+DEVICE void load_page(Shared& s, const Arguments& a, const Place& at) {
   const int others = (at.length - 1) % PAGE;
   const u16* first = a.keys + at.row * a.keys_b + at.head * a.keys_h + (at.end - 1 - others) * a.keys_n;
 #pragma unroll 1
   for (int i = at.tid; i < others * (HEAD_DIM / 8); i += THREADS) {
     const int token = i / (HEAD_DIM / 8), part = i % (HEAD_DIM / 8);
-    copy16(&s.page_keys[token][8 * part], first + token * a.keys_n + 8 * part);
+    *(Words4*)&s.page_keys[token][8 * part] = load16<0>(first + token * a.keys_n + 8 * part, true);
   }
 }
 
@@ -132,7 +132,7 @@ DEVICE void append(Shared& s, const Arguments& a, const Place& at, const NewToke
   if (at.lane == 0) s.page_largest[at.warp] = largest;
 }
 
-// The levels of the page's bounds, and the page's scores; a warp, with four channels a lane.
+// The levels of the page's bounds, and the page's scores; one warp, with four channels a lane.
 DEVICE void score_new_page(Shared& s, const Arguments& a, const Place& at, float* scores, int stride) {
   const int d = at.lane * 4;
   const u32 largest = max(max(s.page_largest[0], s.page_largest[1]), max(s.page_largest[2], s.page_largest[3]));
@@ -185,19 +185,15 @@ DEVICE void score_pages(Shared& s, const Arguments& a, const Bounds& bounds, Pla
   at.last_page = min(at.new_page, at.row_pages);
   at.tiles = ((at.row_pages + TILE - 1) / TILE - at.rank + CLUSTER - 1) / CLUSTER;
   at.appends = at.length > 0 && at.new_page / TILE % CLUSTER == at.rank;
-  if (at.appends) copy_page(s, a, at);
+  if (at.appends) load_page(s, a, at);
   float scaled[ELEMENTS];
   scale_query(s, at, query, scaled);
   sync_block();
+  if (at.appends && at.tid < HEAD_DIM) append(s, a, at, token);
   split_query(s, a, at, scaled);
-  wait_copies();
   sync_block();
   MARK(Stage::QUERY);
-  if (at.appends && at.tid < HEAD_DIM) {
-    append(s, a, at, token);
-    sync_first<HEAD_DIM>();
-    if (at.warp == 0) score_new_page(s, a, at, scores, stride);
-  }
+  if (at.appends && at.warp == WARPS - 1) score_new_page(s, a, at, scores, stride);
   score_tiles(s, bounds, tiles, at, scores, stride);
 }
 
@@ -364,56 +360,15 @@ DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32*
 
 // ---- attention
 
-// A page whose newest token, if it has it, is read from where it came: another block stores it.
-struct NewestPage {
-  Page page;
-  const u16 *new_key, *new_value;
-  int newest;
-
-  DEVICE bool exists(int i) const { return page.exists(i); }
-  DEVICE const u16* key(int i) const { return page.first + i == newest ? new_key : page.key(i); }
-  DEVICE const u16* value(int i) const { return page.first + i == newest ? new_value : page.value(i); }
-};
-
-// What a lane has attended to and is known to be read. The outputs are in shared memory: in registers they would leave
-// too few for the loads of a wave to be under way at once.
-struct Kept {
-  MaxSum total;
-  Words4* sums;                                           // 8, GROUP * 4 apart, as in `send_output`
-};
-
-// Index of the product, and of the column, of output j of a lane's four outputs k.
-DEVICE int product_of(int k, int j) { return (k >> 2) * 8 + (k & 1) * 4 + j; }
-DEVICE int column_of(int k) { return k >> 1 & 1; }
-
-// Add what a wave attended to.
-DEVICE void keep(Kept& kept, const Output& wave, const Place& at) {
-  const float top = fmaxf(kept.total.max, wave.total.max);
-  const float old_factor = exp2_fast(kept.total.max - top), factor = exp2_fast(wave.total.max - top);
-  const bool is_first = kept.total.sum == 0.f;
-  kept.total = MaxSum{top, kept.total.sum * old_factor + wave.total.sum * factor};
-  if (at.g >= GROUP) return;
+// Merge what was attended to before with that of a wave.
+DEVICE void add_output(Output& out, const Output& wave) {
+  const float top = fmaxf(out.total.max, wave.total.max);
+  const float old_factor = exp2_fast(out.total.max - top), factor = exp2_fast(wave.total.max - top);
+  out.total = MaxSum{top, out.total.sum * old_factor + wave.total.sum * factor};
 #pragma unroll
-  for (int k = 0; k < 8; k++) {
-    Words4 four = {{0, 0, 0, 0}};
-    if (!is_first) four = kept.sums[k * GROUP * 4];
+  for (int n = 0; n < 16; n++)
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      four.x[j] = as_bits(as_float(four.x[j]) * old_factor + wave.sums[product_of(k, j)][column_of(k)] * factor);
-    kept.sums[k * GROUP * 4] = four;
-  }
-}
-
-DEVICE Output kept_output(const Kept& kept, const Place& at) {
-  Output out = {kept.total, {}};
-  if (at.g >= GROUP || kept.total.sum == 0.f) return out;
-#pragma unroll
-  for (int k = 0; k < 8; k++) {
-    const Words4 four = kept.sums[k * GROUP * 4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) out.sums[product_of(k, j)][column_of(k)] = as_float(four.x[j]);
-  }
-  return out;
+    for (int i = 0; i < 2; i++) out.sums[n][i] = out.sums[n][i] * old_factor + wave.sums[n][i] * factor;
 }
 
 // What a query head has read: the log-sum-exp, and log2 of the estimate of each page of the rest.
@@ -428,16 +383,16 @@ struct Weights {
 DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first, int count, int parts, int pitch, int read,
                       int wave, Weights& known) {
   const int begin = at.lane * a.microbatch, size = clamp(count - begin, 0, a.microbatch);
-  const float* weights = (const float*)s.weights_in[wave & 1][at.lane] + at.warp;
+  const float* weights = s.weights_in[wave & 1][at.warp] + at.lane;
   MaxSum total{LOW, 0.f};
 #pragma unroll 4
-  for (int i = 0; i < parts * size; i++) total.max = fmaxf(total.max, weights[i * pitch * 4 * SETS]);
+  for (int i = 0; i < parts * size; i++) total.max = fmaxf(total.max, weights[i * pitch]);
   float rest = a.by_mean ? 0.f : infinity();
   int counted = 0;
 #pragma unroll 4
   for (int i = 0; i < size; i++) {
-    float weight = exp2_fast(weights[parts * i * pitch * 4 * SETS] - total.max);
-    if (parts == 2) weight += exp2_fast(weights[(2 * i + 1) * pitch * 4 * SETS] - total.max);
+    float weight = exp2_fast(weights[parts * i * pitch] - total.max);
+    if (parts == 2) weight += exp2_fast(weights[(2 * i + 1) * pitch] - total.max);
     total.sum += weight;
     const bool complete = (page_of_rank(s.sorted[first + begin + i]) + 1) * PAGE <= at.length;
     if (!complete || (a.by_mean && read + begin + i < a.forced)) continue;
@@ -462,13 +417,10 @@ DEVICE void find_stop(Shared& s, const Arguments& a, const Place& at, int first,
 // Read the first `count` pages of the batch, which follow `read` ones, wave by wave, until enough is read. Returns how
 // many of them were, and sets `stops`.
 DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int read, int& wave, Weights& known,
-                  Kept& kept, bool& stops) {
+                  Output& out, bool& stops) {
   const int unit = at.warp * CLUSTER + at.rank;           // a part of a wave
-  NewestPage rows{{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
-                   (u32)a.keys_n, (u32)a.values_n, 0, at.end},
-                  a.new_key + at.row * a.new_key_b + at.head * a.new_key_h,
-                  a.new_value + at.row * a.new_value_b + at.head * a.new_value_h, at.end - 1};
-  Page& page = rows.page;
+  Page page{a.keys + at.row * a.keys_b + at.head * a.keys_h, a.values + at.row * a.values_b + at.head * a.values_h,
+            (u32)a.keys_n, (u32)a.values_n, 0, at.end};
   int first = 0;
 #pragma unroll 1
   for (; first < count && !stops; wave++) {
@@ -478,31 +430,18 @@ DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int
     Output own = {MaxSum{LOW, 0.f}, {}};
     if (unit < parts * in_wave) {
       page.first = at.start + page_of_rank(s.sorted[first + unit / parts]) * PAGE + unit % parts * HALF;
-      if (page.first < at.end) {
+#pragma unroll 1
+      for (int part = parts; part <= 2 && page.first < at.end; part++, page.first += HALF) {
         Tokens tokens;
-        load_tokens(tokens, rows, at);
-        sync_warp();                                      // all loads are under way before the first is waited for
-        attend_tokens(own, tokens, s, at, at.end - page.first, a.scale * LOG2_E);
-      }
-      page.first += HALF;
-      if (parts == 1 && page.first < at.end) {
-        Tokens tokens;
-        load_tokens(tokens, rows, at);
-        sync_warp();                                      // all loads are under way before the first is waited for
+        load_tokens(tokens, page, at);
         attend_tokens(own, tokens, s, at, at.end - page.first, a.scale * LOG2_E);
       }
       const float weight = own.total.sum > 0.f ? own.total.max + log2_fast(own.total.sum) : LOW;
-      Words4 four = {{0, 0, 0, 0}};
-      const int set = at.lane / 16 % SETS;
-#pragma unroll
-      for (int h = 0; h < GROUP; h++) {
-        const u32 of_head = as_bits(shuffle(weight, 4 * h));
-        if (h / 4 == set) four.x[h % 4] = of_head;
-      }
-      if (at.lane < 16 * SETS && at.lane % 16 < CLUSTER)  // one message for four heads: each takes its time on the way
-        send(&s.weights_in[wave & 1][slot][set], at.lane % 16, four, barrier);
+#pragma unroll 1
+      for (int c = at.g < GROUP ? at.t : CLUSTER; c < CLUSTER; c += 4)
+        send((u32*)&s.weights_in[wave & 1][at.g][slot], c, as_bits(weight), barrier);
     }
-    if (at.tid == 0) arm_barrier(barrier, parts * in_wave * SETS * 16);
+    if (at.tid == 0) arm_barrier(barrier, parts * in_wave * GROUP * 4);
     const int next = first + in_wave + unit;
     if (wave > 0 && at.lane == 0 && unit < a.wave && next < count)   // not after the first wave, which may be the last
       prefetch_page<PAGE>(a, at, page_of_rank(s.sorted[next]));
@@ -515,13 +454,13 @@ DEVICE int attend(Shared& s, const Arguments& a, const Place& at, int count, int
     u32 enough = ~0u;
 #pragma unroll
     for (int h = 0; h < GROUP; h++) enough &= s.enough[wave & 1][h];
-    const int added = enough ? (count_bits((enough & (0u - enough)) - 1) + 1) * a.microbatch : in_wave;
-    if (unit < parts * added) keep(kept, own, at);
+    const int kept = enough ? (count_bits((enough & (0u - enough)) - 1) + 1) * a.microbatch : in_wave;
+    if (unit < parts * kept) add_output(out, own);
     if (at.rank == 0)
 #pragma unroll 1
-      for (int i = at.tid; i < added; i += THREADS)
+      for (int i = at.tid; i < kept; i += THREADS)
         a.block_order[(long long)at.pair * a.max_blocks + read + first + i] = page_of_rank(s.sorted[first + i]);
-    first += added, stops = enough != 0;
+    first += kept, stops = enough != 0;
     MARK(Stage::STOP);
   }
   return first;
@@ -543,7 +482,7 @@ KERNEL(progressive_step)(const Arguments a) {
   const int stride = a.local_pages + 8;                   // other banks for each head
   static_assert(sizeof(Shared) <= FIXED_BYTES, "what follows has a place of its own");
   float* scores = (float*)(memory + FIXED_BYTES);
-  Words4* quads = (Words4*)(scores + GROUP * stride);     // of all warps' outputs
+  Words4* quads = (Words4*)scores;                        // after the last batch
 
   Place at;
   at.tid = thread_index(), at.lane = at.tid % 32, at.warp = at.tid / 32, at.g = at.lane / 4, at.t = at.lane % 4;
@@ -564,7 +503,7 @@ KERNEL(progressive_step)(const Arguments a) {
   MARK(Stage::EXCHANGE);
   const float top = rank_pages(s, a, at, scores, stride);
 
-  Kept kept{MaxSum{LOW, 0.f}, quads + at.warp * 8 * GROUP * 4 + at.g * 4 + at.t};
+  Output out = {MaxSum{LOW, 0.f}, {}};
   Weights known{MaxSum{LOW, 0.f}, infinity()};
   const int count = min(at.row_pages, a.max_blocks);
   int read = 0, wave = 0, call = 0;
@@ -576,9 +515,9 @@ KERNEL(progressive_step)(const Arguments a) {
     int listed = min(list_pages(s, a, at, (const u32*)scores, top, last, left, batch, call), left);
     if (listed < left) listed -= listed % a.microbatch;
     last = s.sorted[listed - 1];
-    read += attend(s, a, at, listed, read, wave, known, kept, stops);
+    read += attend(s, a, at, listed, read, wave, known, out, stops);
   }
-  send_output(s, at, kept_output(kept, at), quads);
+  send_output(s, at, out, quads);
   if (at.rank == 0 && at.tid == 0) write_counts(a, at, read);
   wait_barrier(&s.barriers[OUTPUT], 0);
   MARK(Stage::MERGE);

@@ -69,8 +69,7 @@ def limit(
     for name, value, allowed in most:
         if value > allowed:
             return ValueError(f"{name}={value}; allowed for impl='cluster': at most {allowed}")
-    buffers = {"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}
-    unreadable = misplaced({"new_key": new_key, "new_value": new_value, **buffers}, {})
+    unreadable = misplaced({"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}, {})
     if unreadable is not None:
         return unreadable
     if not query.is_cuda:
@@ -263,10 +262,10 @@ def kernel_macros(
 
 
 def shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:
-    """Return the shared memory of a block: the kernel's `Shared`, then scores, then the warps' outputs."""
+    """Return the shared memory of a block: the kernel's `Shared`, then scores, or the warps' outputs."""
     scores = 4 * group * (local_pages + 8)
     outputs = threads // LANES * group * HEAD_DIM * 4
-    return _fixed_shared_bytes(cluster, threads, group) + scores + outputs
+    return _fixed_shared_bytes(cluster, threads, group) + max(scores, outputs)
 
 
 def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
@@ -281,7 +280,7 @@ def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
         2 * LISTED * 8,  # listed, sorted
         7 * 8,  # barriers
         8 * group * (2 * warps + 1 + 2 * cluster),  # warp_lse, lse_in, warp_output, sums_in
-        2 * cluster * warps * cdiv(group, 4) * 16,  # weights_in
+        2 * group * cluster * warps * 4,  # weights_in
         3 * HEAD_DIM * 4,  # lower, upper, channel_exponent
         3 * group * 4,  # unit, lse, greatest
         4 * (4 * group + 4 + 2 * group),  # largest, page_largest, enough
