@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels._cluster import Plan, stage_clocks
+from hf_sparse_attn_kernels._cluster import LEAST_CAPABILITY, Plan, stage_clocks
 from hf_sparse_attn_kernels.quest import cluster
 
 from op_bench import floors, timing
@@ -82,7 +82,7 @@ def compile_candidates(
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if kernels and capability >= implementation.LEAST_CAPABILITY:
+    if kernels and capability >= LEAST_CAPABILITY:
         compile_kernels(implementation.SOURCES, kernels, capability)
 
 

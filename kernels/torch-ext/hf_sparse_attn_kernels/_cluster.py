@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 CLUSTER_DIMENSION, CLUSTER_SCHEDULING_POLICY, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 5, 6
 SPREAD = 1
 INVALID_CONTEXT = 201
-PORTABLE_CLUSTER = 8
+LEAST_CAPABILITY = (9, 0)
+PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
 MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
@@ -150,6 +152,76 @@ class Plan(NamedTuple):
     """Maximum number of pages that a block scores."""
     max_clusters: int
     """Clusters that the device runs at once; the others start late."""
+
+
+class Room(NamedTuple):
+    """What a block of a cluster needs."""
+
+    shared: int
+    """Bytes of shared memory."""
+    local_pages: int
+    """Maximum number of pages that it scores."""
+
+
+def plan_launch(
+    device: torch.device,
+    cluster: int,
+    threads: int,
+    room_of: Callable[[int], Room | RuntimeError],
+    kernel_of: Callable[[int], ClusterKernel],
+) -> Plan | RuntimeError:
+    """Plan a launch with clusters of so many blocks, or of others if these do not fit, or return why none does.
+
+    Parameters
+    ----------
+    device : torch.device
+        A CUDA device.
+    cluster, threads : int
+        Blocks of the cluster to try first, and threads of a block.
+    room_of : callable
+        Returns what a block needs in clusters of so many blocks, or why they do not serve.
+    kernel_of : callable
+        Returns the kernel for clusters of so many blocks; may raise `CudaError`.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        allowed = f"allowed: {LEAST_CAPABILITY} and later"
+        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
+    refused = RuntimeError("impl='cluster' does not fit the device")
+    for size in dict.fromkeys((cluster, MOST_CLUSTER, PORTABLE_CLUSTER, 4)):
+        room = room_of(size)
+        if isinstance(room, RuntimeError):
+            refused = room if size == MOST_CLUSTER else refused  # smaller clusters hold less
+            continue
+        try:
+            kernel = kernel_of(size)
+            max_clusters = kernel.max_clusters(room.shared)
+        except CudaError as error:
+            refused = error
+            continue
+        if max_clusters > 0:
+            return Plan(kernel, size, threads, room.shared, room.local_pages, max_clusters)
+        refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
+    return refused
+
+
+def step_macros(
+    cluster: int, threads: int, group: int, reduction: int, fixed_bytes: int, clocks: int, **others: int
+) -> tuple[tuple[str, int], ...]:
+    """Return the macros that a step's kernel is compiled with; `clocks` of 1 for those of its stages."""
+    macros = {
+        "CLUSTER": cluster,
+        "THREADS": threads,
+        # Registers for 512 threads of 128 each, or for 256 where the scores of a large group take more.
+        "BLOCKS": 1 if group > 4 else 512 // threads,
+        "GROUP": group,
+        "REDUCE": reduction,
+        "FIXED_BYTES": fixed_bytes,
+        **others,
+    }
+    if clocks:
+        macros["CLOCKS"] = MOST_CLOCKED
+    return tuple(macros.items())
 
 
 def stage_clocks(plan: Plan, blocks: int, stages: int) -> list[tuple[int, ...]]:

@@ -6,8 +6,16 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
-from .._nvrtc import CudaError
+from .._cluster import (
+    MOST_SHARED,
+    PORTABLE_CLUSTER,
+    ClusterKernel,
+    Plan,
+    Room,
+    misplaced,
+    plan_launch,
+    step_macros,
+)
 from .._triton import cdiv
 from .._tuning import choice
 from .rotation import rotation_levels
@@ -16,8 +24,6 @@ SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "codes/cluster.cu")
 REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
 HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
-MOST_CLUSTER = 16
-LEAST_CAPABILITY = (9, 0)
 MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
 ARGUMENTS = struct.Struct("19P13q6i3f4x")
 STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
@@ -190,31 +196,14 @@ def _plan(
     threads: int,
     clocks: int,
 ) -> Plan | RuntimeError:
-    """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        allowed = f"allowed: {LEAST_CAPABILITY} and later"
-        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
-    refused = _too_long(tokens, MOST_CLUSTER, threads, group, group_reduce)
-    if refused is not None:
-        return refused
-    for size in dict.fromkeys((cluster, MOST_CLUSTER, 8, 4)):
-        if _too_long(tokens, size, threads, group, group_reduce) is not None:
-            continue
-        local_pages = local_pages_of(tokens, size)
-        shared = shared_bytes(size, threads, group, group_reduce, local_pages)
-        try:
-            least_squares = correction == "least_squares"
-            kernel = _kernel(device, size, threads, group, REDUCTIONS[group_reduce], clocks, least_squares)
-            max_clusters = kernel.max_clusters(shared)
-        except CudaError as error:
-            refused = error
-            continue
-        if max_clusters > 0:
-            return Plan(kernel, size, threads, shared, local_pages, max_clusters)
-        refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
-    assert refused is not None
-    return refused
+    reduction, least_squares = REDUCTIONS[group_reduce], correction == "least_squares"
+    return plan_launch(
+        device,
+        cluster,
+        threads,
+        lambda size: _room(size, threads, group, group_reduce, tokens),
+        lambda size: _kernel(device, size, threads, group, reduction, clocks, least_squares),
+    )
 
 
 def local_pages_of(tokens: int, cluster: int) -> int:
@@ -222,8 +211,7 @@ def local_pages_of(tokens: int, cluster: int) -> int:
     return max(1, cdiv(cdiv(tokens, PAGE), cluster))
 
 
-def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce: str) -> RuntimeError | None:
-    """Return the error of rows whose scores a cluster does not hold, or None."""
+def _room(cluster: int, threads: int, group: int, group_reduce: str, tokens: int) -> Room | RuntimeError:
     local_pages = local_pages_of(tokens, cluster)
     shared = shared_bytes(cluster, threads, group, group_reduce, local_pages)
     for what, value, most in (
@@ -234,7 +222,7 @@ def _too_long(tokens: int, cluster: int, threads: int, group: int, group_reduce:
             return RuntimeError(
                 f"num_tokens={tokens} takes {value} {what} of a block of impl='cluster'; allowed: at most {most}"
             )
-    return None
+    return Room(shared, local_pages)
 
 
 @lru_cache(maxsize=256)
@@ -250,19 +238,9 @@ def kernel_macros(
     cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0, least_squares: bool = False
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with; `reduction` is a number of `REDUCTIONS`."""
-    macros = {
-        "CLUSTER": cluster,
-        "THREADS": threads,
-        # Registers for 512 threads of 128 each, or for 256 where the codes of a large group take more.
-        "BLOCKS": 1 if group > 4 else 512 // threads,
-        "GROUP": group,
-        "REDUCE": reduction,
-        "LEAST_SQUARES": int(least_squares),
-        "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
-    }
-    if clocks:
-        macros["CLOCKS"] = MOST_CLOCKED
-    return tuple(macros.items())
+    fixed_bytes = _fixed_shared_bytes(cluster, threads, group)
+    least = int(least_squares)
+    return step_macros(cluster, threads, group, reduction, fixed_bytes, clocks, LEAST_SQUARES=least)
 
 
 def shared_bytes(cluster: int, threads: int, group: int, group_reduce: str, local_pages: int) -> int:

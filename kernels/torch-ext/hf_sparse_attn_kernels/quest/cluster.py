@@ -5,15 +5,22 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_CLOCKED, MOST_SHARED, PORTABLE_CLUSTER, ClusterKernel, Plan, misplaced
-from .._nvrtc import CudaError
+from .._cluster import (
+    MOST_SHARED,
+    PORTABLE_CLUSTER,
+    ClusterKernel,
+    Plan,
+    Room,
+    misplaced,
+    plan_launch,
+    step_macros,
+)
 from .._triton import cdiv
 from .._tuning import choice
 
 SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "_cluster_pages.cuh", "quest/cluster.cu")
 REDUCTIONS = ("softmax", "mean", "max")  # by their numbers in the kernel
 HEAD_DIM, PAGE, TILE, BINS = 128, 16, 16, 512
-LEAST_CAPABILITY = (9, 0)
 MOST_GROUP, MOST_BLOCKS, MOST_PAGES = 8, 512, 65536
 ARGUMENTS = struct.Struct("16P19q8if4x")
 STAGES = ("query", "scores", "exchange", "keys", "edge", "list", "rank", "attend", "merge", "write")
@@ -165,32 +172,25 @@ def plan_of(query: torch.Tensor, keys: torch.Tensor, pages: int, group_reduce: s
 def _plan(
     device: torch.device, group: int, group_reduce: str, pages: int, cluster: int, threads: int, clocks: int
 ) -> Plan | RuntimeError:
-    """Plan the launches of a shape, with other clusters if the chosen ones do not fit, or return why there is none."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        allowed = f"allowed: {LEAST_CAPABILITY} and later"
-        return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
-    sizes = (cluster, 16, 8, 4)
-    refused: RuntimeError = RuntimeError("impl='cluster' does not fit the device")
-    for size in dict.fromkeys(sizes):
-        local_pages = cdiv(cdiv(cdiv(pages, TILE), size) * TILE, 32) * 32
-        shared = _shared_bytes(size, threads, group, local_pages)
-        if shared > MOST_SHARED:
-            refused = RuntimeError(
-                f"num_pages={pages} takes {shared} bytes of a block's shared memory in impl='cluster'; "
-                f"allowed: at most {MOST_SHARED}"
-            )
-            continue
-        try:
-            kernel = _kernel(device, size, threads, group, REDUCTIONS.index(group_reduce), clocks)
-            max_clusters = kernel.max_clusters(shared)
-        except CudaError as error:
-            refused = error
-            continue
-        if max_clusters > 0:
-            return Plan(kernel, size, threads, shared, local_pages, max_clusters)
-        refused = RuntimeError(f"impl='cluster': {device} has no room for a cluster of {size} blocks")
-    return refused
+    reduction = REDUCTIONS.index(group_reduce)
+    return plan_launch(
+        device,
+        cluster,
+        threads,
+        lambda size: _room(size, threads, group, pages),
+        lambda size: _kernel(device, size, threads, group, reduction, clocks),
+    )
+
+
+def _room(cluster: int, threads: int, group: int, pages: int) -> Room | RuntimeError:
+    local_pages = cdiv(cdiv(cdiv(pages, TILE), cluster) * TILE, 32) * 32
+    shared = _shared_bytes(cluster, threads, group, local_pages)
+    if shared > MOST_SHARED:
+        return RuntimeError(
+            f"num_pages={pages} takes {shared} bytes of a block's shared memory in impl='cluster'; "
+            f"allowed: at most {MOST_SHARED}"
+        )
+    return Room(shared, local_pages)
 
 
 @lru_cache(maxsize=256)
@@ -204,18 +204,7 @@ def kernel_macros(
     cluster: int, threads: int, group: int, reduction: int = 0, clocks: int = 0
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with; `reduction` counts `REDUCTIONS`."""
-    macros = {
-        "CLUSTER": cluster,
-        "THREADS": threads,
-        # Registers for 512 threads of 128 each, or for 256 where the scores of a large group take more.
-        "BLOCKS": 1 if group > 4 else 512 // threads,
-        "GROUP": group,
-        "REDUCE": reduction,
-        "FIXED_BYTES": _fixed_shared_bytes(cluster, threads, group),
-    }
-    if clocks:
-        macros["CLOCKS"] = MOST_CLOCKED
-    return tuple(macros.items())
+    return step_macros(cluster, threads, group, reduction, _fixed_shared_bytes(cluster, threads, group), clocks)
 
 
 def _shared_bytes(cluster: int, threads: int, group: int, local_pages: int) -> int:
