@@ -120,7 +120,8 @@ def test_ops_without_clusters_run_as_by_default():
 def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(_op, "resolve_impl", lambda impl, tensor: "triton")  # as on a CUDA device
     _op._say_once.cache_clear()
-    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+    chosen = tuning.forced(cluster_step={"cluster": 8})  # on a CUDA device too
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__), chosen:
         for name in (None, "cluster"):
             with use_impl(name):
                 append_and_attend(**_copy(_arguments([40], head_dim=64, dtype=torch.bfloat16)))
