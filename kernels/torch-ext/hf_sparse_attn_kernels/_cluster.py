@@ -247,3 +247,39 @@ def misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tens
             stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
             return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
     return None
+
+
+def unequal(*required: tuple[str, object, str | None, object]) -> TypeError | ValueError | None:
+    """Return the error of the first value that is not the allowed one, or None.
+
+    Each is a name, its value, the argument whose property it is or None, and what is allowed.
+    """
+    for name, value, argument, allowed in required:
+        if value != allowed:
+            of_argument = "" if argument is None else f" of {argument}"
+            error = TypeError if name == "dtype" else ValueError
+            return error(f"{name}={value!r}{of_argument}; allowed for impl='cluster': {allowed!r}")
+    return None
+
+
+def exceeding(*limited: tuple[str, int, int]) -> ValueError | None:
+    """Return the error of the first number that is too large, or None. Each is a name, its value, and the maximum."""
+    for name, value, most in limited:
+        if value > most:
+            return ValueError(f"{name}={value}; allowed for impl='cluster': at most {most}")
+    return None
+
+
+def unlaunchable(
+    query: torch.Tensor, keys: torch.Tensor, plan_of: Callable[[], Plan | RuntimeError], by_name: bool
+) -> Exception | None:
+    """Return why a step's clusters cannot be launched, or, unless they are named, do not all run at once, or None."""
+    if not query.is_cuda:
+        return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
+    plan = plan_of()
+    if not isinstance(plan, Plan):
+        return plan
+    pairs = query.shape[0] * keys.shape[1]
+    if not by_name and plan.max_clusters < pairs:
+        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
+    return None

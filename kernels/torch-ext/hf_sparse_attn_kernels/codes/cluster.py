@@ -12,9 +12,12 @@ from .._cluster import (
     ClusterKernel,
     Plan,
     Room,
+    exceeding,
     misplaced,
     plan_launch,
     step_macros,
+    unequal,
+    unlaunchable,
 )
 from .._triton import cdiv
 from .._tuning import choice
@@ -62,39 +65,25 @@ def limit(
     # First, since it costs little: other devices have no choice of clusters.
     if not by_name and query.is_cuda and _choice_of(query, keys, tokens)["cluster"] == 0:
         return ValueError("they are as fast at this shape, or clusters have not been measured")
-    if query.dtype != torch.bfloat16:
-        return TypeError(f"dtype={query.dtype!r} of query; allowed for impl='cluster': {torch.bfloat16!r}")
-    shapes = (
-        ("head_dim", query.shape[2], " of query", HEAD_DIM),
-        ("page_size", page_size, "", PAGE),
-        ("bits", bits, "", BITS),
+    refused = unequal(
+        ("dtype", query.dtype, "query", torch.bfloat16),
+        ("head_dim", query.shape[2], "query", HEAD_DIM),
+        ("page_size", page_size, None, PAGE),
+        ("bits", bits, None, BITS),
     )
-    for name, value, of_tensor, allowed in shapes:
-        if value != allowed:
-            return ValueError(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
+    if refused is not None:
+        return refused
     if query_centre is None:
         return ValueError("query_centre=None; allowed for impl='cluster': a tensor")
-    for name, value, most in (
-        ("group", query.shape[1] // keys.shape[1], MOST_GROUP),
-        ("max_tokens", max_tokens, MOST_TOKENS),
-    ):
-        if value > most:
-            return ValueError(f"{name}={value}; allowed for impl='cluster': at most {most}")
-    unreadable = misplaced(
+    refused = exceeding(
+        ("group", query.shape[1] // keys.shape[1], MOST_GROUP), ("max_tokens", max_tokens, MOST_TOKENS)
+    ) or misplaced(
         {"keys": keys, "values": values, "new_key": new_key, "new_value": new_value},
         {"codes": codes, "factors": factors, "centres": centres},
     )
-    if unreadable is not None:
-        return unreadable
-    if not query.is_cuda:
-        return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    plan = plan_of(query, keys, tokens, group_reduce, correction)
-    if not isinstance(plan, Plan):
-        return plan
-    pairs = query.shape[0] * keys.shape[1]
-    if not by_name and plan.max_clusters < pairs:
-        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
-    return None
+    if refused is not None:
+        return refused
+    return unlaunchable(query, keys, lambda: plan_of(query, keys, tokens, group_reduce, correction), by_name)
 
 
 def append_and_attend_tokens(

@@ -11,9 +11,12 @@ from .._cluster import (
     ClusterKernel,
     Plan,
     Room,
+    exceeding,
     misplaced,
     plan_launch,
     step_macros,
+    unequal,
+    unlaunchable,
 )
 from .._triton import cdiv
 from .._tuning import choice
@@ -54,35 +57,24 @@ def limit(
     # First, since it costs little: other devices have no choice of clusters.
     if not by_name and query.is_cuda and _choice_of(query, keys, pages)["cluster"] == 0:
         return ValueError("they are as fast at this shape, or clusters have not been measured")
-    shapes = (
-        ("dtype", query.dtype, "query", torch.bfloat16),
-        ("dtype", page_min.dtype, "page_min", torch.int8),
-        ("head_dim", query.shape[2], "query", HEAD_DIM),
-        ("page_size", page_size, None, PAGE),
-        ("statistic", statistic, None, "minmax"),
+    refused = (
+        unequal(
+            ("dtype", query.dtype, "query", torch.bfloat16),
+            ("dtype", page_min.dtype, "page_min", torch.int8),
+            ("head_dim", query.shape[2], "query", HEAD_DIM),
+            ("page_size", page_size, None, PAGE),
+            ("statistic", statistic, None, "minmax"),
+        )
+        or exceeding(
+            ("group", query.shape[1] // keys.shape[1], MOST_GROUP),
+            ("max_blocks", max_blocks, MOST_BLOCKS),
+            ("num_pages", pages, MOST_PAGES),
+        )
+        or misplaced({"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}, {})
     )
-    for name, value, tensor, allowed in shapes:
-        if value != allowed:
-            of_tensor = "" if tensor is None else f" of {tensor}"
-            error = TypeError if name == "dtype" else ValueError
-            return error(f"{name}={value!r}{of_tensor}; allowed for impl='cluster': {allowed!r}")
-    group = query.shape[1] // keys.shape[1]
-    most = (("group", group, MOST_GROUP), ("max_blocks", max_blocks, MOST_BLOCKS), ("num_pages", pages, MOST_PAGES))
-    for name, value, allowed in most:
-        if value > allowed:
-            return ValueError(f"{name}={value}; allowed for impl='cluster': at most {allowed}")
-    unreadable = misplaced({"keys": keys, "values": values, "page_min": page_min, "page_max": page_max}, {})
-    if unreadable is not None:
-        return unreadable
-    if not query.is_cuda:
-        return RuntimeError(f"impl='cluster' with tensors on {str(query.device)!r}; allowed: CUDA tensors")
-    plan = plan_of(query, keys, pages, group_reduce)
-    if not isinstance(plan, Plan):
-        return plan
-    pairs = query.shape[0] * keys.shape[1]
-    if not by_name and plan.max_clusters < pairs:
-        return ValueError(f"the device runs {plan.max_clusters} of {pairs} clusters at once")
-    return None
+    if refused is not None:
+        return refused
+    return unlaunchable(query, keys, lambda: plan_of(query, keys, pages, group_reduce), by_name)
 
 
 def append_and_attend(
