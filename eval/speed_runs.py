@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,14 @@ from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
-from hf_sparse_attn import SelfSpeculation, SparseCache, SparseMethod, SpeculationStats, sparse_attention
+from hf_sparse_attn import (
+    DecodeAhead,
+    SelfSpeculation,
+    SparseCache,
+    SparseMethod,
+    SpeculationStats,
+    sparse_attention,
+)
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 DYNAMIC, PREALLOCATED, STATIC = "dense, DynamicCache", "dense, preallocated", "dense, StaticCache"
 UNCOMPILED = ", not compiled"
 ON_HOST = ", in host memory"
+AHEAD = ", ahead"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -65,6 +73,8 @@ class Side:
     """Where the cache keeps K and V."""
     draft_tokens: int | None = None
     """Tokens that the method drafts before each dense pass; None if it decodes by itself."""
+    ahead: bool = False
+    """Whether the host launches a step before it knows the tokens of the step before (``DecodeAhead``)."""
 
     def described(self) -> dict[str, Any]:
         """Return what a report says of the side, as JSON values."""
@@ -143,7 +153,7 @@ class Work:
         return numbers * bits // 8
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
-        """Return dense attention over three caches, then each method, with and without compilation on CUDA."""
+        """Return dense attention over three caches, then each method; on CUDA three times, not compiled the last."""
         copies, compiles = self.filled is not None, is_cuda(self.model)
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
@@ -154,8 +164,10 @@ class Work:
             is_resident = method.offloading is None
             name = f"{method.name}, {setting(method)}" + ("" if is_resident else ", offloaded")
             new_cache = partial(self.new_cache, method)
-            sides.append(Side(name, method, self.kept(new_cache), compiled=compiles and is_resident))
-            if compiles and is_resident:
+            side = Side(name, method, self.kept(new_cache), compiled=compiles and is_resident)
+            sides.append(side)
+            if side.compiled:
+                sides.append(replace(side, name=f"{name}{AHEAD}", ahead=True))  # the same graph, over the same cache
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
                 on_host = self.kept(partial(self.new_cache, method, "host"))
@@ -257,6 +269,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
     speculation = None if side.draft_tokens is None else SelfSpeculation(side.draft_tokens, streamer=clock)
+    custom_generate = DecodeAhead(streamer=clock) if side.ahead else speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
@@ -268,8 +281,8 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
-            streamer=clock if speculation is None else None,
-            custom_generate=speculation,
+            streamer=clock if custom_generate is None else None,
+            custom_generate=custom_generate,
             disable_compile=not side.compiled,
         )
         seconds = time.perf_counter() - started

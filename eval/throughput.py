@@ -210,7 +210,7 @@ def _sides(work: Work, methods: Sequence[SparseMethod]) -> Iterator[Side]:
     offloaded = {method.resident for method in methods if method.offloading is not None}
     both = dict.fromkeys(each for method in methods for each in (method.resident, method))
     for side in work.sides(list(both)):
-        if side.method in offloaded or not side.name.endswith(UNCOMPILED):
+        if side.method in offloaded or not (side.ahead or side.name.endswith(UNCOMPILED)):
             yield side
 
 

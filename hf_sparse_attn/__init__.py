@@ -28,6 +28,7 @@ from hf_sparse_attn.methods import (
     StreamingLLM,
     TokenSelect,
 )
+from hf_sparse_attn.patch.decode_ahead import DecodeAhead
 from hf_sparse_attn.patch.patch import patch_model, sparse_attention, unpatch_model
 from hf_sparse_attn.patch.serving import serve_model
 from hf_sparse_attn.patch.speculation import SelfSpeculation, SpeculationStats
@@ -43,6 +44,7 @@ __all__ = [
     "TOVA",
     "ArkVale",
     "ContextBudget",
+    "DecodeAhead",
     "DoubleSparsity",
     "DuoAttention",
     "FixedContext",

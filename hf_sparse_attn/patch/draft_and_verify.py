@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.patch.answer import Answer
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -24,11 +24,8 @@ class Draft(NamedTuple):
     """float32 [batch, vocabulary] for each drafted token; empty for greedy decoding."""
 
 
-class Answer:
-    """One call of ``generate()``. Between rounds the cache holds every token but the last.
-
-    ``kwargs`` are the arguments of the model, whose mask and positions cover all tokens.
-    """
+class VerifiedAnswer(Answer):
+    """One call of ``generate()``. Between rounds the cache holds every token but the last."""
 
     def __init__(
         self,
@@ -40,33 +37,15 @@ class Answer:
         config: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        self.model, self.cache, self.ids, self.kwargs = model, cache, ids, kwargs
-        self.processors, self.criteria, self.config = processors, criteria, config
-        self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.pad = config._pad_token_tensor.to(ids.device) if stops_at_eos else None
+        super().__init__(model, cache, ids, processors, criteria, config, kwargs)
         ends = config._eos_token_tensor
-        self.ends = None if ends is None or not stops_at_eos else ends.to(ids.device)
-        self.prompt_length = ids.shape[1]
+        self.ends = None if ends is None or not self.stops_at_eos else ends.to(ids.device)
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.draft_seconds: list[float] = []
         self.verification_seconds: list[float] = []
-        self.scores: tuple[torch.Tensor, ...] = ()
-        self.logits: tuple[torch.Tensor, ...] = ()
         self.kept = cache.fed
         """Tokens of the cache that belong to the answer so far."""
-        self.compiles = model._valid_auto_compile_criteria(kwargs, config)
-
-    @property
-    def generated(self) -> int:
-        """New tokens per row."""
-        return int(self.ids.shape[1]) - self.prompt_length
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that may still be generated."""
-        return int(self.config.max_length - self.ids.shape[1])
 
     @property
     def most_tokens(self) -> int:
@@ -94,20 +73,7 @@ class Answer:
                 self.verification_seconds.append(time.perf_counter() - drafted_at)
         finally:
             self._cut()
-            for layer in self.cache.layers:
-                if layer.is_sliding:
-                    layer.record_past = False
-
-    def output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """Return what ``generate()`` returns."""
-        if not self.config.return_dict_in_generate:
-            return self.ids
-        return GenerateDecoderOnlyOutput(
-            sequences=self.ids,
-            scores=self.scores if self.config.output_scores else None,
-            logits=self.logits if self.config.output_logits else None,
-            past_key_values=self.cache,
-        )
+            self.stop_recording()
 
     def _prompt_tokens(self) -> int:
         """Tokens of the prompt that are not cached yet; ``generate()`` takes all tokens or the new ones."""
@@ -141,22 +107,15 @@ class Answer:
     def _compiles_verification(self) -> bool:
         return self.compiles and self.kwargs.get("position_ids") is not None and self.cache.compiles_verification
 
-    @property
-    def _compiled(self) -> Any:
-        """The compiled model: one graph for a draft's step, and one for a dense pass over a whole draft."""
-        return self.model.get_compiled_call(self.config.compile_config)
-
     def _draft(self, tokens: int) -> Draft:
         """Draft by decode steps, and remove their tokens from the cache.
 
         Draft on after the end of all rows: to notice it, the host would wait for the device in every step.
         """
         ids, kwargs, unfinished = self.ids, dict(self.kwargs), self.unfinished
-        forward = self._compiled if self.compiles else self.model.__call__
         probabilities = []
         for _ in range(tokens):
-            inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-            scores = self.processors(ids, self._exact(forward(**inputs, return_dict=True).logits[:, -1]))
+            scores = self.processors(ids, self._step(ids, kwargs))
             if self.config.do_sample:
                 probabilities.append(scores.softmax(-1))
                 chosen = torch.multinomial(probabilities[-1], 1)[:, 0]
@@ -226,10 +185,7 @@ class Answer:
                 chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
             else:
                 chosen = speculative_sample(drafted, draft.probabilities[place], scores.softmax(-1))
-            chosen = self._padded(chosen, self.unfinished)
-            self.ids = torch.cat((self.ids, chosen[:, None]), dim=1)
-            self._record(scores, raw)
-            self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores or None)
+            chosen = self._append(chosen, scores, raw)
             if streamer is not None:
                 streamer.put(chosen.cpu())
             is_accepted = drafted is not None and torch.equal(chosen, drafted)
@@ -242,24 +198,6 @@ class Answer:
             self.drafted.append(draft.tokens.shape[1])
             self.accepted.append(accepted)
         return is_finished
-
-    def _record(self, scores: torch.Tensor, raw: torch.Tensor) -> None:
-        if self.config.return_dict_in_generate and self.config.output_scores:
-            self.scores += (scores,)
-        if self.config.return_dict_in_generate and self.config.output_logits:
-            self.logits += (raw,)
-
-    def _exact(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copy logits to float32, as ``generate()`` does."""
-        return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
-
-    def _padded(self, chosen: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
-        return chosen if self.pad is None else torch.where(unfinished.bool(), chosen, self.pad)
-
-    def _extend(self, kwargs: dict[str, Any], tokens: int) -> None:
-        """Extend mask and positions among the arguments of the model."""
-        if tokens:
-            kwargs.update(self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=tokens))
 
     def _cut(self) -> None:
         """Remove from the cache what does not belong to the answer; let sliding windows drop old tokens."""

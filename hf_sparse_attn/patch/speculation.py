@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods import SparseMethod
-from hf_sparse_attn.patch.draft_and_verify import Answer
+from hf_sparse_attn.patch.answer import check_call
+from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
 from hf_sparse_attn.patched import patched_method
 from hf_sparse_attn.rope import max_positions
 
@@ -129,10 +130,13 @@ class SelfSpeculation:
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, SparseCache):
             raise ValueError(f"use_cache must be True for self-speculation, got {model_kwargs.get('use_cache')}")
-        _check_call(generation_config, logits_processor)
+        check_call("self-speculation", generation_config)
+        _check_processors(logits_processor)
         if model_kwargs.get("inputs_embeds") is not None and cache.length:
             raise ValueError("inputs_embeds are not supported by self-speculation after cached tokens; give input_ids")
-        answer = Answer(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        answer = VerifiedAnswer(
+            model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
         limit = max_positions(model.config)
         if answer.most_tokens > limit:
             raise ValueError(
@@ -169,12 +173,7 @@ def check_method(method: SparseMethod) -> None:
     raise ValueError(f"method {method.name!r} does not support self-speculation: {reason}")
 
 
-def _check_call(config: Any, processors: LogitsProcessorList) -> None:
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"self-speculation supports greedy decoding and sampling, got {mode.value.replace('_', ' ')}")
-    if config.output_hidden_states:
-        raise ValueError("output_hidden_states must be False for self-speculation, got True")
+def _check_processors(processors: LogitsProcessorList) -> None:
     for processor in processors:
         if isinstance(processor, STATEFUL_PROCESSORS):
             raise ValueError(

@@ -14,9 +14,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from eval import speed, speed_check, speed_runs
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
-from eval.speed_runs import DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_runs import AHEAD, DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
-from hf_sparse_attn import SparseCache
+from hf_sparse_attn import DecodeAhead, SparseCache
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
 from tests.tiny import save_model
@@ -215,34 +215,32 @@ def test_only_copies_take_memory() -> None:
         assert shares is not side.copies_cache
 
 
-def test_on_cuda_the_patched_side_is_static_and_runs_without_compilation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_patched_side_is_static_and_runs_ahead_and_uncompiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
     monkeypatch.setattr(speed, "is_cuda", lambda model: True)
     model = tiny_model()
     seen, generate = [], model.generate
 
     def spied(*args: Any, **kwargs: Any) -> Any:
-        seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"]))
+        is_ahead = isinstance(kwargs["custom_generate"], DecodeAhead)
+        seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"], is_ahead))
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(model, "generate", spied)
     calls: list[tuple[str, int, int]] = []
     [result] = measure_model(model, config(), lambda *call: calls.append(call))["results"]
-    uncompiled = "quest, 64" + UNCOMPILED
-    assert [side["name"] for side in result["sides"]] == [*SIDES, uncompiled]
-    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, False]
-    assert {
-        name for name, side in zip(SIDES, result["sides"], strict=False) if side["compile_seconds"] is not None
-    } == {
-        STATIC,
-        "quest, 64",
-    }
+    ahead, uncompiled = "quest, 64" + AHEAD, "quest, 64" + UNCOMPILED
+    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, uncompiled]
+    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False]
+    compiled = {side["name"] for side in result["sides"] if side["compile_seconds"] is not None}
+    assert compiled == {STATIC, "quest, 64", ahead}
     assert all(side["memory_ratio"] > 0 for side in result["sides"])
-    assert [side["tokens_in_common"] for side in result["sides"]] == [None, None, None, NEW_TOKENS, None]
-    dynamic, growing, static, patched, eager, check = seen[:6]
-    assert static == patched == (True, False)
-    assert growing == (False, True)
-    assert eager == check == (True, True)
+    assert [side["tokens_in_common"] for side in result["sides"]] == [None, None, None, NEW_TOKENS, NEW_TOKENS, None]
+    dynamic, growing, static, patched, run_ahead, eager, check = seen[:7]
+    assert static == patched == (True, False, False)
+    assert run_ahead == (True, False, True)
+    assert growing == (False, True, False)
+    assert eager == check == (True, True, False)
     assert dynamic[1]
     assert [done for _, done, _ in calls] == list(range(calls[0][2]))
 
@@ -475,7 +473,7 @@ def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_p
 @pytest.mark.gpu
 def test_on_cuda() -> None:
     report = measure(config(shape="smollm2-135m", contexts=(2048,), dtype="bfloat16", device="cuda"))
-    dense, _, static, patched, _ = report["results"][0]["sides"]
+    dense, _, static, patched, _, _ = report["results"][0]["sides"]
     assert static["compiled"]
     assert patched["compiled"]
     assert patched["kv_fraction"] < dense["kv_fraction"] == 1

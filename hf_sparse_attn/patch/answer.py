@@ -1,0 +1,149 @@
+"""An answer of ``generate()`` in a loop of the package's own: its tokens, its scores, and the model's arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from hf_sparse_attn.cache.cache import SparseCache
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+
+def check_call(name: str, config: GenerationConfig) -> None:
+    """Raise ``ValueError`` if ``custom_generate``, called ``name``, does not support the generation mode or output."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"{name} supports greedy decoding and sampling, got {mode.value.replace('_', ' ')}")
+    if config.output_hidden_states:
+        raise ValueError(f"output_hidden_states must be False for {name}, got True")
+
+
+class Answer:
+    """One call of ``generate()``.
+
+    ``kwargs`` are the arguments of the model, whose mask and positions cover all tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: SparseCache,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.model, self.cache, self.ids, self.kwargs = model, cache, ids, kwargs
+        self.processors, self.criteria, self.config = processors, criteria, config
+        self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.pad = config._pad_token_tensor.to(ids.device) if self.stops_at_eos else None
+        self.prompt_length = ids.shape[1]
+        self.scores: tuple[torch.Tensor, ...] = ()
+        self.logits: tuple[torch.Tensor, ...] = ()
+        self.compiles = model._valid_auto_compile_criteria(kwargs, config)
+
+    @property
+    def generated(self) -> int:
+        """New tokens per row."""
+        return int(self.ids.shape[1]) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return int(self.config.max_length - self.ids.shape[1])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the text has its maximum length."""
+        return self.remaining <= 0
+
+    def prompt_logits(self) -> torch.Tensor:
+        """Feed the prompt; return a float32 copy of the logits after it, [batch, vocabulary]."""
+        logits = self._exact(self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1])
+        self._extend(self.kwargs, 1)
+        return logits
+
+    def step(self) -> torch.Tensor:
+        """Feed the last tokens in a decode step; return their logits, as :meth:`prompt_logits` does."""
+        logits = self._step(self.ids, self.kwargs)
+        self._extend(self.kwargs, 1)
+        return logits
+
+    def choose(self, raw: torch.Tensor) -> torch.Tensor:
+        """Choose the next tokens by their logits, append and return them, [batch]."""
+        scores = self.processors(self.ids, raw)
+        if self.config.do_sample:
+            return self._append(torch.multinomial(scores.softmax(-1), 1)[:, 0], scores, raw)
+        return self._append(scores.argmax(-1), scores, raw)
+
+    def trim_windows(self) -> None:
+        """Drop the tokens that recording sliding windows hold beyond their size."""
+        for layer in self.cache.layers:
+            if layer.is_sliding and layer.record_past and layer.is_initialized:
+                layer.crop(0)
+
+    def stop_recording(self) -> None:
+        """Let sliding windows drop old tokens again, as before ``cache.activate_past_recording``."""
+        self.trim_windows()
+        for layer in self.cache.layers:
+            if layer.is_sliding:
+                layer.record_past = False
+
+    def drop_last(self) -> None:
+        """Remove the last tokens, and from the cache those that they followed."""
+        self.ids, self.scores, self.logits = self.ids[:, :-1], self.scores[:-1], self.logits[:-1]
+        self.cache.crop(-1)
+
+    def output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Return what ``generate()`` returns."""
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=self.scores if self.config.output_scores else None,
+            logits=self.logits if self.config.output_logits else None,
+            past_key_values=self.cache,
+        )
+
+    @property
+    def _compiled(self) -> Any:
+        """The compiled model."""
+        return self.model.get_compiled_call(self.config.compile_config)
+
+    def _step(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Feed the last token of each row in a decode step; return a float32 copy of its logits, [batch, vocabulary].
+
+        Nothing else of the step's outputs is kept: the next replay of a CUDA graph overwrites them.
+        """
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        forward = self._compiled if self.compiles else self.model.__call__
+        return self._exact(forward(**inputs, return_dict=True).logits[:, -1])
+
+    def _append(self, chosen: torch.Tensor, scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+        """Append a token to each row that goes on, and padding to the others; return them, [batch]."""
+        chosen = self._padded(chosen, self.unfinished)
+        self.ids = torch.cat((self.ids, chosen[:, None]), dim=1)
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores += (scores,)
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self.logits += (raw,)
+        self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores or None)
+        return chosen
+
+    def _exact(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits to float32, as ``generate()`` does."""
+        return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+
+    def _padded(self, chosen: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        return chosen if self.pad is None else torch.where(unfinished.bool(), chosen, self.pad)
+
+    def _extend(self, kwargs: dict[str, Any], tokens: int) -> None:
+        """Extend mask and positions among the arguments of the model."""
+        if tokens:
+            kwargs.update(self.model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=tokens))
