@@ -39,6 +39,7 @@ DYNAMIC, PREALLOCATED, STATIC = "dense, DynamicCache", "dense, preallocated", "d
 UNCOMPILED = ", not compiled"
 ON_HOST = ", in host memory"
 AHEAD = ", ahead"
+GRAPH = ", CUDA graph"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -75,6 +76,8 @@ class Side:
     """Tokens that the method drafts before each dense pass; None if it decodes by itself."""
     ahead: bool = False
     """Whether the host launches a step before it knows the tokens of the step before (``DecodeAhead``)."""
+    cuda_graph: bool = False
+    """Whether it also records the step as a CUDA graph, without compilation."""
 
     def described(self) -> dict[str, Any]:
         """Return what a report says of the side, as JSON values."""
@@ -153,7 +156,7 @@ class Work:
         return numbers * bits // 8
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
-        """Return dense attention over three caches, then each method; on CUDA three times, not compiled the last."""
+        """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps."""
         copies, compiles = self.filled is not None, is_cuda(self.model)
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
@@ -167,7 +170,9 @@ class Work:
             side = Side(name, method, self.kept(new_cache), compiled=compiles and is_resident)
             sides.append(side)
             if side.compiled:
-                sides.append(replace(side, name=f"{name}{AHEAD}", ahead=True))  # the same graph, over the same cache
+                ahead = replace(side, name=f"{name}{AHEAD}", ahead=True)  # the same code, over the same cache
+                sides.append(ahead)
+                sides.append(replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True))
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
                 on_host = self.kept(partial(self.new_cache, method, "host"))
@@ -269,7 +274,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
     speculation = None if side.draft_tokens is None else SelfSpeculation(side.draft_tokens, streamer=clock)
-    custom_generate = DecodeAhead(streamer=clock) if side.ahead else speculation
+    custom_generate = DecodeAhead(clock, cuda_graph=side.cuda_graph) if side.ahead else speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)

@@ -373,9 +373,10 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     @property
     def is_traced(self) -> bool:
-        """Whether a decode step over this cache is being compiled."""
+        """Whether a decode step over this cache is being compiled, or recorded as a CUDA graph."""
         # Not is_compileable, which asks every layer: the compiler would trace that for every layer.
-        return torch.compiler.is_compiling() and self._is_static and len(self.shared.lengths) > 0
+        is_traced = torch.compiler.is_compiling() or self.shared.is_captured
+        return is_traced and self._is_static and len(self.shared.lengths) > 0
 
     @property
     def length(self) -> int:
@@ -553,8 +554,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         if forward_pass is not None:
             self._stages.end_pass()
         if failed:
-            # A pass over a parked cache has changed nothing; after an operation cut off, only a reset helps.
-            if self._cut_off is None and not self.is_parked:
+            # A pass over a parked cache has changed nothing; after an operation cut off, only a reset helps. While a
+            # CUDA graph is recorded the lengths cannot be read; the next use of the cache recovers it.
+            if self._cut_off is None and not self.is_parked and not self.shared.is_captured:
                 self.recover()
         elif forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
             forward_pass.has_finished = self.is_compileable
@@ -586,6 +588,28 @@ class SparseCache(Cache):  # type: ignore[misc]
             yield
         finally:
             self.shared.verifies_draft = False
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Run decode steps as a CUDA graph repeats them: by lengths on the device alone, without checks.
+
+        Raises
+        ------
+        ValueError
+            The cache is not static, holds no tokens, or has layers on several devices.
+        """
+        if not self.is_compileable or len(self.lengths) != 1:
+            kind = f"one on {len(self.lengths)} devices" if self.is_compileable else "one that grows"
+            raise ValueError(
+                f"a CUDA graph of a decode step needs a static cache that holds a prompt on one device, got {kind}: "
+                "create it with SparseCache.for_model(model, max_cache_len=...)"
+            )
+        (lengths,) = self.lengths
+        self.shared.is_captured = lengths.is_captured = True
+        try:
+            yield
+        finally:
+            self.shared.is_captured = lengths.is_captured = False
 
     def row_mask(self, num_new: int) -> torch.Tensor | None:
         """Return the mask of cached and new tokens, bool [batch, tokens]; None if no row has padding."""

@@ -55,6 +55,8 @@ class Lengths:
         """Whether a patched model has announced that its method's ``decode`` will write the next token."""
         self.in_step = False
         """Whether the token counted last was announced so."""
+        self.is_captured = False
+        """Whether the pass in progress is recorded as a CUDA graph; see ``SparseCache.captured``."""
         self.masks_disagreed: torch.Tensor | None = None
         """bool, on the device: whether a decode step's mask hid cached tokens; None before the first check."""
         self.allocate(batch, device)
@@ -71,8 +73,8 @@ class Lengths:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the step is being compiled."""
-        return self._is_static and torch.compiler.is_compiling()
+        """Whether the step is being compiled, or recorded as a CUDA graph: it may depend on no host value."""
+        return self._is_static and (torch.compiler.is_compiling() or self.is_captured)
 
     @property
     def known_length(self) -> int | None:
@@ -172,7 +174,8 @@ class Shared:
 
     ``prompt_is_open`` says whether tokens other than those of announced decode steps were written since a method last
     finished the prompt. ``verifies_draft`` announces a compiled pass over several tokens that verifies a draft: it
-    follows a finished prompt, and reads by row bounds on the device. ``recorder`` receives the selections of decode
+    follows a finished prompt, and reads by row bounds on the device. ``is_captured`` says that a pass is recorded as a
+    CUDA graph; see ``SparseCache.captured``. ``recorder`` receives the selections of decode
     steps while ``record_selections`` is active.
     """
 
@@ -181,6 +184,7 @@ class Shared:
         self.padding: Padding | None = None
         self.prompt_is_open = False
         self.verifies_draft = False
+        self.is_captured = False
         self.recorder: SelectionRecord | None = None
 
     def check_masks(self) -> None:

@@ -65,15 +65,19 @@ class Answer:
 
     def prompt_logits(self) -> torch.Tensor:
         """Feed the prompt; return a float32 copy of the logits after it, [batch, vocabulary]."""
-        logits = self._exact(self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1])
+        logits = self.exact(self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1])
         self._extend(self.kwargs, 1)
         return logits
 
     def step(self) -> torch.Tensor:
         """Feed the last tokens in a decode step; return their logits, as :meth:`prompt_logits` does."""
-        logits = self._step(self.ids, self.kwargs)
+        return self._step(self.next_inputs())
+
+    def next_inputs(self) -> dict[str, Any]:
+        """Return the model's arguments for the next decode step. Called once for each step."""
+        inputs = self._inputs(self.ids, self.kwargs)
         self._extend(self.kwargs, 1)
-        return logits
+        return inputs
 
     def choose(self, raw: torch.Tensor) -> torch.Tensor:
         """Choose the next tokens by their logits, append and return them, [batch]."""
@@ -116,14 +120,18 @@ class Answer:
         """The compiled model."""
         return self.model.get_compiled_call(self.config.compile_config)
 
-    def _step(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Feed the last token of each row in a decode step; return a float32 copy of its logits, [batch, vocabulary].
+    def _inputs(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's arguments for a decode step that feeds the last token of each row."""
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        return inputs
+
+    def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Run a decode step; return a float32 copy of its logits, [batch, vocabulary].
 
         Nothing else of the step's outputs is kept: the next replay of a CUDA graph overwrites them.
         """
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         forward = self._compiled if self.compiles else self.model.__call__
-        return self._exact(forward(**inputs, return_dict=True).logits[:, -1])
+        return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
 
     def _append(self, chosen: torch.Tensor, scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
         """Append a token to each row that goes on, and padding to the others; return them, [batch]."""
@@ -136,7 +144,7 @@ class Answer:
         self.unfinished = self.unfinished & ~self.criteria(self.ids, self.scores or None)
         return chosen
 
-    def _exact(self, logits: torch.Tensor) -> torch.Tensor:
+    def exact(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy logits to float32, as ``generate()`` does."""
         return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
 

@@ -8,6 +8,7 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer, check_call
+from hf_sparse_attn.patch.step_graph import StepGraph, check_recordable
 from hf_sparse_attn.patched import patched_method
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class DecodeAhead:
     streamer
         Receives each token, one step late. ``generate()`` passes its own ``streamer`` to no ``custom_generate``: give
         it here instead.
+    cuda_graph
+        Record the decode step as a CUDA graph instead of compiling it, anew in each call of ``generate()``. So no call
+        waits for a compiler, but the model's small kernels are not fused. Needs a static cache on one CUDA device, as
+        patched models have there by default.
 
     Examples
     --------
@@ -41,8 +46,8 @@ class DecodeAhead:
     >>> model.generate(**inputs, max_new_tokens=100, custom_generate=DecodeAhead())
     """
 
-    def __init__(self, streamer: BaseStreamer | None = None) -> None:
-        self.streamer = streamer
+    def __init__(self, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False) -> None:
+        self.streamer, self.cuda_graph = streamer, cuda_graph
 
     @torch.no_grad()
     def __call__(
@@ -65,6 +70,8 @@ class DecodeAhead:
         ------
         ValueError
             The model is not patched, its method evicts tokens, or the generation mode or an output is not supported.
+            With ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is not static or too
+            small.
         """
         method = patched_method(model)
         check_call("DecodeAhead", generation_config)
@@ -76,11 +83,13 @@ class DecodeAhead:
                 f"method {method.name!r} does not support DecodeAhead: it evicts tokens, so that the cache cannot take "
                 "back a step behind the end"
             )
+        if self.cuda_graph:
+            check_recordable(input_ids.device, cache)
         answer = Answer(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            _generate(answer, self.streamer)
+            _generate(answer, self.streamer, self.cuda_graph)
         finally:
             answer.stop_recording()
         if self.streamer is not None:
@@ -88,13 +97,14 @@ class DecodeAhead:
         return answer.output()
 
 
-def _generate(answer: Answer, streamer: BaseStreamer | None) -> None:
+def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool) -> None:
     """Generate until all rows are finished.
 
     While the device works on step i, the host waits for the tokens of step i - 1 and then launches step i + 1.
     """
     arrivals = Arrival(answer.ids), Arrival(answer.ids)
     logits = answer.prompt_logits()
+    step = StepGraph(answer).step if cuda_graph else answer.step
     answer.cache.activate_past_recording()  # a surplus step must not push tokens out of sliding windows
     with answer.model._optimize_model_for_decode():
         while True:
@@ -114,7 +124,7 @@ def _generate(answer: Answer, streamer: BaseStreamer | None) -> None:
                     streamer.put(arriving.tokens.clone())
                 return
             answer.trim_windows()
-            logits = answer.step()
+            logits = step()
 
 
 class Arrival:

@@ -115,7 +115,7 @@ class VerifiedAnswer(Answer):
         ids, kwargs, unfinished = self.ids, dict(self.kwargs), self.unfinished
         probabilities = []
         for _ in range(tokens):
-            scores = self.processors(ids, self._step(ids, kwargs))
+            scores = self.processors(ids, self._step(self._inputs(ids, kwargs)))
             if self.config.do_sample:
                 probabilities.append(scores.softmax(-1))
                 chosen = torch.multinomial(probabilities[-1], 1)[:, 0]
@@ -176,7 +176,7 @@ class VerifiedAnswer(Answer):
         is_finished, accepted = False, 0
         for place in range(logits.shape[1]):
             self.kept += 1  # the last token was fed in this pass
-            raw = self._exact(logits[:, place])
+            raw = self.exact(logits[:, place])
             scores = self.processors(self.ids, raw)
             drafted = None if draft is None or place == draft.tokens.shape[1] else draft.tokens[:, place]
             if not self.config.do_sample:

@@ -14,11 +14,12 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from eval import speed, speed_check, speed_runs
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
-from eval.speed_runs import AHEAD, DYNAMIC, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_runs import AHEAD, DYNAMIC, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
-from hf_sparse_attn import DecodeAhead, SparseCache
+from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
+from tests.graph_tape import use_tape
 from tests.tiny import save_model
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -215,32 +216,36 @@ def test_only_copies_take_memory() -> None:
         assert shares is not side.copies_cache
 
 
-def test_on_cuda_the_patched_side_is_static_and_runs_ahead_and_uncompiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_patched_side_is_static_and_runs_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes = use_tape(monkeypatch)
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
     monkeypatch.setattr(speed, "is_cuda", lambda model: True)
     model = tiny_model()
     seen, generate = [], model.generate
 
     def spied(*args: Any, **kwargs: Any) -> Any:
-        is_ahead = isinstance(kwargs["custom_generate"], DecodeAhead)
-        seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"], is_ahead))
+        custom = kwargs["custom_generate"]
+        way = None if custom is None else "graph" if custom.cuda_graph else "ahead"
+        seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"], way))
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(model, "generate", spied)
     calls: list[tuple[str, int, int]] = []
     [result] = measure_model(model, config(), lambda *call: calls.append(call))["results"]
-    ahead, uncompiled = "quest, 64" + AHEAD, "quest, 64" + UNCOMPILED
-    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, uncompiled]
-    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False]
+    ahead, graph, uncompiled = ("quest, 64" + way for way in (AHEAD, GRAPH, UNCOMPILED))
+    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, graph, uncompiled]
+    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False, False]
     compiled = {side["name"] for side in result["sides"] if side["compile_seconds"] is not None}
     assert compiled == {STATIC, "quest, 64", ahead}
     assert all(side["memory_ratio"] > 0 for side in result["sides"])
-    assert [side["tokens_in_common"] for side in result["sides"]] == [None, None, None, NEW_TOKENS, NEW_TOKENS, None]
-    dynamic, growing, static, patched, run_ahead, eager, check = seen[:7]
-    assert static == patched == (True, False, False)
-    assert run_ahead == (True, False, True)
-    assert growing == (False, True, False)
-    assert eager == check == (True, True, False)
+    assert [side["tokens_in_common"] for side in result["sides"]] == [None] * 3 + [NEW_TOKENS] * 3 + [None]
+    dynamic, growing, static, patched, run_ahead, as_graph, eager, check = seen[:8]
+    assert static == patched == (True, False, None)
+    assert run_ahead == (True, False, "ahead")
+    assert as_graph == (True, True, "graph")
+    assert growing == (False, True, None)
+    assert eager == check == (True, True, None)
+    assert tapes
     assert dynamic[1]
     assert [done for _, done, _ in calls] == list(range(calls[0][2]))
 
@@ -473,7 +478,7 @@ def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_p
 @pytest.mark.gpu
 def test_on_cuda() -> None:
     report = measure(config(shape="smollm2-135m", contexts=(2048,), dtype="bfloat16", device="cuda"))
-    dense, _, static, patched, _, _ = report["results"][0]["sides"]
+    dense, _, static, patched, _, _, _ = report["results"][0]["sides"]
     assert static["compiled"]
     assert patched["compiled"]
     assert patched["kv_fraction"] < dense["kv_fraction"] == 1

@@ -1,0 +1,166 @@
+"""Decode steps recorded as a graph give the tokens, counts and caches of ``generate()``.
+
+On a CPU a tape stands in for the CUDA graph. It repeats the recorded ops alone, and fails if the host waits for one.
+"""
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import use_impl
+
+from hf_sparse_attn import (
+    DecodeAhead,
+    SparseCache,
+    patch_model,
+    record_selections,
+    sparse_attention_stats,
+    unpatch_model,
+)
+from tests.graph_tape import use_tape
+from tests.models import SPARSE, make_model, random_ids
+from tests.patch.test_decode_ahead import GREEDY, KEEPING, padded_batch, patched
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a tape of a CPU's ops; CUDA has tests of its own below")
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    return use_tape(monkeypatch)
+
+
+def recorded():
+    return DecodeAhead(cuda_graph=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("method", KEEPING)
+def test_tokens_and_counts_are_those_of_generate(method, tapes):
+    model, inputs = patched(method), padded_batch()
+    arguments = {**GREEDY, "max_new_tokens": 24}  # pages fill in the meantime
+    expected = model.generate(**inputs, **arguments)
+    stats = sparse_attention_stats(model)
+    assert torch.equal(model.generate(**inputs, **arguments, custom_generate=recorded()), expected)
+    assert sparse_attention_stats(model) == stats
+    assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_other_families(family, tapes):
+    model = patch_model(make_model(family, dtype=torch.float64), "quest", token_budget=48)
+    ids = random_ids(2, 90)
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY, custom_generate=recorded()), expected)
+    assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize("method", ["quest", "keycodes", "psa", "tokenselect"])
+def test_several_turns_that_end_early(method, tapes):
+    model, first = patched(method), random_ids(2, 90)
+    ends = model.generate(first, **GREEDY)[:, 96].tolist()
+    turns = []
+    for custom in (None, recorded()):
+        cache, ids, texts = SparseCache.for_model(model, max_cache_len=256), first, []
+        arguments = {**GREEDY, "cache_implementation": None, "eos_token_id": ends, "past_key_values": cache}
+        for turn in range(3):
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=custom)
+            texts.append(ids)
+            ids = torch.cat((ids, random_ids(2, 20, seed=turn)), dim=1)
+        turns.append((texts, cache.get_seq_length()))
+    assert turns[0][1] == turns[1][1]
+    assert all(torch.equal(*pair) for pair in zip(turns[0][0], turns[1][0], strict=True))
+    assert turns[0][0][0].shape[1] < 102
+
+
+@on_cpu
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_short_answers_record_only_what_they_repeat(max_new_tokens, tapes):
+    model, ids = patched(), random_ids(2, 80)
+    arguments = {**GREEDY, "max_new_tokens": max_new_tokens}
+    expected = model.generate(ids, **arguments)
+    assert torch.equal(model.generate(ids, **arguments, custom_generate=recorded()), expected)
+    assert len(tapes) == (max_new_tokens == 3)  # the prompt's token and the first step's take no graph
+
+
+@on_cpu
+def test_keys_and_values_in_host_memory(tapes):
+    model = make_model("llama", dtype=torch.float64)
+    patch_model(model, "keycodes", token_budget=48, page_size=16, kv_storage="host")
+    ids = random_ids(2, 90)
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY, custom_generate=recorded()), expected)
+    assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("at_pass", [2, 3], ids=["first step", "recording"])
+def test_a_step_that_fails_leaves_a_cache_that_can_be_used(at_pass):
+    model, ids = patched(), random_ids(1, 80)
+    expected = model.generate(ids, **GREEDY)
+    cache, passes = SparseCache.for_model(model, max_cache_len=128), []
+
+    def fail(*args):
+        passes.append(None)
+        if len(passes) == at_pass:
+            raise RuntimeError("out of memory")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    arguments = {**GREEDY, "cache_implementation": None, "past_key_values": cache}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(ids, **arguments, custom_generate=recorded())
+    hook.remove()
+    assert not cache.is_traced
+    cache.crop(80 - cache.get_seq_length())
+    assert torch.equal(model.generate(expected[:, :81], **{**arguments, "max_new_tokens": 11}), expected)
+    unpatch_model(model)
+    assert model.generate(ids, **GREEDY).shape == expected.shape
+
+
+@on_cpu
+@pytest.mark.usefixtures("tapes")
+def test_what_a_graph_cannot_do_is_refused_before_any_step():
+    model, ids = patched(), random_ids(1, 80)
+    static = {**GREEDY, "cache_implementation": None}
+    with pytest.raises(ValueError, match=r"static cache.*, got 'cpu' and a growing cache"):
+        model.generate(ids, **static, custom_generate=recorded())
+    cache = SparseCache.for_model(model, max_cache_len=85)
+    with pytest.raises(ValueError, match="11 more tokens may be cached, but past_key_values has room for 5"):
+        model.generate(ids, **static, past_key_values=cache, custom_generate=recorded())
+    assert cache.get_seq_length() == 80
+    with record_selections(model), pytest.raises(ValueError, match="record_selections cannot record the steps of"):
+        model.generate(ids, **GREEDY, custom_generate=recorded())
+
+
+@on_cpu
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match=r"cuda_graph=True needs a CUDA device and a static cache.*, got 'cpu'"):
+        patched().generate(random_ids(1, 40), **GREEDY, custom_generate=recorded())
+
+
+def test_only_a_static_cache_with_a_prompt_is_captured():
+    model = patched()
+    for cache, kind in ((SparseCache.for_model(model), "grows"), (SparseCache.for_model(model, 64), "on 0 devices")):
+        message = f"needs a static cache that holds a prompt .*, got one (that )?{kind}"
+        with pytest.raises(ValueError, match=message), cache.captured():
+            pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", KEEPING)
+def test_on_cuda(method):
+    model = make_model("llama", num_hidden_layers=2)
+    settings = {"token_budget": 48, "dense_layers": int(method == "infinigen"), **SPARSE.get(method, {})}
+    patch_model(model, method, **settings)
+    inputs, arguments = padded_batch(), {"max_new_tokens": 40, "do_sample": False}
+    with use_impl("triton"):
+        expected = model.generate(**inputs, **arguments, disable_compile=True, cache_implementation="static")
+        for ends in ({}, {"eos_token_id": expected[:, 120].tolist()}):
+            static = {**arguments, **ends, "disable_compile": True, "cache_implementation": "static"}
+            stock = model.generate(**inputs, **static)
+            stats = sparse_attention_stats(model)
+            actual = model.generate(**inputs, **arguments, **ends, custom_generate=recorded())
+            assert torch.equal(actual, stock)
+            assert sparse_attention_stats(model).decode_steps - stats.decode_steps in (0, 1)
