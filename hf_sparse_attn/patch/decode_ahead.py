@@ -84,7 +84,7 @@ class DecodeAhead:
                 "back a step behind the end"
             )
         if self.cuda_graph:
-            check_recordable(input_ids.device, cache)
+            check_recordable(model, input_ids.device, cache)
         answer = Answer(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())

@@ -144,9 +144,16 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
     """Whether ``generate()`` may compile: only decode steps are supported, on one device, of models that allow it."""
     return (
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        and model._can_compile_fullgraph
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
+        and is_step_one_graph(model)
+    )
+
+
+def is_step_one_graph(model: PreTrainedModel) -> bool:
+    """Whether a decode step of a patched model over a static cache is work of one device alone."""
+    return (
+        bool(model._can_compile_fullgraph)
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
         and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
         and get_patch(model).head_shard.is_whole

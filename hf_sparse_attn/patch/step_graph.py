@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer
+from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import get_patch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def check_recordable(device: torch.device, cache: SparseCache) -> None:
-    """Raise ``ValueError`` if decode steps over a cache cannot be recorded on a device."""
+
+def check_recordable(model: PreTrainedModel, device: torch.device, cache: SparseCache) -> None:
+    """Raise ``ValueError`` if a model's decode steps over a cache cannot be recorded on a device."""
+    if not is_step_one_graph(model):
+        raise ValueError(
+            f"cuda_graph=True is not supported by this {type(model).__name__}: a decode step of it needs the host, or "
+            "several devices"
+        )
     if not can_record(device) or not cache.is_compileable:
         raise ValueError(
             "cuda_graph=True needs a CUDA device and a static cache (cache_implementation='static', or "

@@ -135,6 +135,15 @@ def test_what_a_graph_cannot_do_is_refused_before_any_step():
 
 
 @on_cpu
+@pytest.mark.usefixtures("tapes")
+def test_steps_that_need_the_host_are_refused():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = patch_model(make_model("llama", rope_parameters=scaling), "quest", token_budget=48)
+    with pytest.raises(ValueError, match="cuda_graph=True is not supported by this LlamaForCausalLM: a decode step"):
+        model.generate(random_ids(1, 40), **GREEDY, custom_generate=recorded())
+
+
+@on_cpu
 def test_other_devices_are_refused():
     with pytest.raises(ValueError, match=r"cuda_graph=True needs a CUDA device and a static cache.*, got 'cpu'"):
         patched().generate(random_ids(1, 40), **GREEDY, custom_generate=recorded())
