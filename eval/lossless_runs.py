@@ -17,7 +17,7 @@ from eval.errors import EvalError
 from eval.lossless_config import LosslessConfig
 from eval.sources import books, read_book
 from eval.speed_check import TIE_ROUNDINGS, logit_gap
-from eval.speed_runs import UNCOMPILED, Run, Side, Work, generate, is_cuda, random_ids, setting
+from eval.speed_runs import GRAPH, UNCOMPILED, Run, Side, Work, generate, is_cuda, random_ids, setting
 from hf_sparse_attn import SparseMethod
 
 OUT_OF_MEMORY = "out of memory"
@@ -133,9 +133,9 @@ def _compared(work: Work, reference: Side, expected: list[list[int]], found: lis
 def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMethod]) -> list[Side]:
     """Return dense attention with a dynamic cache, each method with each length of draft, then the other sides.
 
-    So the first sides are worth most if a limit cuts a measurement short. The others are the further dense sides of
-    ``eval speed`` and, on CUDA, the methods without compilation. All sides of a method share a cache, whose addresses
-    compiled code relies on.
+    So the first sides are worth most if a limit cuts a measurement short. On CUDA a method runs as CUDA graphs without
+    compilation before it is compiled. The others are the further dense sides of ``eval speed`` and, on CUDA, the
+    methods as neither. All sides of a method share a cache, whose addresses compiled code relies on.
     """
     first, *dense = work.sides(())
     drafting: list[Side] = []
@@ -150,6 +150,8 @@ def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMetho
                 compiled=is_cuda(work.model),
                 draft_tokens=draft_tokens,
             )
+            if side.compiled:
+                drafting.append(replace(side, name=side.name + GRAPH, compiled=False, cuda_graph=True))
             drafting.append(side)
             if side.compiled:
                 uncompiled.append(replace(side, name=side.name + UNCOMPILED, compiled=False))

@@ -77,7 +77,7 @@ class Side:
     ahead: bool = False
     """Whether the host launches a step before it knows the tokens of the step before (``DecodeAhead``)."""
     cuda_graph: bool = False
-    """Whether it also records the step as a CUDA graph, without compilation."""
+    """Whether its passes are recorded as CUDA graphs, without compilation."""
 
     def described(self) -> dict[str, Any]:
         """Return what a report says of the side, as JSON values."""
@@ -273,7 +273,11 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     """Time one call of ``generate()``, and check that it decoded from the end of the cache."""
     gc.collect()  # not during the timed call; also frees the last run's cache before the next is allocated
     cache, clock = side.make_cache(), TokenClock()
-    speculation = None if side.draft_tokens is None else SelfSpeculation(side.draft_tokens, streamer=clock)
+    speculation = (
+        None
+        if side.draft_tokens is None
+        else SelfSpeculation(side.draft_tokens, streamer=clock, cuda_graph=side.cuda_graph)
+    )
     custom_generate = DecodeAhead(clock, cuda_graph=side.cuda_graph) if side.ahead else speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         if model.device.type == "cuda":

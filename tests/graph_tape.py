@@ -11,7 +11,7 @@ from hf_sparse_attn_kernels import _op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_sparse_attn.patch import step_graph
+from hf_sparse_attn.patch import pass_graph
 
 WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 """Ops whose results the host needs, which a CUDA graph does not allow."""
@@ -78,6 +78,6 @@ def use_tape(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         tapes.append(tape)
         return tape.replay, result
 
-    monkeypatch.setattr(step_graph, "record", record)
-    monkeypatch.setattr(step_graph, "can_record", lambda device: True)
+    monkeypatch.setattr(pass_graph, "record", record)
+    monkeypatch.setattr(pass_graph, "can_record", lambda device: True)
     return tapes

@@ -611,6 +611,13 @@ class SparseCache(Cache):  # type: ignore[misc]
         finally:
             self.shared.is_captured = lengths.is_captured = False
 
+    def note_replay(self) -> None:
+        """Take note that a CUDA graph has repeated a :meth:`captured` pass: the host no longer knows the lengths."""
+        for lengths in self.lengths:
+            lengths.forget()
+        for layer in self.sparse_layers:
+            layer.mark_written()
+
     def row_mask(self, num_new: int) -> torch.Tensor | None:
         """Return the mask of cached and new tokens, bool [batch, tokens]; None if no row has padding."""
         if not self.has_padding:

@@ -129,6 +129,10 @@ class Lengths:
         if self._length is not None:
             self._length += num_new
 
+    def forget(self) -> None:
+        """Let the next read of the length wait for the device, which has advanced the rows by itself."""
+        self._length = None
+
     def cut(self, length: int) -> None:
         """Keep the first ``length`` positions of every row. Length 0 drops the padding too."""
         self.seq_end.fill_(length)

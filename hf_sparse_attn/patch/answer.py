@@ -8,6 +8,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.patch.pass_graph import PassGraph
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -47,6 +48,8 @@ class Answer:
         self.scores: tuple[torch.Tensor, ...] = ()
         self.logits: tuple[torch.Tensor, ...] = ()
         self.compiles = model._valid_auto_compile_criteria(kwargs, config)
+        self._steps: PassGraph | None = None
+        """Decode steps recorded as a CUDA graph; None to run them as ``generate()`` does."""
 
     @property
     def generated(self) -> int:
@@ -71,13 +74,22 @@ class Answer:
 
     def step(self) -> torch.Tensor:
         """Feed the last tokens in a decode step; return their logits, as :meth:`prompt_logits` does."""
-        return self._step(self.next_inputs())
-
-    def next_inputs(self) -> dict[str, Any]:
-        """Return the model's arguments for the next decode step. Called once for each step."""
-        inputs = self._inputs(self.ids, self.kwargs)
+        logits = self._step(self.ids, self.kwargs)
         self._extend(self.kwargs, 1)
-        return inputs
+        return logits
+
+    def record_steps(self) -> None:
+        """Repeat all further decode steps by a CUDA graph. Call it after the prompt, and :func:`check_recordable`."""
+        self._steps = PassGraph(self.cache, lambda inputs: self.model(**inputs, return_dict=True).logits[:, -1])
+
+    def check_room(self) -> None:
+        """Raise ``ValueError`` if the cache is full before the answer is: a CUDA graph cannot tell."""
+        room, needed = self.cache.max_cache_len - self.cache.length, self.remaining - 1
+        if room < needed:
+            raise ValueError(
+                f"{needed} more tokens may be cached, but past_key_values has room for {room}, and a CUDA graph cannot "
+                "tell that it is full: create a larger cache, or generate fewer tokens"
+            )
 
     def choose(self, raw: torch.Tensor) -> torch.Tensor:
         """Choose the next tokens by their logits, append and return them, [batch]."""
@@ -120,16 +132,14 @@ class Answer:
         """The compiled model."""
         return self.model.get_compiled_call(self.config.compile_config)
 
-    def _inputs(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's arguments for a decode step that feeds the last token of each row."""
-        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        return inputs
-
-    def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Run a decode step; return a float32 copy of its logits, [batch, vocabulary].
+    def _step(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Feed the last token of each row in a decode step; return a float32 copy of its logits, [batch, vocabulary].
 
         Nothing else of the step's outputs is kept: the next replay of a CUDA graph overwrites them.
         """
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        if self._steps is not None:
+            return self.exact(self._steps(inputs))
         forward = self._compiled if self.compiles else self.model.__call__
         return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
 

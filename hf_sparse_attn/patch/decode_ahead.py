@@ -8,7 +8,7 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer, check_call
-from hf_sparse_attn.patch.step_graph import StepGraph, check_recordable
+from hf_sparse_attn.patch.pass_graph import check_recordable
 from hf_sparse_attn.patched import patched_method
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool) -
     """
     arrivals = Arrival(answer.ids), Arrival(answer.ids)
     logits = answer.prompt_logits()
-    step = StepGraph(answer).step if cuda_graph else answer.step
+    if cuda_graph:
+        answer.check_room()
+        answer.record_steps()
     answer.cache.activate_past_recording()  # a surplus step must not push tokens out of sliding windows
     with answer.model._optimize_model_for_decode():
         while True:
@@ -124,7 +126,7 @@ def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool) -
                     streamer.put(arriving.tokens.clone())
                 return
             answer.trim_windows()
-            logits = step()
+            logits = answer.step()
 
 
 class Arrival:

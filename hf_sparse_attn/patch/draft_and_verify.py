@@ -9,6 +9,7 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer
+from hf_sparse_attn.patch.pass_graph import PassGraph
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -46,16 +47,23 @@ class VerifiedAnswer(Answer):
         self.verification_seconds: list[float] = []
         self.kept = cache.fed
         """Tokens of the cache that belong to the answer so far."""
+        self._verifications: PassGraph | None = None
+        """Dense passes over a draft, recorded as a CUDA graph; None to run them otherwise."""
 
     @property
     def most_tokens(self) -> int:
         """Maximum number of tokens of the whole text, before the prompt is processed."""
         return self.kept + self._prompt_tokens() + self.remaining
 
-    def generate(self, draft_tokens: int, streamer: BaseStreamer | None) -> None:
+    def generate(self, draft_tokens: int, streamer: BaseStreamer | None, cuda_graph: bool) -> None:
         """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far."""
         try:
             is_finished = self._commit(self._process_prompt(), None, streamer)
+            if cuda_graph:
+                self.record_steps()
+                self._verifications = PassGraph(
+                    self.cache, lambda inputs: self.model(**inputs, return_dict=True).logits
+                )
             self._extend(self.kwargs, 1)
             while not is_finished:
                 room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens
@@ -63,8 +71,8 @@ class VerifiedAnswer(Answer):
                 draft = self._draft(max(0, min(draft_tokens, self.remaining - 1, room)))
                 before = self.generated
                 drafted_at = time.perf_counter()
-                if room >= draft_tokens and self._compiles_verification:
-                    logits = self._verify_compiled(draft.tokens, draft_tokens)
+                if room >= draft_tokens and self._repeats_verification:
+                    logits = self._verify_as_graph(draft.tokens, draft_tokens)
                 else:
                     logits = self._verify(draft.tokens)
                 is_finished = self._commit(logits, draft, streamer)
@@ -104,8 +112,10 @@ class VerifiedAnswer(Answer):
         return logits
 
     @property
-    def _compiles_verification(self) -> bool:
-        return self.compiles and self.kwargs.get("position_ids") is not None and self.cache.compiles_verification
+    def _repeats_verification(self) -> bool:
+        """Whether one graph serves all dense passes, compiled or recorded."""
+        is_graph = self.compiles or self._verifications is not None
+        return is_graph and self.kwargs.get("position_ids") is not None and self.cache.compiles_verification
 
     def _draft(self, tokens: int) -> Draft:
         """Draft by decode steps, and remove their tokens from the cache.
@@ -115,7 +125,7 @@ class VerifiedAnswer(Answer):
         ids, kwargs, unfinished = self.ids, dict(self.kwargs), self.unfinished
         probabilities = []
         for _ in range(tokens):
-            scores = self.processors(ids, self._step(self._inputs(ids, kwargs)))
+            scores = self.processors(ids, self._step(ids, kwargs))
             if self.config.do_sample:
                 probabilities.append(scores.softmax(-1))
                 chosen = torch.multinomial(probabilities[-1], 1)[:, 0]
@@ -151,8 +161,8 @@ class VerifiedAnswer(Answer):
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits[:, -tokens:]
         return logits[:, first : first + wanted]
 
-    def _verify_compiled(self, draft: torch.Tensor, draft_tokens: int) -> torch.Tensor:
-        """Do as :meth:`_verify`, by one compiled graph for drafts of up to ``draft_tokens`` tokens."""
+    def _verify_as_graph(self, draft: torch.Tensor, draft_tokens: int) -> torch.Tensor:
+        """Do as :meth:`_verify`, by one graph for drafts of up to ``draft_tokens`` tokens."""
         missing = draft_tokens - draft.shape[1]  # at the end of an answer; what fills them up is cut off again
         ids = torch.cat((self.ids, draft, self.ids[:, -1:].expand(-1, missing)), dim=1)
         kwargs = dict(self.kwargs)
@@ -161,9 +171,11 @@ class VerifiedAnswer(Answer):
         kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=draft_tokens + 1, **kwargs)
         inputs.pop("logits_to_keep", None)  # all are wanted; a number that differs from a step's would become dynamic
-        for name in ("input_ids", "position_ids"):  # a step has one token, so a further length would become dynamic
-            torch._dynamo.mark_static(inputs[name], inputs[name].dim() - 1)
         with self.cache.verifying():
+            if self._verifications is not None:
+                return self._verifications(inputs)[:, : draft.shape[1] + 1]
+            for name in ("input_ids", "position_ids"):  # a step has one token: a further length would become dynamic
+                torch._dynamo.mark_static(inputs[name], inputs[name].dim() - 1)
             logits: torch.Tensor = self._compiled(**inputs, return_dict=True).logits
         return logits[:, : draft.shape[1] + 1]
 

@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
+from hf_sparse_attn.patch.pass_graph import check_recordable
 from hf_sparse_attn.patched import patched_method
 from hf_sparse_attn.rope import max_positions
 
@@ -73,6 +74,9 @@ class SelfSpeculation:
     streamer
         Receives the tokens that are kept. ``generate()`` passes its own ``streamer`` to no ``custom_generate``: give it
         here instead.
+    cuda_graph
+        Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
+        :class:`~hf_sparse_attn.DecodeAhead` does.
 
     Attributes
     ----------
@@ -94,12 +98,14 @@ class SelfSpeculation:
     >>> speculation.stats.acceptance_rate
     """
 
-    def __init__(self, draft_tokens: int = 8, streamer: BaseStreamer | None = None) -> None:
+    def __init__(
+        self, draft_tokens: int = 8, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False
+    ) -> None:
         if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int):
             raise TypeError(f"draft_tokens must be a whole number, got {draft_tokens!r}")
         if draft_tokens < 1:
             raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
-        self.draft_tokens, self.streamer = draft_tokens, streamer
+        self.draft_tokens, self.streamer, self.cuda_graph = draft_tokens, streamer, cuda_graph
         self.stats = SpeculationStats()
 
     @torch.no_grad()
@@ -123,7 +129,8 @@ class SelfSpeculation:
         ------
         ValueError
             The model is not patched, or its method does not verify densely or has nothing to draft with; the generation
-            mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions.
+            mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions. With
+            ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is not static.
         """
         method = patched_method(model)
         check_method(method)
@@ -132,6 +139,8 @@ class SelfSpeculation:
             raise ValueError(f"use_cache must be True for self-speculation, got {model_kwargs.get('use_cache')}")
         check_call("self-speculation", generation_config)
         _check_processors(logits_processor)
+        if self.cuda_graph:
+            check_recordable(model, input_ids.device, cache)
         if model_kwargs.get("inputs_embeds") is not None and cache.length:
             raise ValueError("inputs_embeds are not supported by self-speculation after cached tokens; give input_ids")
         answer = VerifiedAnswer(
@@ -146,7 +155,7 @@ class SelfSpeculation:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            answer.generate(self.draft_tokens, self.streamer)
+            answer.generate(self.draft_tokens, self.streamer, self.cuda_graph)
         finally:
             self.stats = SpeculationStats(
                 tuple(answer.drafted),

@@ -1,4 +1,4 @@
-"""Decode steps recorded as a graph give the tokens, counts and caches of ``generate()``.
+"""Passes recorded as a graph give the tokens, counts and caches of passes that are not.
 
 On a CPU a tape stands in for the CUDA graph. It repeats the recorded ops alone, and fails if the host waits for one.
 """
@@ -9,6 +9,7 @@ from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import (
     DecodeAhead,
+    SelfSpeculation,
     SparseCache,
     patch_model,
     record_selections,
@@ -16,8 +17,10 @@ from hf_sparse_attn import (
     unpatch_model,
 )
 from tests.graph_tape import use_tape
-from tests.models import SPARSE, make_model, random_ids
+from tests.models import SPARSE, VOCABULARY, make_model, random_ids
 from tests.patch.test_decode_ahead import GREEDY, KEEPING, padded_batch, patched
+from tests.patch.test_speculation import DRAFTING, dense_model
+from tests.patch.test_speculation import patched as draft_with
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -85,13 +88,53 @@ def test_short_answers_record_only_what_they_repeat(max_new_tokens, tapes):
 
 
 @on_cpu
-def test_keys_and_values_in_host_memory(tapes):
+@pytest.mark.parametrize("method", ["quest", "keycodes", "psa"])
+def test_keys_and_values_in_host_memory(method, tapes):
     model = make_model("llama", dtype=torch.float64)
-    patch_model(model, "keycodes", token_budget=48, page_size=16, kv_storage="host")
+    patch_model(model, method, token_budget=48, kv_storage="host", **SPARSE.get(method, {}))
     ids = random_ids(2, 90)
     expected = model.generate(ids, **GREEDY)
+    stats = sparse_attention_stats(model)
     assert torch.equal(model.generate(ids, **GREEDY, custom_generate=recorded()), expected)
+    assert sparse_attention_stats(model) == stats
     assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize("method", DRAFTING)
+def test_lossless_decoding(method, tapes):
+    """Drafts and dense passes take turns, and the cache is cut between them."""
+    model, inputs = dense_model(), padded_batch()
+    arguments = {**GREEDY, "max_new_tokens": 20}
+    expected = model.generate(**inputs, **arguments)
+    draft_with(model, method)
+    plain, graphs = SelfSpeculation(4), SelfSpeculation(4, cuda_graph=True)
+    model.generate(**inputs, **arguments, custom_generate=plain)
+    stats = sparse_attention_stats(model)
+    assert torch.equal(model.generate(**inputs, **arguments, custom_generate=graphs), expected)
+    assert graphs.stats == plain.stats
+    assert sparse_attention_stats(model) == stats
+    # A draft's step, and a dense pass but for methods that finish a prompt after it, on the host.
+    assert len(tapes) == 2 - (method in ("double_sparsity", "infinigen"))
+
+
+@on_cpu
+def test_sampled_lossless_answers_with_ends_over_two_turns(tapes):
+    model, ids = dense_model(), random_ids(2, 90)
+    draft_with(model, "quest")
+    answers = []
+    for cuda_graph in (False, True):
+        torch.manual_seed(3)
+        cache, text = SparseCache.for_model(model, max_cache_len=256), ids
+        arguments = {**GREEDY, "cache_implementation": None, "do_sample": True, "max_new_tokens": 16}
+        arguments |= {"eos_token_id": list(range(0, VOCABULARY, 8)), "past_key_values": cache}
+        for _ in range(2):
+            custom = SelfSpeculation(3, cuda_graph=cuda_graph)
+            text = model.generate(text, attention_mask=torch.ones_like(text), **arguments, custom_generate=custom)
+            assert cache.get_seq_length() == text.shape[1] - 1
+        answers.append(text)
+    assert torch.equal(*answers)
+    assert tapes
 
 
 @on_cpu
@@ -173,3 +216,16 @@ def test_on_cuda(method):
             actual = model.generate(**inputs, **arguments, **ends, custom_generate=recorded())
             assert torch.equal(actual, stock)
             assert sparse_attention_stats(model).decode_steps - stats.decode_steps in (0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", DRAFTING)
+def test_lossless_decoding_on_cuda(method):
+    model, inputs = make_model("llama", num_hidden_layers=2), padded_batch()
+    arguments = {"max_new_tokens": 40, "do_sample": False}
+    expected = model.generate(**inputs, **arguments, disable_compile=True)
+    draft_with(model, method)
+    speculation = SelfSpeculation(4, cuda_graph=True)
+    with use_impl("triton"):
+        assert torch.equal(model.generate(**inputs, **arguments, custom_generate=speculation), expected)
+    assert speculation.stats.verifications > 1
