@@ -133,7 +133,7 @@ def _is_derived(config: PreTrainedConfig, name: str) -> bool:
     return isinstance(attribute, property) and attribute.fset is None
 
 
-def decode(model: PreTrainedModel, cache: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(model: PreTrainedModel, cache: Any = None, custom_generate: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Continue left-padded prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, TINY["vocab_size"], (len(PROMPTS), max(PROMPTS)), generator=generator)
@@ -142,6 +142,7 @@ def decode(model: PreTrainedModel, cache: Any = None) -> tuple[torch.Tensor, tor
         ids * mask,
         attention_mask=mask,
         past_key_values=cache,
+        custom_generate=custom_generate,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,

@@ -30,7 +30,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call."""
-        assert func not in WAITS, f"{func} makes the host wait for the device"
+        if func in WAITS:
+            raise RuntimeError(f"{func} makes the host wait for the device")
         for storage in _storages((args, kwargs)):
             if storage.data_ptr() not in self._made:
                 self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))

@@ -61,6 +61,11 @@ class PassGraph:
         """Run a pass; return its logits, which the next pass overwrites.
 
         Tensors among the arguments have the shapes of the first pass, and other arguments its values.
+
+        Raises
+        ------
+        RuntimeError
+            The pass cannot be recorded.
         """
         if not self._inputs:
             self._inputs = {
@@ -71,11 +76,22 @@ class PassGraph:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
         if self._replay is None:
-            self._replay, self._logits = record(self._run, inputs["input_ids"].device)
+            self._replay, self._logits = self._record(inputs["input_ids"].device)
         self._replay()
         self._cache.note_replay()
         assert self._logits is not None
         return self._logits
+
+    def _record(self, device: torch.device) -> tuple[Callable[[], object], torch.Tensor]:
+        try:
+            return record(self._run, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the pass cannot be recorded as a CUDA graph: {error}. If it makes the host wait, as that of a model "
+                "with experts_implementation='eager' does, leave cuda_graph=True out"
+            ) from error
 
     def _run(self) -> torch.Tensor:
         with self._cache.captured():

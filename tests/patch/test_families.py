@@ -10,23 +10,28 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_sparse_attn import METHODS, patch_model, sparse_attention
+from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, patch_model, sparse_attention
 from hf_sparse_attn.methods import NTK
 from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
+from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import is_patched
 from tests.families import (
+    BUDGET,
     IN_FLOAT32,
+    MAX_CACHE_LEN,
     RESULTS,
     ROUNDING,
     covering,
     decode,
     decode_patched,
     difference,
+    method_of,
     rehearsal,
     tiny_model,
     top_k,
     without_windows,
 )
+from tests.graph_tape import use_tape
 
 HERE = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 """Supported model types that this version of Transformers has."""
@@ -61,6 +66,35 @@ def test_a_budget_that_covers_everything_equals_the_stock_model(model_type, meth
 @torch.inference_mode()
 def test_keys_that_a_method_rotates(model_type):
     assert covering(without_windows(model_type), "tokenselect") == "equal"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tape of a CPU's ops stands in for the graph")
+@pytest.mark.parametrize("model_type", HERE)
+@torch.inference_mode()
+def test_steps_that_run_ahead_or_are_recorded(model_type, monkeypatch):
+    tapes, model = use_tape(monkeypatch), without_windows(model_type)
+    model.set_experts_implementation("batched_mm")  # as on a GPU: the tiny models' own makes the host wait
+    results = []
+    with sparse_attention(model, method_of("quest", BUDGET)):
+        is_one_graph = is_step_one_graph(model)
+        for custom in (None, DecodeAhead(), *[DecodeAhead(cuda_graph=True)] * is_one_graph):
+            results.append(decode(model, SparseCache.for_model(model, MAX_CACHE_LEN), custom))
+    assert [difference(result, results[0]) for result in results] == ["equal"] * len(results)
+    assert len(tapes) == is_one_graph
+    assert is_one_graph == (model_type != "aria_text")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tape of a CPU's ops stands in for the graph")
+@torch.inference_mode()
+def test_a_step_that_makes_the_host_wait_is_not_recorded(monkeypatch):
+    tapes, model = use_tape(monkeypatch), without_windows("mixtral")  # its experts' own implementation waits
+    with sparse_attention(model, method_of("quest", BUDGET)):
+        cache = SparseCache.for_model(model, MAX_CACHE_LEN)
+        with pytest.raises(RuntimeError, match=r"cannot be recorded.*nonzero.*leave cuda_graph=True out"):
+            decode(model, cache, DecodeAhead(cuda_graph=True))
+        assert not tapes
+        cache.reset()
+        assert difference(decode(model, cache), decode(model)) == "equal"
 
 
 @pytest.mark.parametrize("model_type", REHEARSING)
