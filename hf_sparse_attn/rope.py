@@ -212,8 +212,9 @@ def max_positions(config: PreTrainedConfig) -> int:
 def depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether the frequencies of a model's RoPE are those of the longest sequence so far (dynamic NTK)."""
     settings = getattr(config, "rope_parameters", None) or {}
-    kinds = settings.values() if has_rope_by_kind(config) else (settings,)
-    return any((kind or {}).get("rope_type") == "dynamic" for kind in kinds)
+    # Transformers 5.16 puts a rope_type of its own beside those of the kinds, if no layer has one of them.
+    kinds = [kind for kind in settings.values() if isinstance(kind, dict)] or [settings]
+    return any(kind.get("rope_type") == "dynamic" for kind in kinds)
 
 
 def has_rope_by_kind(config: PreTrainedConfig) -> bool:
