@@ -104,7 +104,7 @@ class Answer:
             if layer.is_sliding and layer.record_past and layer.is_initialized:
                 layer.crop(0)
 
-    def stop_recording(self) -> None:
+    def release_windows(self) -> None:
         """Let sliding windows drop old tokens again, as before ``cache.activate_past_recording``."""
         self.trim_windows()
         for layer in self.cache.layers:

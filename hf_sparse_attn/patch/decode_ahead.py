@@ -91,7 +91,7 @@ class DecodeAhead:
         try:
             _generate(answer, self.streamer, self.cuda_graph)
         finally:
-            answer.stop_recording()
+            answer.release_windows()
         if self.streamer is not None:
             self.streamer.end()
         return answer.output()

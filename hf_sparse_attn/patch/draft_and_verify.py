@@ -81,7 +81,7 @@ class VerifiedAnswer(Answer):
                 self.verification_seconds.append(time.perf_counter() - drafted_at)
         finally:
             self._cut()
-            self.stop_recording()
+            self.release_windows()
 
     def _prompt_tokens(self) -> int:
         """Tokens of the prompt that are not cached yet; ``generate()`` takes all tokens or the new ones."""

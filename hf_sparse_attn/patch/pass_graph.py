@@ -40,8 +40,8 @@ def can_record(device: torch.device) -> bool:
 class PassGraph:
     """Forward passes of one shape over one cache, repeated by a CUDA graph.
 
-    The first pass runs as it will be recorded, so that all kernels are loaded. The second pass is recorded, and it and
-    all later ones are replays. A replay repeats the device's work alone: the cache's lengths and counts advance there.
+    The first pass runs as it will be recorded, so that all kernels are loaded. The second pass is recorded; it and all
+    later ones are replays. A replay repeats the device's work alone: the cache's lengths and counts advance there.
 
     Parameters
     ----------
@@ -107,6 +107,7 @@ def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[
         A function that does it, and the tensor that holds the result then.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    # Other threads may go on with what a recording does not allow, such as allocations.
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = function()
     return graph.replay, result
