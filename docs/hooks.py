@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels/benchmarks")]
 
 from op_bench import overview, performance  # noqa: E402
 
+from eval.claims import claims_rows  # noqa: E402
 from eval.frontier_page import frontier_figures  # noqa: E402
 from eval.markdown import (  # noqa: E402
     frontier_tables,
@@ -51,6 +52,7 @@ PAGES = {
 MAKERS: dict[str, Callable[..., str]] = {
     "results": lambda: results_tables(ROOT / "eval/results"),
     "performance": lambda: performance.tables(ROOT),
+    "claims": lambda: claims_table(),
     "frontier": lambda sweep: frontier_tables(ROOT / "eval/results", sweep),
     "positions": lambda sweep: position_tables(ROOT / "eval/results", sweep),
     "lossless": lambda: lossless_tables(ROOT / "eval/results"),
@@ -131,6 +133,12 @@ def generated(mark: str, page: str) -> str:
         return made.replace("](assets/", f"]({posixpath.relpath('assets', posixpath.dirname(page) or '.')}/")
     except Exception as error:
         raise PluginError(f"{page}: {mark!r} cannot be generated: {error}") from error
+
+
+def claims_table() -> str:
+    """Return the table of the papers' claims."""
+    head = ("paper", "claim", "here", "holds")
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ("---",) * len(head), *claims_rows(ROOT)))
 
 
 def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, str]:
