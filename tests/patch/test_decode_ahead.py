@@ -96,23 +96,28 @@ def test_an_end_leaves_no_trace_of_the_surplus_step(last):
         assert torch.equal(each.keys[:, :, held], other.keys[:, :, held])
 
 
-@pytest.mark.parametrize("method", ["quest", "keycodes", "psa", "tokenselect"])
-def test_several_turns_over_one_cache(method):
-    """Texts that end early, so that each turn goes on from a cache that was cut."""
-    model, first = patched(method), random_ids(2, 90)
+def assert_same_turns(model, custom):
+    """Compare with ``generate()`` three turns over one cache, whose texts end early, so that it is cut each time."""
+    first = random_ids(2, 90)
     ends = model.generate(first, **GREEDY)[:, 96].tolist()
     turns = []
-    for custom in (None, DecodeAhead()):
+    for custom_generate in (None, custom):
         cache, ids, texts = SparseCache.for_model(model, max_cache_len=256), first, []
         arguments = {**GREEDY, "cache_implementation": None, "eos_token_id": ends, "past_key_values": cache}
+        arguments["custom_generate"] = custom_generate
         for turn in range(3):
-            ids = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=custom)
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
             texts.append(ids)
             ids = torch.cat((ids, random_ids(2, 20, seed=turn)), dim=1)
         turns.append((texts, cache.get_seq_length()))
     assert turns[0][1] == turns[1][1]
     assert all(torch.equal(*pair) for pair in zip(turns[0][0], turns[1][0], strict=True))
     assert turns[0][0][0].shape[1] < 102
+
+
+@pytest.mark.parametrize("method", ["quest", "keycodes", "psa", "tokenselect"])
+def test_several_turns_over_one_cache(method):
+    assert_same_turns(patched(method), DecodeAhead())
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 5])

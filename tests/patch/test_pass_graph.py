@@ -18,7 +18,7 @@ from hf_sparse_attn import (
 )
 from tests.graph_tape import use_tape
 from tests.models import SPARSE, VOCABULARY, make_model, random_ids
-from tests.patch.test_decode_ahead import GREEDY, KEEPING, padded_batch, patched
+from tests.patch.test_decode_ahead import GREEDY, KEEPING, assert_same_turns, padded_batch, patched
 from tests.patch.test_speculation import DRAFTING, dense_model
 from tests.patch.test_speculation import patched as draft_with
 
@@ -61,20 +61,8 @@ def test_other_families(family, tapes):
 @on_cpu
 @pytest.mark.parametrize("method", ["quest", "keycodes", "psa", "tokenselect"])
 def test_several_turns_that_end_early(method, tapes):
-    model, first = patched(method), random_ids(2, 90)
-    ends = model.generate(first, **GREEDY)[:, 96].tolist()
-    turns = []
-    for custom in (None, recorded()):
-        cache, ids, texts = SparseCache.for_model(model, max_cache_len=256), first, []
-        arguments = {**GREEDY, "cache_implementation": None, "eos_token_id": ends, "past_key_values": cache}
-        for turn in range(3):
-            ids = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=custom)
-            texts.append(ids)
-            ids = torch.cat((ids, random_ids(2, 20, seed=turn)), dim=1)
-        turns.append((texts, cache.get_seq_length()))
-    assert turns[0][1] == turns[1][1]
-    assert all(torch.equal(*pair) for pair in zip(turns[0][0], turns[1][0], strict=True))
-    assert turns[0][0][0].shape[1] < 102
+    assert_same_turns(patched(method), recorded())
+    assert len(tapes) == 3
 
 
 @on_cpu
