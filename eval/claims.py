@@ -119,9 +119,11 @@ def _quest_passkeys(root: Path) -> Iterator[Check]:
 
 
 def _evicting_passkeys(root: Path) -> Iterator[Check]:
-    for method, name in (("h2o", "H2O"), ("tova", "TOVA"), ("streaming_llm", "StreamingLLM")):
-        score = _score(_entries(root, PASSKEYS, method=method, token_budget=128))
-        yield Check(f"{name} {score:.0f} % keeping 128 of 2,000", score, 10, least=False)
+    # 128 of our 2,000 tokens are about the paper's share, 512 its number.
+    for budget in (128, 512):
+        for method, name in (("h2o", "H2O"), ("tova", "TOVA"), ("streaming_llm", "StreamingLLM")):
+            score = _score(_entries(root, PASSKEYS, method=method, token_budget=budget))
+            yield Check(f"{name} {score:.0f} % keeping {budget} of 2,000", score, 8, least=False)
 
 
 LONGBENCH = "results-squeezed/01-longbench"
