@@ -87,13 +87,6 @@ def _read(path: Path) -> Any:
     return read_json(path, "results")
 
 
-def _side(sides: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    for side in sides:
-        if side["name"] == name:
-            return side
-    raise LookupError(name)
-
-
 def _quest_step(root: Path) -> Iterator[Check]:
     for length, label in ((32768, "32K"), (131072, "128K")):
         ratio = _ratio(root, "cluster_step", length, 32, 32, variant="clusters")
@@ -101,10 +94,9 @@ def _quest_step(root: Path) -> Iterator[Check]:
 
 
 def _quest_token(root: Path) -> Iterator[Check]:
-    report = _read(root / "eval/results/speed/llama-3.1-8b-nvidia-h200.json")
-    side = _side(report["results"][0]["sides"], "quest, 2048")
-    ratio = side["ratio"]["tpot"]
-    context = report["results"][0]["context"] // 1024
+    result = _read(root / "eval/results/speed/llama-3.1-8b-nvidia-h200.json")["results"][0]
+    ratio = {side["name"]: side["ratio"] for side in result["sides"]}["quest, 2048"]["tpot"]
+    context = result["context"] // 1024
     yield Check(f"{ratio:.1f}x, Llama 3.1 8B's shape in bf16 on an H200, {context}K cached", ratio, 2.23)
 
 
@@ -136,12 +128,13 @@ def _quest_longbench(root: Path) -> Iterator[Check]:
         yield Check(f"{loss:.1f} of {dense:.1f} points lost with {budget:,} tokens", loss, 1, least=False)
 
 
-def _squeezed_longbench(sparsity: float, most: float) -> Callable[[Path], Iterator[Check]]:
+def _squeezed_longbench(sparsity: float, saving: float) -> Callable[[Path], Iterator[Check]]:
     def checks(root: Path) -> Iterator[Check]:
         entries = _entries(root, LONGBENCH, method="squeezed", variant=f"target_sparsity={sparsity}")
         loss = _score(_entries(root, LONGBENCH, method="full")) - _score(entries)
         saved = 1 / fmean(entry["kv_fraction"] for entry in entries)
-        yield Check(f"{loss:.1f} points lost, {saved:.1f}x fewer bytes read", loss, most, least=False)
+        yield Check(f"{loss:.1f} points lost", loss, 1, least=False)
+        yield Check(f"{saved:.1f}x fewer bytes read", saved, saving)
 
     return checks
 
@@ -210,12 +203,12 @@ CLAIMS = (
     Claim(
         "Squeezed Attention (2411.09688)",
         "LongBench with a 3.1x smaller KV budget and no noticeable loss (7B models)",
-        _squeezed_longbench(0.7, 1),
+        _squeezed_longbench(0.7, 3.1),
     ),
     Claim(
         "Squeezed Attention",
         "up to 8x smaller with a small loss",
-        _squeezed_longbench(0.9, 1),
+        _squeezed_longbench(0.9, 8),
     ),
     Claim(
         "Squeezed Attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,31 +24,29 @@ def check_call(name: str, config: GenerationConfig) -> None:
         raise ValueError(f"output_hidden_states must be False for {name}, got True")
 
 
+@dataclass(eq=False, repr=False)
 class Answer:
-    """One call of ``generate()``.
+    """One call of ``generate()``."""
 
-    ``kwargs`` are the arguments of the model, whose mask and positions cover all tokens.
-    """
+    model: Any
+    cache: SparseCache
+    ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: Any
+    kwargs: dict[str, Any]
+    """Arguments of the model, whose mask and positions cover all tokens."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: SparseCache,
-        ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.model, self.cache, self.ids, self.kwargs = model, cache, ids, kwargs
-        self.processors, self.criteria, self.config = processors, criteria, config
-        self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.pad = config._pad_token_tensor.to(ids.device) if self.stops_at_eos else None
-        self.prompt_length = ids.shape[1]
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        device = self.ids.device
+        self.unfinished = torch.ones(len(self.ids), dtype=torch.long, device=device)
+        self.stops_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        self.pad = self.config._pad_token_tensor.to(device) if self.stops_at_eos else None
+        self.prompt_length = self.ids.shape[1]
         self.scores: tuple[torch.Tensor, ...] = ()
         self.logits: tuple[torch.Tensor, ...] = ()
-        self.compiles = model._valid_auto_compile_criteria(kwargs, config)
+        self.compiles = self.model._valid_auto_compile_criteria(self.kwargs, self.config)
         self._steps: PassGraph | None = None
         """Decode steps recorded as a CUDA graph; None to run them as ``generate()`` does."""
 
@@ -94,9 +93,7 @@ class Answer:
     def choose(self, raw: torch.Tensor) -> torch.Tensor:
         """Choose the next tokens by their logits, append and return them, [batch]."""
         scores = self.processors(self.ids, raw)
-        if self.config.do_sample:
-            return self._append(torch.multinomial(scores.softmax(-1), 1)[:, 0], scores, raw)
-        return self._append(scores.argmax(-1), scores, raw)
+        return self._append(self._draw(scores), scores, raw)
 
     def trim_windows(self) -> None:
         """Drop the tokens that recording sliding windows hold beyond their size."""
@@ -142,6 +139,12 @@ class Answer:
             return self.exact(self._steps(inputs))
         forward = self._compiled if self.compiles else self.model.__call__
         return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
+
+    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the next tokens by their scores, [batch]."""
+        if self.config.do_sample:
+            return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        return scores.argmax(-1)
 
     def _append(self, chosen: torch.Tensor, scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
         """Append a token to each row that goes on, and padding to the others; return them, [batch]."""

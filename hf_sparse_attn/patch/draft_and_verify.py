@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer
 from hf_sparse_attn.patch.pass_graph import PassGraph
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
 
 
@@ -28,24 +26,16 @@ class Draft(NamedTuple):
 class VerifiedAnswer(Answer):
     """One call of ``generate()``. Between rounds the cache holds every token but the last."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: SparseCache,
-        ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        super().__init__(model, cache, ids, processors, criteria, config, kwargs)
-        ends = config._eos_token_tensor
-        self.ends = None if ends is None or not self.stops_at_eos else ends.to(ids.device)
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        super().__post_init__()
+        ends = self.config._eos_token_tensor
+        self.ends = None if ends is None or not self.stops_at_eos else ends.to(self.ids.device)
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.draft_seconds: list[float] = []
         self.verification_seconds: list[float] = []
-        self.kept = cache.fed
+        self.kept = self.cache.fed
         """Tokens of the cache that belong to the answer so far."""
         self._verifications: PassGraph | None = None
         """Dense passes over a draft, recorded as a CUDA graph; None to run them otherwise."""
@@ -191,10 +181,8 @@ class VerifiedAnswer(Answer):
             raw = self.exact(logits[:, place])
             scores = self.processors(self.ids, raw)
             drafted = None if draft is None or place == draft.tokens.shape[1] else draft.tokens[:, place]
-            if not self.config.do_sample:
-                chosen = scores.argmax(-1)
-            elif drafted is None or draft is None:
-                chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+            if not self.config.do_sample or drafted is None or draft is None:
+                chosen = self._draw(scores)
             else:
                 chosen = speculative_sample(drafted, draft.probabilities[place], scores.softmax(-1))
             chosen = self._append(chosen, scores, raw)

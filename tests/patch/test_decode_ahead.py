@@ -33,8 +33,8 @@ def padded_batch():
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def compiled(backend="eager"):
-    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+def compiled():
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     config._compile_all_devices = True
     return {"disable_compile": False, "compile_config": config}
 

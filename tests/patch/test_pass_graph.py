@@ -203,7 +203,8 @@ def test_on_cuda(method):
             stats = sparse_attention_stats(model)
             actual = model.generate(**inputs, **arguments, **ends, custom_generate=recorded())
             assert torch.equal(actual, stock)
-            assert sparse_attention_stats(model).decode_steps - stats.decode_steps in (0, 1)
+            ends_early = stock.shape[1] < expected.shape[1]
+            assert sparse_attention_stats(model).decode_steps == stats.decode_steps + ends_early
 
 
 @pytest.mark.gpu
