@@ -175,6 +175,14 @@ def speed(
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 32,
     repeats: Annotated[int, typer.Option(help="Timed runs of each side.")] = 5,
     kv_storage: KVStorageOption = "device",
+    split_over: Annotated[
+        str,
+        typer.Option(
+            "--split",
+            help="How a shape is spread over GPUs: 'layers' (device_map='auto'), 'heads' (tensor parallelism, with "
+            "torchrun --nproc-per-node N -m eval speed ...)."
+        ),
+    ] = "none",
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
@@ -184,9 +192,10 @@ def speed(
     from transformers.utils import logging
 
     from eval.speed import SpeedConfig, measure, save, speed_table
+    from eval.split import is_first_process, process_group
 
     logging.set_verbosity_error()
-    with harness_errors():
+    with harness_errors(), process_group():
         config = SpeedConfig(
             model=model,
             shape=shape,
@@ -200,12 +209,14 @@ def speed(
             device=device,
             seed=seed,
             kv_storage=kv_storage,
+            split=split_over,
         )
-        with progress(f"speed of {model or shape}", is_shown=True) as update:
+        with progress(f"speed of {model or shape}", is_shown=is_first_process()) as update:
             measured = measure(config, lambda what, done, total: update(done, total, what))
-        print_table(speed_table(measured), WIDTH)
-        if out is not None:
-            save(measured, out)
+        if is_first_process():
+            print_table(speed_table(measured), WIDTH)
+            if out is not None:
+                save(measured, out)
 
 
 @app.command("context-speed")

@@ -96,7 +96,7 @@ def measure_lossless_model(
     check_model(model, config.speed, methods)
     _check_forks(model, methods)
     names, prompts = make_prompts(model, config, tokenizer)
-    sides = 3 + len(methods) * len(config.draft_tokens) * (2 if is_cuda(model) else 1)
+    sides = 3 + len(methods) * len(config.draft_tokens) * (3 if is_cuda(model) else 1)
     progress = numbered(on_progress, sides * (1 + config.repeats) * config.prompts * len(config.contexts))
     report: dict[str, Any] = {
         "machine": {

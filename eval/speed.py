@@ -33,6 +33,7 @@ from eval.speed_runs import (
 )
 from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
+from eval.split import Split, is_split_by_layers, processes
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cli.memory import PeakMemory
@@ -71,7 +72,7 @@ def open_model(config: SpeedConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         device = resolve_device(config.device)
         dtype: torch.dtype = getattr(torch, config.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if config.shape is not None:
-            return build_model(SHAPES[config.shape], dtype, device, config.seed), None
+            return build_model(SHAPES[config.shape], dtype, device, config.seed, Split(config.split)), None
         return load_model(config.model or "", dtype, device)
     except ModelLoadError as error:
         raise EvalError(str(error)) from error
@@ -105,9 +106,9 @@ def measure_model(
         An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
         has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
         and budget has one side, on CUDA four: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
-        ``DecodeAhead(cuda_graph=True)``, and not compiled.
+        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split over GPUs none is compiled.
 
-        A side has ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and quartiles), ``kv_fraction``,
+        A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and quartiles), ``kv_fraction``,
         ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the extra time of a compiled
         side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K and V. ``ratio``, of a
         patched side, is the best dense median over its own, with that dense side's name. ``tokens_in_common``, of a
@@ -139,10 +140,12 @@ def measure_model(
             work = None  # frees memory before the next context's cache is allocated
             forget_compiled(model)
     cached = config.shape is not None
+    first = "" if config.split == Split.NONE else ", of the first GPU"
     shared = "; the cache that all sides start from is counted in" if cached else ""
     return {
         "machine": {
             "device": device_name(model.device),
+            "devices": torch.cuda.device_count() if config.split == Split.LAYERS else processes(),
             **versions(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         },
@@ -152,7 +155,7 @@ def measure_model(
             "device": str(model.device),
         },
         "ttft_covers": "one token: the context is cached" if cached else "the prefill of the context and one token",
-        "memory_measures": PeakMemory(model.device).measures + shared,
+        "memory_measures": PeakMemory(model.device).measures + first + shared,
         "results": results,
     }
 
@@ -224,7 +227,8 @@ def _entries(
     sides: Sequence[Side], runs: dict[str, list[Run]], probes: dict[str, _Probe], work: Work
 ) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    on_cuda = is_cuda(work.model)  # elsewhere memory is the whole process's, including interpreter and libraries
+    # Elsewhere memory is the whole process's, including interpreter and libraries, or that of the first GPU.
+    has_ratio = is_cuda(work.model) and not is_split_by_layers(work.model)
     for side in sides:
         first_ms = [run.ttft_ms for run in runs[side.name]]
         probe = probes[side.name]
@@ -232,13 +236,14 @@ def _entries(
         copied_bytes = work.kv_bytes if side.copies_cache else 0
         entry: dict[str, Any] = {
             **side.described(),
+            "tokens": probe.last.token_ids[0],
             "compile_seconds": max(0.0, probe.first_seconds - usual_seconds) if side.compiled else None,
             "ttft_ms": {**quartiles(first_ms), "all": first_ms},
             "tpot_ms": quartiles([ms for run in runs[side.name] for ms in run.token_ms]),
             **probe.last.costs,
             "peak_memory_bytes": probe.peak_bytes,
             "tokens_in_common": _tokens_in_common(side, probes),
-            "memory_ratio": (probe.peak_bytes - copied_bytes) / work.weights_and_kv_bytes if on_cuda else None,
+            "memory_ratio": (probe.peak_bytes - copied_bytes) / work.weights_and_kv_bytes if has_ratio else None,
             "ratio": None,
         }
         if side.method is not None:

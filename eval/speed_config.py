@@ -9,6 +9,7 @@ from eval.config import DTYPES, make_config
 from eval.engine import make_variants
 from eval.errors import EvalError
 from eval.speed_shapes import SHAPES
+from eval.split import Split
 from hf_sparse_attn import SparseMethod
 from hf_sparse_attn.cache.host.room import check_kv_storage
 
@@ -39,6 +40,8 @@ class SpeedConfig:
         Seed of weights, cache and prompt.
     kv_storage : str
         ``"host"`` to run each method with K and V in host memory too; else ``"device"``.
+    split : str
+        How a shape is spread over GPUs: a value of :class:`eval.split.Split`.
     """
 
     model: str | None = None
@@ -54,6 +57,7 @@ class SpeedConfig:
     device: str | None = None
     seed: int = 0
     kv_storage: str = "device"
+    split: str = "none"
 
     def __post_init__(self) -> None:
         """Check the values that need no model.
@@ -67,6 +71,10 @@ class SpeedConfig:
             raise EvalError(f"model={self.model!r}, shape={self.shape!r}: exactly one of the two must be given")
         if self.shape is not None and self.shape not in SHAPES:
             raise EvalError(f"shape={self.shape!r} is unknown; known: {', '.join(SHAPES)}")
+        if self.split not in [split.value for split in Split]:
+            raise EvalError(f"split={self.split!r} is unknown; known: {', '.join(split.value for split in Split)}")
+        if self.split != Split.NONE and self.shape is None:
+            raise EvalError(f"split={self.split!r} needs a shape, got model={self.model!r}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise EvalError(f"dtype={self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
         if not self.contexts:

@@ -21,6 +21,7 @@ from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
+from eval.split import head_shard, is_split_by_layers, layer_devices, wait_for_others
 from hf_sparse_attn import (
     DecodeAhead,
     SelfSpeculation,
@@ -116,10 +117,12 @@ class Work:
             return cls(model, context, capacity, prompts, None, config.kv_storage)
         filled = empty_cache(model, DENSE, capacity)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
-        with seeded(model.device, config.seed):
-            for layer_idx in range(len(filled.sparse_layers)):
-                keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv")
-                filled.update(keys, values, layer_idx)
+        for layer_idx, device in enumerate(layer_devices(model)):
+            # A seed a layer, and all heads, so that a split model has the keys and values of a whole one.
+            with seeded(device, config.seed * 1000 + layer_idx):
+                both = [torch.randn(shape, dtype=model.dtype, device=device) for _ in "kv"]
+            keys, values = (head_shard(model).slice(each, dim=1) for each in both)
+            filled.update(keys, values, layer_idx)
         _clear_beyond(filled, context)
         input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
         return cls(model, context, capacity, input_ids, filled, config.kv_storage)
@@ -141,10 +144,9 @@ class Work:
 
     @property
     def weights_and_kv_bytes(self) -> int:
-        """Bytes of the weights and of the cached context, the minimum for dense attention."""
-        weights: dict[int, int] = {
-            each.data_ptr(): each.numel() * each.element_size() for each in self.model.parameters()
-        }
+        """Bytes of this process's weights and of its part of the cached context, the minimum for dense attention."""
+        own = [each.to_local() if hasattr(each, "to_local") else each for each in self.model.parameters()]
+        weights: dict[int, int] = {each.data_ptr(): each.numel() * each.element_size() for each in own}
         return sum(weights.values()) + self._context_bytes()
 
     def _context_bytes(self) -> int:
@@ -153,11 +155,15 @@ class Work:
         tokens = self.input_ids.shape[0] * self.context
         numbers: int = 2 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim
         bits: int = torch.finfo(self.model.dtype).bits
-        return numbers * bits // 8
+        return numbers * bits // 8 // head_shard(self.model).size
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
-        """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps."""
-        copies, compiles = self.filled is not None, is_cuda(self.model)
+        """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps.
+
+        ``generate()`` compiles no steps of a model that is split, and a CUDA graph is that of one device.
+        """
+        copies, on_cuda, by_layers = self.filled is not None, is_cuda(self.model), is_split_by_layers(self.model)
+        compiles = on_cuda and not by_layers and head_shard(self.model).is_whole
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
             Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),
@@ -169,10 +175,12 @@ class Work:
             new_cache = partial(self.new_cache, method)
             side = Side(name, method, self.kept(new_cache), compiled=compiles and is_resident)
             sides.append(side)
-            if side.compiled:
+            if on_cuda and is_resident:
                 ahead = replace(side, name=f"{name}{AHEAD}", ahead=True)  # the same code, over the same cache
                 sides.append(ahead)
-                sides.append(replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True))
+                if not by_layers:
+                    sides.append(replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True))
+            if side.compiled:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
                 on_host = self.kept(partial(self.new_cache, method, "host"))
@@ -190,7 +198,7 @@ class Work:
         if kv_storage == "host":
             return self._copied(empty_cache(self.model, instance, self.capacity, kv_storage))
         if instance.offloading is not None:
-            return self._copied(SparseCache(self.model.config, instance, initial_capacity=self.capacity))
+            return self._copied(self._growing(instance))
         filled = copy.copy(self.filled)
         if filled.method.rotates_keys != instance.rotates_keys:
             filled.method = instance
@@ -199,7 +207,7 @@ class Work:
     def new_rotated_cache(self) -> SparseCache:
         """Create a dense cache of the filled buffers, with their keys taken as keys before RoPE."""
         assert self.filled is not None
-        cache = SparseCache(self.model.config, DENSE, initial_capacity=self.capacity)
+        cache = self._growing(DENSE)
         tables = RopeTables(decoder_rotary(self.model), self.context)
         for layer_idx, layer in enumerate(self.filled.sparse_layers):
             keys, values = (buffer[:, :, : self.context] for buffer in (layer.keys, layer.values))
@@ -212,7 +220,12 @@ class Work:
 
     def new_growing_cache(self) -> SparseCache:
         """Create a preallocated cache, of which a step reads the filled part."""
-        return self._copied(SparseCache(self.model.config, DENSE, initial_capacity=self.capacity))
+        return self._copied(self._growing(DENSE))
+
+    def _growing(self, method: SparseMethod | str) -> SparseCache:
+        return SparseCache(
+            self.model.config, method, initial_capacity=self.capacity, head_shard=head_shard(self.model)
+        )
 
     def new_static_cache(self) -> StaticCache:
         """Create Transformers' static cache, over the filled buffers if there are any."""
@@ -280,6 +293,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     )
     custom_generate = DecodeAhead(clock, cuda_graph=side.cuda_graph) if side.ahead else speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
+        wait_for_others()
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         started = time.perf_counter()
@@ -351,9 +365,8 @@ def empty_cache(
     model: PreTrainedModel, method: SparseMethod | str, capacity: int, kv_storage: str = "device"
 ) -> SparseCache:
     """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
-    if is_cuda(model):
-        return SparseCache(model.config, method, max_cache_len=capacity, kv_storage=kv_storage)
-    return SparseCache(model.config, method, initial_capacity=capacity, kv_storage=kv_storage)
+    room = {"max_cache_len": capacity} if is_cuda(model) else {"initial_capacity": capacity}
+    return SparseCache(model.config, method, **room, kv_storage=kv_storage, head_shard=head_shard(model))
 
 
 def _cut(cache: Cache, length: int) -> None:

@@ -79,7 +79,8 @@ class Answer:
 
     def record_steps(self) -> None:
         """Repeat all further decode steps by a CUDA graph. Call it after the prompt, and :func:`check_recordable`."""
-        self._steps = PassGraph(self.cache, lambda inputs: self.model(**inputs, return_dict=True).logits[:, -1])
+        model = self.model  # not self: in a cycle the graph would outlive the answer
+        self._steps = PassGraph(self.cache, lambda inputs: model(**inputs, return_dict=True).logits[:, -1])
 
     def check_room(self) -> None:
         """Raise ``ValueError`` if the cache is full before the answer is: a CUDA graph cannot tell."""

@@ -51,9 +51,8 @@ class VerifiedAnswer(Answer):
             is_finished = self._commit(self._process_prompt(), None, streamer)
             if cuda_graph:
                 self.record_steps()
-                self._verifications = PassGraph(
-                    self.cache, lambda inputs: self.model(**inputs, return_dict=True).logits
-                )
+                model = self.model  # not self: in a cycle the graph would outlive the answer
+                self._verifications = PassGraph(self.cache, lambda inputs: model(**inputs, return_dict=True).logits)
             self._extend(self.kwargs, 1)
             while not is_finished:
                 room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens

@@ -146,17 +146,20 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
+        and get_patch(model).head_shard.is_whole
         and is_step_one_graph(model)
     )
 
 
 def is_step_one_graph(model: PreTrainedModel) -> bool:
-    """Whether a decode step of a patched model over a static cache is work of one device alone."""
+    """Whether a decode step of a patched model over a static cache is this process's work on one device alone.
+
+    Under tensor parallelism the devices exchange their parts without the host.
+    """
     return (
         bool(model._can_compile_fullgraph)
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
         and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
-        and get_patch(model).head_shard.is_whole
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ def check_recordable(model: PreTrainedModel, device: torch.device, cache: Sparse
         raise ValueError(
             f"cuda_graph=True is not supported by this {type(model).__name__}: a decode step of it needs the host, or "
             "several devices"
+        )
+    group = get_patch(model).head_shard.group
+    if group is not None and torch.distributed.get_backend(group) != "nccl":
+        raise ValueError(
+            "cuda_graph=True needs the NCCL backend under tensor parallelism, got "
+            f"{torch.distributed.get_backend(group)!r}"
         )
     if get_patch(model).recorder is not None:
         raise ValueError("record_selections cannot record the steps of a CUDA graph: leave cuda_graph=True out")
@@ -107,7 +114,14 @@ def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[
         A function that does it, and the tensor that holds the result then.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on with what a recording does not allow, such as allocations.
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = function()
+    # Other threads may go on with what a recording does not allow, such as allocations. This one may not collect
+    # garbage, since freeing an earlier graph would spoil the recording.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay, result

@@ -1,0 +1,91 @@
+"""Models over several GPUs: by layers, through accelerate, or by heads, through Transformers' tensor parallelism."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from eval.errors import EvalError
+from hf_sparse_attn.head_shard import HeadShard
+from hf_sparse_attn.patch.tensor_parallel import head_shard_of
+
+
+class Split(str, Enum):
+    """How a model is spread over GPUs."""
+
+    NONE = "none"
+    """One device."""
+    LAYERS = "layers"
+    """``device_map="auto"``: one process, with consecutive layers on each visible GPU."""
+    HEADS = "heads"
+    """Tensor parallelism: a process for each GPU, started by torchrun, with a part of the heads and of each matrix."""
+
+
+def build_split(config: PreTrainedConfig, dtype: torch.dtype, split: Split) -> PreTrainedModel:
+    """Build a model over several GPUs, with SDPA and the weights of an empty checkpoint.
+
+    Raises
+    ------
+    EvalError
+        There are not several GPUs or processes.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # an AutoModel needs a checkpoint's name
+    settings = {"config": config, "state_dict": {}, "dtype": dtype, "attn_implementation": "sdpa"}
+    if split is Split.LAYERS:
+        if torch.cuda.device_count() < 2:
+            raise EvalError(f"split='layers' needs several GPUs, found {torch.cuda.device_count()}")
+        return model_class.from_pretrained(None, **settings, device_map="auto")
+    from transformers.distributed import DistributedConfig
+
+    size = processes()
+    if size < 2:
+        raise EvalError("split='heads' needs several processes: torchrun --nproc-per-node 2 -m eval speed ...")
+    return model_class.from_pretrained(None, **settings, distributed_config=DistributedConfig(tp_size=size))
+
+
+def processes() -> int:
+    """Return the number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this process prints and writes: the only one, or rank 0."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Leave the group of processes, if the model joined one, when the work is done."""
+    try:
+        yield
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            gc.collect()  # NCCL waits for CUDA graphs that hold its work
+            torch.distributed.destroy_process_group()
+
+
+def wait_for_others() -> None:
+    """Wait until every process of a group is here, so that none is timed while it waits for another one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def head_shard(model: PreTrainedModel) -> HeadShard:
+    """Return the part of the KV heads that this process has, of a patched or an unpatched model."""
+    return head_shard_of(model)
+
+
+def layer_devices(model: PreTrainedModel) -> list[torch.device]:
+    """Return the device of each decoder layer."""
+    return [next(layer.parameters()).device for layer in model.get_decoder().layers]
+
+
+def is_split_by_layers(model: PreTrainedModel) -> bool:
+    """Whether the layers are on several devices."""
+    return len(set(layer_devices(model))) > 1
