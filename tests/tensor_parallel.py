@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_sparse_attn import (
     METHODS,
+    DecodeAhead,
     SelfSpeculation,
     SparseCache,
     SparseMethod,
@@ -218,6 +219,12 @@ def speculated(model: PreTrainedModel) -> Any:
         return model.generate(ids, attention_mask=mask, **PROMPT, custom_generate=speculation)[:, 90:].tolist()
 
 
+def ahead(model: PreTrainedModel) -> Any:
+    """Return the tokens of steps that are launched before the host knows the tokens of the step before."""
+    with sparse_attention(model, sparse("tokenselect")):
+        return model.generate(**prompts(), **PROMPT, custom_generate=DecodeAhead())[:, 90:].tolist()
+
+
 def forked(model: PreTrainedModel) -> Any:
     """Return the tokens of forks for other methods, after one prefill."""
     with sparse_attention(model, "full"):
@@ -252,7 +259,7 @@ def of_plans(folder: Path, processes: int) -> dict[str, Any]:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded, speculated, forked)
+    for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded, speculated, ahead, forked)
 }
 
 
@@ -276,6 +283,9 @@ def refusals(folder: Path, model: PreTrainedModel, rank: int) -> dict[str, str]:
     found["prepare_context"] = attempt(partial(prepare_context, model, ids, progress=False, window=8))
     found["calibrate_channels"] = attempt(partial(calibrate_channels, model, ids, folder / "unwritten.json"))
     with sparse_attention(model, "quest", token_budget=48):
+        arguments = {**PROMPT, "cache_implementation": "static"}
+        graph = DecodeAhead(cuda_graph=True)
+        found["graph over gloo"] = attempt(partial(model.generate, **prompts(), **arguments, custom_generate=graph))
         cache = SparseCache.for_model(model)
         model(ids, past_key_values=cache)
         found["save"] = attempt(partial(cache.save, folder / "unwritten.safetensors", model))

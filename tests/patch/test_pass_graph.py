@@ -3,6 +3,9 @@
 On a CPU a tape stands in for the CUDA graph. It repeats the recorded ops alone, and fails if the host waits for one.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
@@ -16,6 +19,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
+from hf_sparse_attn.patch.pass_graph import PassGraph
 from tests.graph_tape import use_tape
 from tests.models import SPARSE, VOCABULARY, make_model, random_ids
 from tests.patch.test_decode_ahead import GREEDY, KEEPING, assert_same_turns, padded_batch, patched
@@ -46,6 +50,27 @@ def test_tokens_and_counts_are_those_of_generate(method, tapes):
     assert torch.equal(model.generate(**inputs, **arguments, custom_generate=recorded()), expected)
     assert sparse_attention_stats(model) == stats
     assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize("loop", [recorded, lambda: SelfSpeculation(4, cuda_graph=True)])
+def test_graphs_are_freed_with_the_answer(loop, tapes, monkeypatch):
+    graphs = []
+    start = PassGraph.__init__
+
+    def note(graph, *arguments):
+        graphs.append(weakref.ref(graph))
+        start(graph, *arguments)
+
+    monkeypatch.setattr(PassGraph, "__init__", note)
+    model = patched("quest")
+    gc.disable()  # a cycle would keep them
+    try:
+        model.generate(random_ids(1, 90), **GREEDY, custom_generate=loop())
+        assert graphs
+        assert all(graph() is None for graph in graphs)
+    finally:
+        gc.enable()
 
 
 @on_cpu

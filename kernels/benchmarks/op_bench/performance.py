@@ -123,7 +123,9 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     points: dict[tuple[str, ...], list[tuple[int, float]]] = {}
     for report in speeds:
         settings, machine = report["settings"], report["machine"]
-        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {machine['device']}"]
+        split = settings.get("split", "none")
+        device = machine["device"] if split == "none" else f"{machine['devices']} {machine['device']}, by {split}"
+        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {device}"]
         for result in report["results"]:
             medians = {side["name"]: side["tpot_ms"]["median"] for side in result["sides"]}
             for side in result["sides"]:

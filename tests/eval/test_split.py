@@ -1,0 +1,70 @@
+"""Shapes over several devices have the weights, keys and tokens of one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.errors import EvalError
+from eval.speed import SpeedConfig, measure
+from eval.speed_shapes import SHAPES, build_model
+from eval.split import Split
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"shape": "tiny", "contexts": (300,), "token_budget": (64,), "new_tokens": 6, "repeats": 1}
+
+
+def tokens(report):
+    return {side["name"]: side["tokens"] for side in report["results"][0]["sides"]}
+
+
+def test_heads_over_two_processes(tmp_path):
+    command = f"-m torch.distributed.run --nproc-per-node 2 -m eval speed --split heads --out {tmp_path / 'heads.json'}"
+    settings = "--shape tiny --context 300 --method quest,tova --token-budget 64 --new-tokens 6 --repeats 1 --device cpu"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *command.split(), *settings.split()]
+    ran = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count("ms per token") == 1  # one process prints
+    heads = json.loads((tmp_path / "heads.json").read_text())
+    one = measure(SpeedConfig(**SETTINGS, method=("quest", "tova"), device="cpu"))
+    assert tokens(heads) == tokens(one)
+    assert heads["machine"]["devices"] == 2
+    assert one["machine"]["devices"] == 1
+    whole, half = (each["results"][0]["weights_and_kv_bytes"] for each in (one, heads))
+    assert half < 0.6 * whole
+
+
+def test_a_matrix_depends_on_the_seed_and_its_name():
+    one, other = (build_model(SHAPES["tiny"], torch.float32, torch.device("cpu"), seed) for seed in (1, 2))
+    first, second = one.model.layers[0].mlp, one.model.layers[1].mlp
+    assert not torch.equal(first.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(first.up_proj.weight, second.up_proj.weight)
+    assert not torch.equal(first.up_proj.weight, first.gate_proj.weight)
+    assert first.up_proj.weight.std().item() == pytest.approx(one.config.initializer_range, rel=0.1)
+    assert torch.equal(one.model.norm.weight, torch.ones(64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "rows"}, "split='rows' is unknown; known: none, layers, heads"),
+        ({"split": "heads", "shape": None, "model": "smollm2"}, "split='heads' needs a shape, got model='smollm2'"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(EvalError) as raised:
+        SpeedConfig(**{**SETTINGS, **settings})
+    assert str(raised.value) == message
+
+
+def test_one_process_and_one_gpu_are_errors(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for split, message in ((Split.HEADS, "several processes: torchrun"), (Split.LAYERS, "several GPUs, found 1")):
+        with pytest.raises(EvalError, match=message):
+            build_model(SHAPES["tiny"], torch.float32, torch.device("cpu"), split=split)
