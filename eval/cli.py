@@ -180,7 +180,7 @@ def speed(
         typer.Option(
             "--split",
             help="How a shape is spread over GPUs: 'layers' (device_map='auto'), 'heads' (tensor parallelism, with "
-            "torchrun --nproc-per-node N -m eval speed ...)."
+            "torchrun --nproc-per-node N -m eval speed ...).",
         ),
     ] = "none",
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,

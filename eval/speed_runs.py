@@ -223,9 +223,7 @@ class Work:
         return self._copied(self._growing(DENSE))
 
     def _growing(self, method: SparseMethod | str) -> SparseCache:
-        return SparseCache(
-            self.model.config, method, initial_capacity=self.capacity, head_shard=head_shard(self.model)
-        )
+        return SparseCache(self.model.config, method, initial_capacity=self.capacity, head_shard=head_shard(self.model))
 
     def new_static_cache(self) -> StaticCache:
         """Create Transformers' static cache, over the filled buffers if there are any."""

@@ -114,6 +114,7 @@ def test_scenarios(runs, scenario):
         ("calibrate_channels", "calibrate_channels is not supported under tensor parallelism"),
         ("save", "SparseCache.save is not supported under tensor parallelism"),
         ("load", "SparseCache.load is not supported under tensor parallelism"),
+        ("graph over gloo", "cuda_graph=True needs the NCCL backend under tensor parallelism, got 'gloo'"),
         ("cache of all heads", "create it with SparseCache.for_model(model)"),
     ],
 )

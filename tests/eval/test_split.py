@@ -24,14 +24,16 @@ def tokens(report):
 
 def test_heads_over_two_processes(tmp_path):
     command = f"-m torch.distributed.run --nproc-per-node 2 -m eval speed --split heads --out {tmp_path / 'heads.json'}"
-    settings = "--shape tiny --context 300 --method quest,tova --token-budget 64 --new-tokens 6 --repeats 1 --device cpu"
+    settings = (
+        "--shape tiny --context 300 --method quest,keycodes --token-budget 64 --new-tokens 6 --repeats 1 --device cpu"
+    )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, *command.split(), *settings.split()]
     ran = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("ms per token") == 1  # one process prints
     heads = json.loads((tmp_path / "heads.json").read_text())
-    one = measure(SpeedConfig(**SETTINGS, method=("quest", "tova"), device="cpu"))
+    one = measure(SpeedConfig(**SETTINGS, method=("quest", "keycodes"), device="cpu"))
     assert tokens(heads) == tokens(one)
     assert heads["machine"]["devices"] == 2
     assert one["machine"]["devices"] == 1

@@ -74,7 +74,9 @@ def _generate(root: Path) -> list[str]:
     side = next(side for side in sides if side["name"] == f"quest, {SPEED_BUDGET}, ahead")
     dense = next(other for other in sides if other["name"] == side["ratio"]["tpot_against"])
     times = [f"{found['tpot_ms']['median']:.1f} ms" for found in (dense, side)]
-    what = f"one token of `generate()`, Llama 3.1 8B's shape, {length_label(CONTEXT)} tokens cached: Quest, `DecodeAhead`"
+    what = (
+        f"one token of `generate()`, Llama 3.1 8B's shape, {length_label(CONTEXT)} tokens cached: Quest, `DecodeAhead`"
+    )
     return [what, *times, f"{side['ratio']['tpot']:.1f}x"]
 
 
