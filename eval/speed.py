@@ -109,10 +109,11 @@ def measure_model(
         ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split over GPUs none is compiled.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
-        quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the extra time of a compiled
-        side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K and V. ``ratio``, of a
-        patched side, is the best dense median over its own, with that dense side's name. ``tokens_in_common``, of a
-        compiled patched side, counts the first tokens equal to the uncompiled ones (roundings differ).
+        quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the
+        extra time of a compiled side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K
+        and V. ``ratio``, of a patched side, is the best dense median over its own, with that dense side's name.
+        ``tokens_in_common``, of a compiled patched side, counts the first tokens equal to the uncompiled ones
+        (roundings differ).
 
     Raises
     ------

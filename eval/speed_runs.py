@@ -363,8 +363,9 @@ def empty_cache(
     model: PreTrainedModel, method: SparseMethod | str, capacity: int, kv_storage: str = "device"
 ) -> SparseCache:
     """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
-    room = {"max_cache_len": capacity} if is_cuda(model) else {"initial_capacity": capacity}
-    return SparseCache(model.config, method, **room, kv_storage=kv_storage, head_shard=head_shard(model))
+    longest, initial = (capacity, 0) if is_cuda(model) else (None, capacity)
+    shard = head_shard(model)
+    return SparseCache(model.config, method, longest, initial, kv_storage=kv_storage, head_shard=shard)
 
 
 def _cut(cache: Cache, length: int) -> None:

@@ -15,7 +15,7 @@ from eval.speed_shapes import SHAPES, build_model
 from eval.split import Split
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"shape": "tiny", "contexts": (300,), "token_budget": (64,), "new_tokens": 6, "repeats": 1}
+SETTINGS = {"shape": "tiny", "contexts": (300,), "token_budget": (80,), "new_tokens": 6, "repeats": 1}
 
 
 def tokens(report):
@@ -25,7 +25,7 @@ def tokens(report):
 def test_heads_over_two_processes(tmp_path):
     command = f"-m torch.distributed.run --nproc-per-node 2 -m eval speed --split heads --out {tmp_path / 'heads.json'}"
     settings = (
-        "--shape tiny --context 300 --method quest,keycodes --token-budget 64 --new-tokens 6 --repeats 1 --device cpu"
+        "--shape tiny --context 300 --method quest,keycodes --token-budget 80 --new-tokens 6 --repeats 1 --device cpu"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, *command.split(), *settings.split()]
