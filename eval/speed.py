@@ -33,10 +33,11 @@ from eval.speed_runs import (
 )
 from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
-from eval.split import Split, is_split_by_layers, processes
+from eval.split import Split, processes
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cli.memory import PeakMemory
+from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.rope import max_positions
 
 __all__ = ["Progress", "SpeedConfig", "measure", "measure_model", "save", "speed_table"]

@@ -21,7 +21,7 @@ from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
-from eval.split import head_shard, is_split_by_layers, layer_devices, wait_for_others
+from eval.split import layer_devices, wait_for_others
 from hf_sparse_attn import (
     DecodeAhead,
     SelfSpeculation,
@@ -31,6 +31,8 @@ from hf_sparse_attn import (
     sparse_attention,
 )
 from hf_sparse_attn.methods import make_method
+from hf_sparse_attn.patch.generation import is_split_by_layers
+from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ class Work:
             # A seed a layer, and all heads, so that a split model has the keys and values of a whole one.
             with seeded(device, config.seed * 1000 + layer_idx):
                 both = [torch.randn(shape, dtype=model.dtype, device=device) for _ in "kv"]
-            keys, values = (head_shard(model).slice(each, dim=1) for each in both)
+            keys, values = (head_shard_of(model).slice(each, dim=1) for each in both)
             filled.update(keys, values, layer_idx)
         _clear_beyond(filled, context)
         input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
@@ -155,15 +157,15 @@ class Work:
         tokens = self.input_ids.shape[0] * self.context
         numbers: int = 2 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim
         bits: int = torch.finfo(self.model.dtype).bits
-        return numbers * bits // 8 // head_shard(self.model).size
+        return numbers * bits // 8 // head_shard_of(self.model).size
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
         """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps.
 
-        ``generate()`` compiles no steps of a model that is split, and a CUDA graph is that of one device.
+        Of a model that is split no side is compiled. A CUDA graph is that of one device.
         """
         copies, on_cuda, by_layers = self.filled is not None, is_cuda(self.model), is_split_by_layers(self.model)
-        compiles = on_cuda and not by_layers and head_shard(self.model).is_whole
+        compiles = on_cuda and not by_layers and head_shard_of(self.model).is_whole
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
             Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),
@@ -223,7 +225,9 @@ class Work:
         return self._copied(self._growing(DENSE))
 
     def _growing(self, method: SparseMethod | str) -> SparseCache:
-        return SparseCache(self.model.config, method, initial_capacity=self.capacity, head_shard=head_shard(self.model))
+        return SparseCache(
+            self.model.config, method, initial_capacity=self.capacity, head_shard=head_shard_of(self.model)
+        )
 
     def new_static_cache(self) -> StaticCache:
         """Create Transformers' static cache, over the filled buffers if there are any."""
@@ -364,7 +368,7 @@ def empty_cache(
 ) -> SparseCache:
     """Create an empty cache as a patched ``generate()`` does: static on CUDA, growing elsewhere."""
     longest, initial = (capacity, 0) if is_cuda(model) else (None, capacity)
-    shard = head_shard(model)
+    shard = head_shard_of(model)
     return SparseCache(model.config, method, longest, initial, kv_storage=kv_storage, head_shard=shard)
 
 

@@ -12,8 +12,6 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from eval.errors import EvalError
-from hf_sparse_attn.head_shard import HeadShard
-from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 
 
 class Split(str, Enum):
@@ -76,16 +74,6 @@ def wait_for_others() -> None:
         torch.distributed.barrier()
 
 
-def head_shard(model: PreTrainedModel) -> HeadShard:
-    """Return the part of the KV heads that this process has, of a patched or an unpatched model."""
-    return head_shard_of(model)
-
-
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:
     """Return the device of each decoder layer."""
     return [next(layer.parameters()).device for layer in model.get_decoder().layers]
-
-
-def is_split_by_layers(model: PreTrainedModel) -> bool:
-    """Whether the layers are on several devices."""
-    return len(set(layer_devices(model))) > 1

@@ -159,8 +159,13 @@ def is_step_one_graph(model: PreTrainedModel) -> bool:
     return (
         bool(model._can_compile_fullgraph)
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
-        and len(set(map(str, getattr(model, "hf_device_map", {}).values()))) <= 1
+        and not is_split_by_layers(model)
     )
+
+
+def is_split_by_layers(model: PreTrainedModel) -> bool:
+    """Whether accelerate has put parts of a model on several devices."""
+    return len(set(map(str, getattr(model, "hf_device_map", {}).values()))) > 1
 
 
 def _check_room(
