@@ -52,7 +52,7 @@ class Models:
             self._model = None  # frees memory first, because two models may not fit
             device = config.device
             if device is None and self._processes.world_size > 1 and torch.cuda.is_available():
-                device = f"cuda:{self._processes.local_rank}"
+                device = f"cuda:{self._processes.local_rank % torch.cuda.device_count()}"
             dtype = getattr(torch, config.dtype) if config.dtype else None
             with hidden_bars():
                 self._model, _ = load_model(config.model, dtype, device)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ from eval.records import make_record
 from eval.run_check import ModelSource, OnRefusal, check_patchable, find_benchmark, prepare, usable
 from eval.store import RecordKey, Store, record_key, write_json
 
+_LONGEST_WAIT = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of an ``accelerate launch``, or a single process."""
+    """This process among those of an ``accelerate launch``, or a single process.
+
+    They exchange errors and wait for each other, through the host: tensors stay where they are.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -37,7 +43,8 @@ class Processes:
             return cls()
         from accelerate import PartialState
 
-        state = PartialState()
+        # Not NCCL, which refuses two processes on one GPU. The first one to finish may wait for hours.
+        state = PartialState(cpu=True, timeout=_LONGEST_WAIT)
         return cls(state.process_index, state.num_processes, state.local_process_index)
 
     @property

@@ -107,7 +107,8 @@ def measure_model(
         An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
         has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
         and budget has one side, on CUDA four: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
-        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split over GPUs none is compiled.
+        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split by layers none is compiled or
+        recorded.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the

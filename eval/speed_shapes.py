@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eval.split import Split, build_split
+from eval.split import Split, build_placed
 
 _SHAPE_POSITIONS = 1 << 20  # RoPE keeps no table, so positions cost nothing
 
@@ -61,13 +61,12 @@ def build_model(
         eos_token_id=None,
         pad_token_id=0,
     )
-    if split is not Split.NONE:
-        model = build_split(config, dtype, split)
-    else:
-        with seeded(device, seed), device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    if device.type != "meta":
-        _draw_matrices(model, config, seed)
+    if device.type == "meta":
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    with seeded(device, seed):
+        model = build_placed(config, dtype, device, split)
+    _draw_matrices(model, config, seed)
     return model.eval()
 
 

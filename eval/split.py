@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from eval.errors import EvalError
+from hf_sparse_attn.cli.progress import hidden_bars
 
 
 class Split(str, Enum):
@@ -25,8 +27,11 @@ class Split(str, Enum):
     """Tensor parallelism: a process for each GPU, started by torchrun, with a part of the heads and of each matrix."""
 
 
-def build_split(config: PreTrainedConfig, dtype: torch.dtype, split: Split) -> PreTrainedModel:
-    """Build a model over several GPUs, with SDPA and the weights of an empty checkpoint.
+def build_placed(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, split: Split) -> PreTrainedModel:
+    """Build a model on a device or over several GPUs, with SDPA and the weights of an empty checkpoint.
+
+    However it is placed, the host computes the frequencies of RoPE, as for every loaded model. A GPU rounds some of
+    them differently, which moves angles by a thousandth at position 30,000.
 
     Raises
     ------
@@ -35,16 +40,24 @@ def build_split(config: PreTrainedConfig, dtype: torch.dtype, split: Split) -> P
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # an AutoModel needs a checkpoint's name
     settings = {"config": config, "state_dict": {}, "dtype": dtype, "attn_implementation": "sdpa"}
+    with hidden_bars():
+        return model_class.from_pretrained(None, **settings, **_placement(device, split))
+
+
+def _placement(device: torch.device, split: Split) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that place a model."""
+    if split is Split.NONE:
+        return {"device_map": device}
     if split is Split.LAYERS:
         if torch.cuda.device_count() < 2:
             raise EvalError(f"split='layers' needs several GPUs, found {torch.cuda.device_count()}")
-        return model_class.from_pretrained(None, **settings, device_map="auto")
+        return {"device_map": "auto"}
     from transformers.distributed import DistributedConfig
 
     size = processes()
     if size < 2:
         raise EvalError("split='heads' needs several processes: torchrun --nproc-per-node 2 -m eval speed ...")
-    return model_class.from_pretrained(None, **settings, distributed_config=DistributedConfig(tp_size=size))
+    return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
 def processes() -> int:

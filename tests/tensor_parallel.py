@@ -17,7 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from torch._dynamo.utils import counters
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_sparse_attn import (
@@ -183,6 +184,20 @@ def static(model: PreTrainedModel) -> Any:
         return model.generate(**prompts(), **PROMPT, cache_implementation="static")[:, 90:].tolist()
 
 
+def compiled(model: PreTrainedModel) -> Any:
+    """Return the tokens of compiled steps, of a method that exchanges nothing and of one whose steps exchange votes."""
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph break is an error
+    config._compile_all_devices = True
+    found = []
+    for method in (sparse("quest"), sparse("tokenselect")):
+        torch._dynamo.reset()
+        counters.clear()
+        with sparse_attention(model, method):
+            tokens = model.generate(**prompts(), **PROMPT, compile_config=config)[:, 90:].tolist()
+        found.append([tokens, counters["stats"]["unique_graphs"]])
+    return found
+
+
 def looked_up(model: PreTrainedModel) -> Any:
     """Return the tokens of assisted decoding, which crops the cache."""
     with sparse_attention(model, sparse("tokenselect")):
@@ -259,7 +274,7 @@ def of_plans(folder: Path, processes: int) -> dict[str, Any]:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (beams, turns, static, looked_up, sampled, on_host, offloaded, speculated, ahead, forked)
+    for scenario in (beams, turns, static, compiled, looked_up, sampled, on_host, offloaded, speculated, ahead, forked)
 }
 
 

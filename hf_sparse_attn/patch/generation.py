@@ -146,7 +146,6 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
-        and get_patch(model).head_shard.is_whole
         and is_step_one_graph(model)
     )
 
