@@ -16,8 +16,9 @@ from eval.engine import Variant, make_variants
 from eval.errors import EvalError
 from eval.findings import Findings, Place, Record, Target
 from eval.knobs import ANY_LENGTH, Ladder, Ladders
+from eval.processes import Processes
 from eval.run_check import ModelSource
-from eval.session import Processes, Session, key_of, open_session, write_result
+from eval.session import Session, key_of, open_session, write_result
 from eval.store import record_key
 
 OnRecord = Callable[[int, int, "dict[str, Any] | None"], None]

@@ -114,8 +114,8 @@ def budget(
         from eval.budget import search
         from eval.budget_table import budget_table
         from eval.models import Models
+        from eval.processes import Processes
         from eval.report.budgets import write_picture
-        from eval.session import Processes
 
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
         wanted = make_target(_search_of(config), asked)

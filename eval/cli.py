@@ -191,8 +191,9 @@ def speed(
     """Time generate() dense and patched: medians and quartiles of time to first token and ms per token."""
     from transformers.utils import logging
 
+    from eval.processes import Processes
     from eval.speed import SpeedConfig, measure, save, speed_table
-    from eval.split import is_first_process, process_group
+    from eval.split import process_group
 
     logging.set_verbosity_error()
     with harness_errors(), process_group():
@@ -211,9 +212,9 @@ def speed(
             kv_storage=kv_storage,
             split=split_over,
         )
-        with progress(f"speed of {model or shape}", is_shown=is_first_process()) as update:
+        with progress(f"speed of {model or shape}", is_shown=Processes.started().is_main) as update:
             measured = measure(config, lambda what, done, total: update(done, total, what))
-        if is_first_process():
+        if Processes.started().is_main:
             print_table(speed_table(measured), WIDTH)
             if out is not None:
                 save(measured, out)

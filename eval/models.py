@@ -11,7 +11,7 @@ from eval.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from eval.session import Processes
+    from eval.processes import Processes
 
 
 class Models:

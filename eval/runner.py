@@ -13,8 +13,9 @@ from eval.benchmarks import BENCHMARKS
 from eval.config import RunConfig, with_dense
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
+from eval.processes import Processes
 from eval.run_check import ModelSource, OnRefusal
-from eval.session import Processes, key_of, open_session, write_result
+from eval.session import key_of, open_session, write_result
 from eval.store import read_json
 from eval.summary import category_means, category_scores, group_means, summarise
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +15,11 @@ from eval.config import RunConfig
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
 from eval.expected import expected_seconds, total_work
+from eval.processes import Processes
 from eval.protocols import load_protocol
 from eval.records import make_record
 from eval.run_check import ModelSource, OnRefusal, check_patchable, find_benchmark, prepare, usable
 from eval.store import RecordKey, Store, record_key, write_json
-
-_LONGEST_WAIT = timedelta(days=7)
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process among those of an ``accelerate launch``, or a single process.
-
-    They exchange errors and wait for each other, through the host: tensors stay where they are.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-
-    @classmethod
-    def current(cls) -> Processes:
-        """Join the other processes, if any."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls()
-        from accelerate import PartialState
-
-        # Not NCCL, which refuses two processes on one GPU. The first one to finish may wait for hours.
-        state = PartialState(cpu=True, timeout=_LONGEST_WAIT)
-        return cls(state.process_index, state.num_processes, state.local_process_index)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process merges the records and writes to the terminal."""
-        return self.rank == 0
-
-    def wait(self) -> None:
-        """Wait for all processes."""
-        if self.world_size > 1:
-            from accelerate import PartialState
-
-            PartialState().wait_for_everyone()
-
-    def agree(self, error: EvalError | None) -> None:
-        """Raise in every process if one has an error, so that none waits forever."""
-        errors: list[EvalError | None] = [error]
-        if self.world_size > 1:
-            from accelerate.utils import gather_object
-
-            errors = gather_object([error])
-        for found in errors:
-            if found is not None:
-                raise found
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
+from eval.processes import Processes
 from eval.speed_check import check_covering
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import (
@@ -33,7 +34,7 @@ from eval.speed_runs import (
 )
 from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
-from eval.split import Split, processes
+from eval.split import Split
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cli.memory import PeakMemory
@@ -107,8 +108,7 @@ def measure_model(
         An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
         has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
         and budget has one side, on CUDA four: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
-        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split by layers none is compiled or
-        recorded.
+        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split over GPUs none is compiled.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the
@@ -148,7 +148,7 @@ def measure_model(
     return {
         "machine": {
             "device": device_name(model.device),
-            "devices": torch.cuda.device_count() if config.split == Split.LAYERS else processes(),
+            "devices": torch.cuda.device_count() if config.split == Split.LAYERS else Processes.started().world_size,
             **versions(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         },

@@ -162,10 +162,10 @@ class Work:
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
         """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps.
 
-        Of a model that is split by layers no side is compiled, and none is a CUDA graph, which is that of one device.
+        Of a model that is split no side is compiled. A CUDA graph is that of one device.
         """
         copies, on_cuda, by_layers = self.filled is not None, is_cuda(self.model), is_split_by_layers(self.model)
-        compiles = on_cuda and not by_layers
+        compiles = on_cuda and not by_layers and head_shard_of(self.model).is_whole
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
             Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),

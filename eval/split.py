@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -13,6 +12,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from eval.errors import EvalError
+from eval.processes import Processes
 from hf_sparse_attn.cli.progress import hidden_bars
 
 
@@ -54,20 +54,10 @@ def _placement(device: torch.device, split: Split) -> dict[str, Any]:
         return {"device_map": "auto"}
     from transformers.distributed import DistributedConfig
 
-    size = processes()
+    size = Processes.started().world_size
     if size < 2:
         raise EvalError("split='heads' needs several processes: torchrun --nproc-per-node 2 -m eval speed ...")
     return {"distributed_config": DistributedConfig(tp_size=size)}
-
-
-def processes() -> int:
-    """Return the number of processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first_process() -> bool:
-    """Whether this process prints and writes: the only one, or rank 0."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from hf_sparse_attn.cli.terminal import one_line, print_table
 if TYPE_CHECKING:
     from eval.engine import Variant
     from eval.models import Models
+    from eval.processes import Processes
     from eval.run_check import OnRefusal
-    from eval.session import Processes
 
 
 def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> None:
@@ -30,7 +30,7 @@ def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) 
         All records of a run are errors.
     """
     from eval.models import Models
-    from eval.session import Processes
+    from eval.processes import Processes
 
     processes = Processes.current()
     models = Models(processes)

@@ -58,7 +58,7 @@ def table(
     resumed.
     """
     from eval.config import read_sweep
-    from eval.session import Processes
+    from eval.processes import Processes
     from eval.table_runs import table_runs
     from eval.tables import read_table
 
@@ -104,8 +104,9 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
     """
     from eval.comparison_table import paper_table, table_report
     from eval.models import Models
+    from eval.processes import Processes
     from eval.run_check import check_run
-    from eval.session import Processes, write_result
+    from eval.session import write_result
 
     processes = Processes.current()
     models = Models(processes)

@@ -5,15 +5,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hf_sparse_attn_kernels import select_tokens
+from transformers import CompileConfig
+from transformers.generation import GenerationMode
 
-from hf_sparse_attn import METHODS, SparseCache
+from hf_sparse_attn import METHODS, SparseCache, patch_model
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods.sharded_votes import select_tokens_together
+from hf_sparse_attn.patch.generation import _may_compile
+from hf_sparse_attn.patched import get_patch
 from tests import tensor_parallel as worker
 from tests.models import make_model
 
@@ -167,6 +172,17 @@ def test_votes_choose_as_the_op_does(vote, pool_size):
         for actual, wanted in zip((*found, *own.values()), (*expected, *op.values()), strict=True):
             torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
     assert 0 < own["reuse_counter"][0] < own["reuse_counter"][1]
+
+
+def test_steps_are_compiled_where_asked_for():
+    model = make_model("llama")
+    patch_model(model, "quest")
+    decides = partial(_may_compile, model, model.generation_config, GenerationMode.GREEDY_SEARCH)
+    assert decides()
+    get_patch(model).head_shard = HeadShard(rank=0, size=2)
+    assert not decides()
+    model.generation_config.compile_config = CompileConfig()
+    assert decides()
 
 
 def test_heads_that_something_else_has_divided_are_refused():

@@ -141,11 +141,15 @@ def static_capacity(tokens: int) -> int:
 
 
 def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode: Any) -> bool:
-    """Whether ``generate()`` may compile: only decode steps are supported, on one device, of models that allow it."""
+    """Whether ``generate()`` may compile: only decode steps are supported, on one device, of models that allow it.
+
+    The steps of divided heads are compiled if a ``compile_config`` asks for it: Inductor was seen to take minutes.
+    """
     return (
         generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and not generation_config.is_assistant
         and generation_config.prefill_chunk_size is None  # Transformers compiles the chunks too
+        and (get_patch(model).head_shard.is_whole or generation_config.compile_config is not None)
         and is_step_one_graph(model)
     )
 

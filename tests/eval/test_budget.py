@@ -24,9 +24,9 @@ from eval.errors import EvalError
 from eval.findings import Target
 from eval.knobs import BUDGET, KNOBS, Ladders, knob_of
 from eval.markdown import results_tables
+from eval.processes import Processes
 from eval.report import write_report
 from eval.report.budgets import budget_picture
-from eval.session import Processes
 from eval.store import read_records
 from hf_sparse_attn import METHODS, SparseCache
 from hf_sparse_attn.cli.models import load_model

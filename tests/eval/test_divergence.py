@@ -11,8 +11,8 @@ from eval.config import make_config, read_sweep
 from eval.continuations import Continuation, DensePath, same_answer
 from eval.engine import make_variants
 from eval.errors import EvalError
+from eval.processes import Processes
 from eval.runner import run
-from eval.session import Processes
 from eval.store import read_records
 from eval.terminal import summary_table
 from hf_sparse_attn import METHODS

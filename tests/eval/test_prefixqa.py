@@ -19,8 +19,9 @@ from eval.config import make_config
 from eval.engine import Engine, make_variants
 from eval.errors import EvalError
 from eval.prefixqa_data import longbench_contexts, make_prefixqa, squad_contexts
+from eval.processes import Processes
 from eval.runner import run
-from eval.session import Processes, by_material
+from eval.session import by_material
 from eval.store import read_records, record_key
 from hf_sparse_attn import KeyCodes, SparseCache, Squeezed, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.cli.greedy import answer, end_of_sequence_ids, prefill

@@ -23,10 +23,10 @@ from eval.cli import app
 from eval.config import make_config
 from eval.engine import Engine, make_variants
 from eval.errors import EvalError
+from eval.processes import Processes
 from eval.prompts import encode_prompt
 from eval.report import write_report
 from eval.runner import run
-from eval.session import Processes
 from eval.store import read_records, record_key
 from hf_sparse_attn import METHODS, SnapKV
 from hf_sparse_attn.cli.models import load_model
