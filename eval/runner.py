@@ -80,6 +80,7 @@ def run(
             summary = {
                 "config": config.as_json(),
                 **session.provenance,
+                **_measured_with(records),
                 **_summed_times(former, times),
                 "rows": len(records),
                 "errors": sum(record["error"] is not None for record in records),
@@ -94,6 +95,18 @@ def run(
             write_result(out / "summary.json", summary)
         processes.wait()
     return summary
+
+
+def _measured_with(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return device, dtype and versions of the records, since another machine may have measured some or all of them."""
+    found: dict[str, Any] = {}
+    for name in ("device", "dtype", "versions"):
+        values = [record[name] for record in records]
+        if values and all(value == values[0] for value in values):
+            found[name] = values[0]
+        elif name != "versions":
+            found[name] = ", ".join(sorted(set(values)))
+    return found
 
 
 def _former_times(path: Path) -> dict[str, Any] | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.config import DENSE, RunConfig
 from eval.errors import EvalError
 from eval.options import (
     BudgetOption,
@@ -138,16 +140,24 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
 
 
 def _alike(runs: Sequence[TableRun]) -> list[list[TableRun]]:
-    """Group the runs that are one and the same on another model than the paper's."""
+    """Group the runs that one run can serve on another model than the paper's; the first of a group has all variants.
+
+    Their settings are equal, and so are their variants, or the others' are among the first one's.
+    """
     groups: list[list[TableRun]] = []
-    for run in runs:
+    for run in sorted(runs, key=lambda run: -len(run.variants)):
         for group in groups:
-            if (run.config, run.variants) == (group[0].config, group[0].variants):
+            if _settings(run) == _settings(group[0]) and all(each in group[0].variants for each in run.variants):
                 group.append(run)
                 break
         else:
             groups.append([run])
-    return groups
+    return sorted(groups, key=lambda group: min(map(runs.index, group)))
+
+
+def _settings(run: TableRun) -> RunConfig:
+    """Return a run's settings but for what its methods and variants are."""
+    return replace(run.config, method=(DENSE,), token_budget=(), parameters={}, variants=())
 
 
 def _add_refusal(refusals: list[Refusal], variant: Variant, reason: str) -> None:

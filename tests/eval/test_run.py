@@ -237,6 +237,16 @@ def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     assert [file.read_bytes() for file in files] == before
 
 
+def test_a_summary_names_the_machines_that_measured_its_records(tmp_path, loaded, model_dir):
+    here = go(tmp_path, loaded, model_dir)["device"]
+    rows = tmp_path / "rows.jsonl"
+    records = [{**json.loads(line), "device": "another GPU"} for line in rows.read_text().splitlines()]
+    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert go(tmp_path, loaded, model_dir)["device"] == "another GPU"
+    rows.write_text("".join(json.dumps(record) + "\n" for record in records[:-1]))
+    assert go(tmp_path, loaded, model_dir)["device"] == ", ".join(sorted({"another GPU", here}))
+
+
 def test_killed_run_resumes(tmp_path, model_dir):
     out = tmp_path / "out"
     arguments = command(

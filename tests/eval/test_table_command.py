@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from eval.cli import app
+from eval.config import read_sweep
 from eval.store import read_records
-from eval.table_command import REPORT
+from eval.table_command import REPORT, _alike
+from eval.table_runs import table_runs
 from eval.tables import read_table, table_names
 from hf_sparse_attn import METHODS
 from tests.tiny import save_model
@@ -176,3 +178,13 @@ def test_other_tasks_are_refused(model_dir: str) -> None:
     result = invoke("table", "tokenselect-4", "--model", model_dir, "--tasks", "vt")
     assert result.exit_code == 2
     assert "one or more of longbook_qa_eng" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("tokenselect-2", [3]), ("squeezed-3", [1, 2]), ("quest-1", [1, 1]), ("psa-fig5", [1])]
+)
+def test_on_another_model_a_run_serves_those_that_have_some_of_its_variants(name: str, groups: list[int]) -> None:
+    found = _alike(table_runs(read_sweep(read_table(name).path, {}), {"model": "smollm2"}))
+    assert [len(group) for group in found] == groups
+    for first, *others in found:
+        assert all(variant in first.variants for run in others for variant in run.variants)
