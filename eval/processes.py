@@ -13,7 +13,7 @@ _LONGEST_WAIT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of an ``accelerate launch``, or a single process.
+    """This process among those of torchrun or an ``accelerate launch``, or a single process.
 
     They exchange errors and wait for each other, through the host: tensors stay where they are.
     """
@@ -25,8 +25,8 @@ class Processes:
     @classmethod
     def started(cls) -> Processes:
         """Return this process as torchrun or ``accelerate launch`` has started it, without joining the others."""
-        found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        return cls(*map(int, found.values())) if all(found.values()) else cls()  # type: ignore[arg-type]
+        rank = os.environ.get("RANK", "0")
+        return cls(int(rank), int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank)))
 
     @classmethod
     def current(cls) -> Processes:
