@@ -1,0 +1,73 @@
+"""Figures that pages repeat in their sentences are those of the results files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 131072
+
+
+def side(report: str, name: str) -> tuple[float, float]:
+    """Return the ms a token of a side in a report of `eval speed`, and how often as fast as dense attention it is."""
+    read = json.loads((ROOT / f"eval/results/speed/llama-3.1-{report}-nvidia-h200.json").read_text())
+    sides = next(result["sides"] for result in read["results"] if result["context"] == CONTEXT)
+    found = next(each for each in sides if each["name"] == name)
+    return found["tpot_ms"]["median"], (found.get("ratio") or {"tpot": 1.0})["tpot"]
+
+
+def compiled_decoding() -> list[str]:
+    """Return sentences of the page on compiled decoding, with the figures of the results."""
+    names = ("quest, 2048, ahead", "quest, 2048", "quest, 2048, CUDA graph", "quest, 2048, not compiled")
+    ahead, plain, graph, eager = (side("8b-ahead", name)[0] for name in names)
+    codes, _ = side("8b-ahead", "keycodes, 2048, ahead")
+    return [
+        f"a compiled step of Quest takes {ahead:.1f} ms ahead and {plain:.1f} without, and one in a CUDA graph "
+        f"{graph:.1f} ms, without a compiler. Not compiled, it takes {eager:.1f} ms.",
+        f"KeyCodes' step takes {codes:.1f} ms ahead.",
+    ]
+
+
+def tensor_parallel() -> list[str]:
+    """Return sentences of the page on tensor parallelism, with the figures of the results."""
+    large, large_ratio = side("70b-heads-2", "quest, 2048, CUDA graph")
+    small, small_ratio = side("8b-heads-2", "quest, 2048, CUDA graph")
+    graph, compiled = (side("8b-ahead", f"quest, 2048, {kind}")[0] for kind in ("CUDA graph", "ahead"))
+    assert small >= compiled  # "no faster than one compiled"
+    layers = [side("8b-layers-2", name)[0] for name in ("keycodes, 2048, ahead", "quest, 2048", "dense, DynamicCache")]
+    return [
+        f"takes {large:.1f} ms a token with Quest, {large_ratio:.1f} times as fast as the best dense side",
+        f"The shape of 8B takes {small:.1f} ms, {small_ratio:.1f} times as fast.",
+        f"takes {graph:.1f} ms as a CUDA graph and {compiled:.1f} ms compiled",
+        f"two GPUs are {graph / small:.1f} times as fast as one where neither is compiled",
+        f"takes {layers[0]:.0f} to {layers[1]:.0f} ms a token with KeyCodes and Quest at 128K tokens, and "
+        f"{layers[2]:.0f} without a patch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "sentences"), [("compiled-decoding", compiled_decoding), ("tensor-parallel", tensor_parallel)]
+)
+def test_sentences_have_the_figures_of_the_results(page, sentences):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    for sentence in sentences():
+        assert sentence in text
+
+
+def test_tokens_of_one_gpu_and_of_two():
+    reports = {
+        name: json.loads((ROOT / f"eval/results/split/{name}.json").read_text()) for name in ("one", "heads", "layers")
+    }
+    tokens = {
+        name: {each["name"]: each["tokens"] for each in report["results"][0]["sides"]}
+        for name, report in reports.items()
+    }
+    for name in ("dense, DynamicCache", "quest, 2048"):
+        assert tokens["one"][name] == tokens["heads"][name] == tokens["layers"][name]
+        assert len(tokens["one"][name]) == 33
+    one, heads, layers = (tokens[name]["keycodes, 2048"] for name in ("one", "heads", "layers"))
+    assert one == layers
+    assert [one[0] == heads[0], one[1] == heads[1]] == [True, False]  # "only the first in common"
