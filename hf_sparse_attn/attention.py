@@ -83,9 +83,7 @@ def sparse_attention_forward(
     for name in CHANGE_WEIGHTS:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name!r} to its attention, which is not supported")
-    if s_aux is not None and hasattr(
-        s_aux, "to_local"
-    ):  # Transformers 5.17 leaves the sinks of divided heads a DTensor
+    if s_aux is not None and hasattr(s_aux, "to_local"):  # 5.17 leaves those of divided heads a DTensor
         s_aux = s_aux.to_local()
     layer_idx: Any = module.layer_idx
     layer = None if sparse_cache is None else sparse_cache.layers[layer_idx]
