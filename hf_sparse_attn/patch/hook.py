@@ -40,7 +40,8 @@ class DecoderHooks:
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the decoder's arguments, with ``sparse_cache`` added: None if the pass is dense."""
-        kwargs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        # Dynamo of PyTorch 2.8 takes every zip as strict.
+        kwargs = {**dict(zip(self.parameters[: len(args)], args, strict=True)), **kwargs}
         patch, cache = get_patch(self.model), kwargs.get("past_key_values")
         tokens = _tokens(kwargs)
         if isinstance(cache, SparseCache) and tokens is not None:
