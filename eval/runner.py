@@ -100,12 +100,11 @@ def run(
 def _measured_with(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return device, dtype and versions of the records, since another machine may have measured some or all of them."""
     found: dict[str, Any] = {}
-    for name in ("device", "dtype", "versions"):
-        values = [record[name] for record in records]
-        if values and all(value == values[0] for value in values):
-            found[name] = values[0]
-        elif name != "versions":
-            found[name] = ", ".join(sorted(set(values)))
+    for name in ("device", "dtype"):
+        if values := {record[name] for record in records}:
+            found[name] = ", ".join(sorted(values))
+    if records and all(record["versions"] == records[0]["versions"] for record in records):
+        found["versions"] = records[0]["versions"]
     return found
 
 
