@@ -142,12 +142,15 @@ def make_prefixqa_file(
     longest: Annotated[
         int | None, typer.Option(help="Keep this many contexts, the longest.", show_default="all")
     ] = None,
+    most_questions: Annotated[
+        int | None, typer.Option(help="Keep this many questions of each context.", show_default="all")
+    ] = None,
 ) -> None:
     """Write prefixqa's data from SQuAD's articles or from LongBench's examples, offline if the files are at hand."""
     from eval.prefixqa_data import make_prefixqa
 
     with harness_errors():
-        contexts = make_prefixqa(out, sources or (), least_questions, longest)
+        contexts = make_prefixqa(out, sources or (), least_questions, longest, most_questions)
         questions = sum(len(entry["questions"]) for entry in contexts)
         typer.echo(one_line(f"{out}: {len(contexts)} contexts, {questions} questions"))
 

@@ -36,8 +36,28 @@ def work_of(sample: Sample, variants: Sequence[Variant], feeds_question: bool) -
     return prefills * len(sample.material_ids) + len(variants) * at_once, len(variants) * steps
 
 
-def total_work(wanted: Sequence[tuple[Item, Sequence[Variant]]], feeds_question: bool) -> Work:
-    """Return the tokens of a run, from one sample of each task, length and set of variants."""
+class Examples:
+    """One sample of each task and length, which stands for the others; built when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._built: dict[tuple[str, int | None], Sample | None] = {}
+
+    def like(self, item: Item) -> Sample | None:
+        """Return a sample of the item's task and length; None if it cannot be built."""
+        key = item.task, item.length
+        if key not in self._built:
+            try:
+                self._built[key] = item.build()
+            except Exception:  # stored in the sample's records when it is its turn
+                self._built[key] = None
+        return self._built[key]
+
+
+def total_work(
+    wanted: Sequence[tuple[Item, Sequence[Variant]]], feeds_question: bool, examples: Examples | None = None
+) -> Work:
+    """Return the tokens of a run, from one sample of each task and length."""
+    examples = Examples() if examples is None else examples
     groups: dict[tuple[str, int | None, int], list[tuple[Item, Sequence[Variant]]]] = defaultdict(list)
     for item, variants in wanted:
         if variants:
@@ -45,9 +65,8 @@ def total_work(wanted: Sequence[tuple[Item, Sequence[Variant]]], feeds_question:
     at_once = steps = 0
     for members in groups.values():
         item, variants = members[0]
-        try:
-            sample = item.build()
-        except Exception:  # stored in the sample's records when it is its turn
+        sample = examples.like(item)
+        if sample is None:
             continue
         of_one = work_of(sample, variants, feeds_question)
         at_once, steps = at_once + len(members) * of_one[0], steps + len(members) * of_one[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.longbench import as_list
-from eval.benchmarks.prefixqa import FILENAME, check_context
+from eval.benchmarks.prefixqa import FILENAME, check_context, spread
 from eval.errors import EvalError
 from eval.examples import read_jsonl
 from eval.sources import SQUAD, find, read_json
@@ -15,7 +15,11 @@ from eval.store import encode_record, write_lines
 
 
 def make_prefixqa(
-    out: Path, sources: Sequence[Path] = (), least_questions: int = 2, longest: int | None = None
+    out: Path,
+    sources: Sequence[Path] = (),
+    least_questions: int = 2,
+    longest: int | None = None,
+    most_questions: int | None = None,
 ) -> list[dict[str, Any]]:
     """Write a file for ``--data-dir``, one context with its questions a line, and return the contexts.
 
@@ -30,6 +34,8 @@ def make_prefixqa(
         Contexts with fewer questions are left out.
     longest : int, optional
         Keep this many contexts, those with the most characters, in the order of the sources; None keeps all.
+    most_questions : int, optional
+        Keep this many of a context's questions, evenly spread over them; None keeps all.
 
     Raises
     ------
@@ -43,6 +49,8 @@ def make_prefixqa(
         raise EvalError(f"least_questions={least_questions!r} is not allowed: at least 1")
     if longest is not None and longest < 1:
         raise EvalError(f"longest={longest!r} is not allowed: at least 1, or None for all contexts")
+    if most_questions is not None and most_questions < 1:
+        raise EvalError(f"most_questions={most_questions!r} is not allowed: at least 1, or None for all questions")
     paths = list(sources) or [find(SQUAD, None)]
     found = [entry for path in paths for entry in _read(path)]
     contexts = [entry for entry in found if len(entry["questions"]) >= least_questions]
@@ -54,6 +62,9 @@ def make_prefixqa(
         )
     by_length = sorted(range(len(contexts)), key=lambda index: len(contexts[index]["context"]), reverse=True)
     contexts = [contexts[index] for index in sorted(by_length[:longest])]
+    for entry in contexts:
+        asked = entry["questions"]
+        entry["questions"] = [asked[place] for place in spread(len(asked), most_questions)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_lines(out, map(encode_record, contexts))

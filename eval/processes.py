@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
 
 from eval.errors import EvalError
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 _LONGEST_WAIT = timedelta(days=7)
+_hand_outs = itertools.count()
+"""Numbers the hand-outs, in the same order in every process."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +42,25 @@ class Processes:
         """Join the other processes, if any."""
         found = cls.started()
         if found.world_size > 1:
-            from torch.distributed import init_process_group, is_initialized
-
-            if not is_initialized():
-                # Not NCCL, which refuses two processes on one GPU. The first one to finish may wait for hours.
-                init_process_group("gloo", timeout=_LONGEST_WAIT)
+            _joined(found.rank, found.world_size)
         return found
 
     @property
     def is_main(self) -> bool:
         """Whether this process merges the records and writes to the terminal."""
         return self.rank == 0
+
+    def hand_out(self, count: int) -> Iterator[int]:
+        """Yield numbers below ``count``, each in one process alone, in rising order as the processes ask for them.
+
+        So a process that has got short work takes more of it. Every process must use up the same hand-outs.
+        """
+        if self.world_size == 1:
+            yield from range(count)
+            return
+        store, key = _joined(self.rank, self.world_size), f"hand-out {next(_hand_outs)}"
+        while (number := store.add(key, 1) - 1) < count:
+            yield number
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -63,3 +80,19 @@ class Processes:
         for found in errors:
             if found is not None:
                 raise found
+
+
+@cache
+def _joined(rank: int, world_size: int) -> Store:
+    """Join the process group, and return a store that its processes have in common."""
+    from torch.distributed import init_process_group
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, *_ = next(rendezvous("env://", rank, world_size))
+    store.set_timeout(_LONGEST_WAIT)
+    # Not NCCL, which refuses two processes on one GPU. The first one to finish may wait for hours.
+    init_process_group(
+        "gloo", store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=_LONGEST_WAIT
+    )
+    return PrefixStore("eval", store)

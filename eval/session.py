@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,20 @@ from eval.chat_templates import read_chat_template
 from eval.config import RunConfig
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
-from eval.expected import expected_seconds, total_work
+from eval.expected import Examples, expected_seconds, total_work
 from eval.processes import Processes
 from eval.protocols import load_protocol
 from eval.records import make_record
 from eval.run_check import ModelSource, OnRefusal, check_patchable, find_benchmark, prepare, usable
 from eval.store import RecordKey, Store, record_key, write_json
+
+UNITS_PER_PROCESS = 8
+"""Units of work that several processes have at least, if possible, so that they end at about the same time."""
+_TOKENS_PER_STEP = 50
+"""Tokens in a long pass that take as long as one token that is fed alone, roughly."""
+
+Unit = list[tuple[Item, list[Variant]]]
+"""Items that share a material, which one process runs, and the variants of each."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +43,66 @@ class Session:
     processes: Processes
     provenance: dict[str, Any]
     """What every record says about machine, versions, seed and protocol."""
+    examples: Examples = field(default_factory=Examples, repr=False)
 
     def measure(
         self,
         wanted: Sequence[tuple[Item, Sequence[Variant]]],
         on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
     ) -> None:
-        """Append this process's share of the wanted records; existing ones are not measured again."""
-        variants = {id(item): each for item, each in wanted}
-        groups = by_material([item for item, _ in wanted])
-        share = [
-            [(item, variants[id(item)]) for item in group]
-            for group in groups[self.processes.rank :: self.processes.world_size]
+        """Append the wanted records that do not exist, in turns with the other processes, and wait for them.
+
+        ``on_record`` is called with the number of records that are finished or in hand, the number of wanted ones, and
+        this process's newest one.
+        """
+        units = self._units(wanted)
+        done = self._done()
+        todo = [
+            [(item, missing) for item, variants in unit if (missing := _without(done, item, variants))]
+            for unit in units
         ]
-        for record in _missing_records(self.engine, self.config, self.store, share, on_record):
-            self.store.append(record | self.provenance)
+        counts = [sum(len(missing) for _, missing in unit) for unit in todo]
+        total = sum(len(variants) for _, variants in wanted)
+        finished = existing = total - sum(counts)
+        on_record(existing, total, None)
+        for number in self.processes.hand_out(len(units)):
+            finished = existing + sum(counts[:number])
+            for item, variant, measured in _measure(self.engine, todo[number]):
+                record = make_record(self.config, item, variant, measured)
+                self.store.append(record | self.provenance)
+                finished += 1
+                on_record(finished, total, record)
+        self.processes.wait()
+        if finished < total:
+            on_record(total, total, None)
+
+    def _units(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> list[Unit]:
+        """Divide records over units of work; for several processes into more of them, with the longest first.
+
+        A material's variants share its prefill, so they are parted only if there are few materials.
+        """
+        variants = {id(item): list(each) for item, each in wanted}
+        groups = by_material([item for item, _ in wanted])
+        whole: list[Unit] = [[(item, variants[id(item)]) for item in group] for group in groups]
+        if self.processes.world_size == 1:
+            return whole
+        records = sum(len(_variants_of(unit)) for unit in whole)
+        size = max(1, records // (UNITS_PER_PROCESS * self.processes.world_size))
+        units = [part for unit in whole for part in _parted(unit, size)]
+        return sorted(units, key=self._weight, reverse=True)
+
+    def _weight(self, unit: Unit) -> float:
+        at_once, steps = total_work(unit, self.config.question == "decode", self.examples)
+        return at_once / _TOKENS_PER_STEP + steps
+
+    def _done(self) -> set[RecordKey]:
+        return {record_key(record) for record in self.store.records() if record["error"] is None}
 
     def expected_seconds(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> float | None:
         """Estimate the seconds that the wanted records will take which do not exist yet; None for a short run."""
-        done = {record_key(record) for record in self.store.records() if record["error"] is None}
-        missing = [(item, [each for each in variants if key_of(item, each) not in done]) for item, variants in wanted]
-        work = total_work(missing, self.config.question == "decode")
+        done = self._done()
+        missing = [(item, _without(done, item, variants)) for item, variants in wanted]
+        work = total_work(missing, self.config.question == "decode", self.examples)
         seconds = expected_seconds(self.engine.model, work)
         return None if seconds is None else seconds / self.processes.world_size
 
@@ -112,28 +159,21 @@ def open_session(
         yield Session(config, prepared.items, patchable, engine, store, processes, provenance)
 
 
-def _missing_records(
-    engine: Engine,
-    config: RunConfig,
-    store: Store,
-    groups: Sequence[Sequence[tuple[Item, Sequence[Variant]]]],
-    on_record: Callable[[int, int, dict[str, Any] | None], None],
-) -> Iterator[dict[str, Any]]:
-    """Yield the records that are missing or have an error, one after another."""
-    done = {record_key(record) for record in store.records() if record["error"] is None}
-    todo = [
-        [(item, [variant for variant in variants if key_of(item, variant) not in done]) for item, variants in group]
-        for group in groups
-    ]
-    total = sum(len(variants) for group in groups for _, variants in group)
-    count = total - sum(len(missing) for group in todo for _, missing in group)
-    on_record(count, total, None)
-    for group in todo:
-        for item, variant, measured in _measure(engine, [(item, missing) for item, missing in group if missing]):
-            record = make_record(config, item, variant, measured)
-            yield record
-            count += 1
-            on_record(count, total, record)
+def _without(done: set[RecordKey], item: Item, variants: Sequence[Variant]) -> list[Variant]:
+    """Return an item's variants that have no record yet."""
+    return [variant for variant in variants if key_of(item, variant) not in done]
+
+
+def _variants_of(unit: Unit) -> list[Variant]:
+    """Return each variant of a unit once, in order."""
+    return list(dict.fromkeys(variant for _, variants in unit for variant in variants))
+
+
+def _parted(unit: Unit, size: int) -> list[Unit]:
+    """Divide a unit into several with at most ``size`` of its variants each."""
+    variants = _variants_of(unit)
+    parts = [variants[start : start + size] for start in range(0, len(variants), size)]
+    return [[(item, [each for each in own if each in part]) for item, own in unit] for part in parts]
 
 
 def by_material(items: Sequence[Item]) -> list[list[Item]]:

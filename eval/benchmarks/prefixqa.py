@@ -48,7 +48,7 @@ class PrefixQA(Benchmark):
         for length in lengths:
             left = setup.limit
             for number, context in enumerate(contexts):
-                chosen = _spread(len(context["questions"]), most)[:left]
+                chosen = spread(len(context["questions"]), most)[:left]
                 if not chosen:
                     break
                 left = None if left is None else left - len(chosen)
@@ -107,7 +107,7 @@ def check_context(entry: dict[str, Any], place: str) -> None:
             raise EvalError(f"{where}: answers={answers!r:.80} is not allowed: a list of at least one text")
 
 
-def _spread(count: int, most: int | None) -> list[int]:
+def spread(count: int, most: int | None) -> list[int]:
     """Return the places of at most ``most`` of a context's questions, evenly spread over them."""
     kept = count if most is None else min(most, count)
     return [index * count // kept for index in range(kept)]

@@ -15,6 +15,7 @@ from hf_sparse_attn.cli.compare_command import compare
 from hf_sparse_attn.cli.context.app import context_app
 from hf_sparse_attn.cli.serve_command import serve
 from hf_sparse_attn.cli.terminal import print_table
+from hf_sparse_attn.cli.unpack_command import unpack
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +25,7 @@ app = typer.Typer(
 
 app.command()(compare)
 app.command()(serve)
+app.command()(unpack)
 app.add_typer(context_app, name="context")
 
 

@@ -103,7 +103,7 @@ def load_model(
     target = resolve_device(device)
     if dtype is None:
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
-    with _load_errors(name_or_path):
+    with load_errors(name_or_path):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **weights)
     return model.to(target).eval(), tokenizer
@@ -130,7 +130,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
 
     from transformers import AutoConfig, AutoTokenizer
 
-    with _load_errors(name_or_path):
+    with load_errors(name_or_path):
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
 
 
@@ -154,7 +154,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
 
 
 @contextmanager
-def _load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+def load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ``ModelLoadError`` for what Transformers raises when a model cannot be read."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, struct.error) as error:
@@ -275,7 +276,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
         if name not in ALIASES:
             return str(path.parent), {"gguf_file": path.name}
         file = fetch_weights(name)
-        with _load_errors(name):
+        with load_errors(name):
             folder = unpacked(file, ALIASES[name].sha256)
         if folder is not None:
             return str(folder), {}

@@ -9,8 +9,12 @@ import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_sparse_attn.cli.files import file_sha256
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKSUMS = "checksums.json"
 
@@ -43,11 +47,7 @@ def unpacked(file: Path, sha256: str) -> Path | None:
     try:
         with FileLock(file.with_name(f".{file.stem}.lock")):
             if not _is_valid(target, origin):  # another process may have written it
-                with tempfile.TemporaryDirectory(prefix=f".{file.stem}-", dir=file.parent) as scratch:
-                    complete = Path(scratch) / target.name
-                    _write(file, complete, origin)
-                    shutil.rmtree(target, ignore_errors=True)
-                    os.replace(complete, target)
+                _replace(file, target, origin)
     except OSError as error:
         warnings.warn(
             f"{target} cannot be written ({error}); the model is read from {file.name}, more slowly", stacklevel=2
@@ -56,12 +56,46 @@ def unpacked(file: Path, sha256: str) -> Path | None:
     return target
 
 
-def _write(file: Path, folder: Path, origin: dict[str, str]) -> None:
+def unpack(file: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a GGUF file's model as safetensors to a new folder, which appears only when it is complete.
+
+    Parameters
+    ----------
+    file : Path
+        A GGUF file.
+    folder : Path
+        The folder, for ``from_pretrained``: weights, configuration, tokenizer and their checksums. The folder above it
+        is created if it is missing.
+    dtype : torch.dtype, optional
+        Dtype of the weights, float32 by default.
+
+    Raises
+    ------
+    FileExistsError
+        The folder exists.
+    OSError
+        The folder cannot be written.
+    """
+    if folder.exists():
+        raise FileExistsError(f"folder={str(folder)!r} exists; name a new one")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _replace(file, folder, {"gguf": file_sha256(file), "transformers": version("transformers")}, dtype)
+
+
+def _replace(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        complete = Path(scratch) / folder.name
+        _write(file, complete, origin, dtype)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(complete, folder)
+
+
+def _write(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
     # Since 5.23, Transformers marks the model as quantized, though its weights are not, and refuses to save it.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

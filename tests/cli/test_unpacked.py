@@ -9,9 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from hf_sparse_attn.cli import models, unpacked
+from hf_sparse_attn.cli.app import app
 from hf_sparse_attn.cli.files import file_sha256
 from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, load_model, load_tokenizer
 from hf_sparse_attn.identity import ModelIdentity
@@ -92,9 +95,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders = []
     write = unpacked._write
 
-    def counted(file: Path, folder: Path, origin: dict[str, str]) -> None:
+    def counted(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> None:
         folders.append(folder)
-        write(file, folder, origin)
+        write(file, folder, origin, dtype)
 
     monkeypatch.setattr(unpacked, "_write", counted)
     return folders
@@ -159,7 +162,7 @@ def test_a_copy_of_another_file_or_by_another_transformers_is_replaced(
 
 
 def test_an_interrupted_copy_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(file: Path, folder: Path, origin: dict[str, str]) -> None:
+    def interrupted(file: Path, folder: Path, *_: object) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
@@ -171,7 +174,7 @@ def test_an_interrupted_copy_leaves_nothing(file: Path, monkeypatch: pytest.Monk
 
 
 def test_without_room_for_a_copy_the_file_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: Path, folder: Path, origin: dict[str, str]) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(unpacked, "_write", full)
@@ -194,3 +197,38 @@ def test_a_file_that_transformers_cannot_read_is_one_line(file: Path, monkeypatc
 def test_another_gguf_file_is_not_copied(written: Path) -> None:
     load_model(written, device="cpu")
     assert [path.name for path in written.parent.iterdir()] == [written.name]
+
+
+def test_a_file_is_unpacked_by_a_command_and_loads_as_the_same_model(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "tiny"
+    result = CliRunner().invoke(app, ["unpack", str(written), str(folder), "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+    stored = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    copy, tokenizer = load_model(str(folder), torch.float32, "cpu")
+    model, _ = load_model(written, torch.bfloat16, "cpu")
+    weights, copied = model.state_dict(), copy.state_dict()
+    assert weights.keys() == copied.keys()
+    assert all(torch.equal(weights[name].float(), copied[name]) for name in weights)
+    assert tokenizer.chat_template == TEMPLATE
+
+
+def test_what_cannot_be_unpacked_is_said_in_a_line_and_nothing_is_written(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(40))
+    new = str(tmp_path / "new")
+    for arguments, said in [
+        ([str(written), str(tmp_path / "there")], "there' exists; name a new one"),
+        ([str(tmp_path / "none.gguf"), new], "no such GGUF file"),
+        ([str(tmp_path / "damaged.gguf"), new], "could not be loaded"),
+        ([str(tmp_path / "model.bin"), new], "is not allowed: a .gguf file"),
+        ([str(written), new, "--dtype", "int8"], "--dtype 'int8' is unknown; allowed: float32, bfloat16, float16"),
+    ]:
+        refused = CliRunner().invoke(app, ["unpack", *arguments])
+        assert refused.exit_code == 2, refused.output
+        assert said in " ".join(refused.stderr.split())
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.gguf", "there"]
+    assert not list((tmp_path / "there").iterdir())
+    with pytest.raises(FileExistsError, match="there' exists; name a new one"):
+        unpacked.unpack(written, tmp_path / "there")

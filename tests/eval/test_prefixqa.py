@@ -231,6 +231,23 @@ def test_only_the_longest_contexts_are_kept_in_their_order(tmp_path: Path) -> No
         kept(0)
 
 
+def test_some_of_a_contexts_questions_are_kept_evenly_spread(tmp_path: Path) -> None:
+    path, out = tmp_path / "rows.jsonl", tmp_path / "prefixqa.jsonl"
+    asked = [("long", f"{number}?") for number in range(6)] + [("short", "a?"), ("short", "b?")]
+    path.write_text("\n".join(json.dumps({"context": of, "input": text, "answers": ["x"]}) for of, text in asked))
+
+    def kept(most: int | None) -> list[list[str]]:
+        contexts = make_prefixqa(out, [path], most_questions=most)
+        assert [json.loads(line) for line in out.read_text().splitlines()] == contexts
+        return [[entry["question"] for entry in context["questions"]] for context in contexts]
+
+    assert kept(3) == [["0?", "2?", "4?"], ["a?", "b?"]]
+    assert kept(1) == [["0?"], ["a?"]]
+    assert kept(None) == kept(6) == [[f"{number}?" for number in range(6)], ["a?", "b?"]]
+    with pytest.raises(EvalError, match="most_questions=0 is not allowed: at least 1"):
+        kept(0)
+
+
 def test_the_command_makes_a_file_that_the_benchmark_reads(tmp_path: Path) -> None:
     out = tmp_path / "data" / "prefixqa.jsonl"
     source, odd = squad_file(tmp_path / "train.json"), squad_file(tmp_path / "odd.json", answers=[{}])

@@ -1,0 +1,88 @@
+"""The records of a run handed out to its processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.benchmarks.base import Item, Sample
+from eval.config import make_config
+from eval.engine import make_variants
+from eval.processes import Processes
+from eval.session import UNITS_PER_PROCESS, Session
+
+ROOT = Path(__file__).parents[2]
+TAKER = """
+import json, sys, time
+from eval.processes import Processes
+processes = Processes.current()
+taken = []
+for count in (6, 0, 9):
+    mine = []
+    for number in processes.hand_out(count):
+        mine.append(number)
+        time.sleep(0.5 if processes.rank else 0.01)
+    taken.append(mine)
+    processes.wait()
+with open(f"{sys.argv[1]}/{processes.rank}.json", "w") as file:
+    json.dump(taken, file)
+"""
+
+
+def test_one_process_takes_everything_in_order() -> None:
+    assert list(Processes().hand_out(4)) == [0, 1, 2, 3]
+    assert list(Processes().hand_out(0)) == []
+
+
+def test_each_number_goes_to_one_process_and_the_faster_takes_more(tmp_path: Path) -> None:
+    script = tmp_path / "taker.py"
+    script.write_text(TAKER)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*launch, str(script), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for mine, others, count in zip(first, second, (6, 0, 9), strict=True):
+        assert sorted(mine + others) == list(range(count))
+        assert mine == sorted(mine)
+    assert len(first[2]) > len(second[2]) > 0
+
+
+def units_of(world_size: int, steps: list[int], materials: list[str | None]) -> list[list[tuple[str, list[int]]]]:
+    """Return ids and budgets of the units of work of items with so many new tokens."""
+    config = make_config({"benchmark": "passkey", "model": "m", "method": ["quest"], "token_budget": [32, 64, 128]})
+    items = [
+        Item(f"task {count}", str(number), lambda count=count: Sample([1] * 100, [1], "a", count), material=material)
+        for number, (count, material) in enumerate(zip(steps, materials, strict=True))
+    ]
+    variants = make_variants(config)
+    session = Session(config, items, variants, None, None, Processes(0, world_size), {})  # type: ignore[arg-type]
+    return [
+        [(item.sample_id, [variant.token_budget or 0 for variant in own]) for item, own in unit]
+        for unit in session._units([(item, variants) for item in items])
+    ]
+
+
+def test_one_process_keeps_an_items_variants_together() -> None:
+    everything = [0, 32, 64, 128]
+    assert units_of(1, [5, 50], [None, None]) == [[("0", everything)], [("1", everything)]]
+    assert units_of(1, [5, 5, 5], ["book", "book", None]) == [
+        [("0", everything), ("1", everything)],
+        [("2", everything)],
+    ]
+
+
+def test_several_processes_part_few_items_and_take_the_longest_first() -> None:
+    parted = units_of(2, [5, 50, 20], [None] * 3)
+    assert [unit[0][0] for unit in parted] == ["1"] * 4 + ["2"] * 4 + ["0"] * 4  # 12 records, fewer than 16 units
+    assert sorted(unit[0][1] for unit in parted if unit[0][0] == "1") == [[0], [32], [64], [128]]
+    shared = units_of(2, [5, 5], ["book", "book"])
+    assert [[name for name, _ in unit] for unit in shared] == [["0", "1"]] * 4
+    many = units_of(2, [5] * 8 * UNITS_PER_PROCESS, [None] * 8 * UNITS_PER_PROCESS)
+    assert all(len(unit[0][1]) == 4 for unit in many)
