@@ -120,6 +120,14 @@ def test_quest_1_has_both_parts_of_the_table() -> None:
     assert len(figures) == 40
 
 
+@pytest.mark.parametrize("name", ["quest-1", "quest-fig7"])
+def test_only_quest_reads_without_the_first_tokens_in_its_papers_tables(name: str) -> None:
+    for run in table_runs(read_sweep(CONFIGS / f"{name}.yaml", {}), {}):
+        first = {variant.method.name: getattr(variant.method, "sink_tokens", None) for variant in run.variants}
+        assert first["quest"] == 0
+        assert first["streaming_llm"] == METHODS["streaming_llm"]().sink_tokens == 4
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_figure_has_the_row_that_its_run_measures(name: str) -> None:
     table = read_table(name)
