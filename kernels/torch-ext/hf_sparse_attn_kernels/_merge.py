@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ._triton import finished_last, wait_for_previous_kernel
+from ._triton import finished_last, sum_of_products, wait_for_previous_kernel
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def add_splits(
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(maxima - shift[None, :])
     decay = tl.exp2(top - shift)
-    total = total * decay + tl.sum(sums * weights, axis=0)
-    out = out * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+    total = total * decay + sum_of_products(sums, weights, 0)
+    out = out * decay[:, None] + sum_of_products(parts, weights[:, :, None], 0)
     return new_top, total, out
 
 
@@ -167,9 +167,9 @@ def merge_splits_kernel(
     sums = tl.load(partial_sum_ptr + at, mask=mask, other=0.0)
     top = tl.max(maxima, axis=0)
     weights = tl.exp2(maxima - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(sums * weights, axis=0)
+    total = sum_of_products(sums, weights, 0)
     safe_total = tl.where(total > 0, total, 1.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / safe_total
+    out = sum_of_products(parts, weights[:, None], 0) / safe_total
     out_at = pair * group + query_head
     tl.store(out_ptr + out_at * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)
     tl.store(lse_ptr + out_at, (top + tl.log2(safe_total)) * 0.6931471805599453)

@@ -71,6 +71,18 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def sum_of_products(a, b, axis: tl.constexpr):
+    """Sum the products of two float32 tensors, and give every thread that holds a copy of a sum the same bits.
+
+    `tl.sum(a * b, axis)` does not: threads exchange what they have, and add a neighbour's product, which is rounded, to
+    their own, which the compiler fuses into the addition and so leaves exact. Both ends of an exchange hold a sum then
+    that differs in the last bit, and which of them is stored through shared memory is left to chance. A product that is
+    itself a fused operation, here with 0, is rounded once for both.
+    """
+    return tl.sum(tl.fma(a, b, 0.0), axis=axis)
+
+
+@triton.jit
 def prefetch(at):
     """Bring the lines of 128 bytes at these pointers into the L2 cache. Compiled code only."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)

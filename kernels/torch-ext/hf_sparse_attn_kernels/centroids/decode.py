@@ -12,7 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import cdiv, dot_dtype, launch_options, multiprocessors, next_power_of_2, wait_for_previous_kernel
+from .._triton import (
+    cdiv,
+    dot_dtype,
+    launch_options,
+    multiprocessors,
+    next_power_of_2,
+    sum_of_products,
+    wait_for_previous_kernel,
+)
 from .clusters import LOWEST, Clusters, sizes_taking_part
 
 # Several programs share a multiprocessor, each with a few tiles of centroids in flight.
@@ -165,7 +173,7 @@ def decode_scores_kernel(
         running_sum = tl.where(grows, running_sum * decay + keys, running_sum + decay * keys)
         running_max = tl.where(grows, scores, running_max)
     maxima = tl.max(running_max, axis=0)
-    sums = tl.sum(running_sum * tl.exp2(running_max - maxima[None, :]), axis=0)
+    sums = sum_of_products(running_sum, tl.exp2(running_max - maxima[None, :]), 0)
     at = (pair * group + heads) * splits + split
     tl.store(maxima_ptr + at, maxima, mask=in_group)
     tl.store(sums_ptr + at, sums, mask=in_group)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .._check import check_triton
-from .._triton import launch_options, next_power_of_2, wait_for_previous_kernel
+from .._triton import launch_options, next_power_of_2, sum_of_products, wait_for_previous_kernel
 from . import LEAST_HALF, MOST_HALF, STEP
 from .rotation import rotation
 
@@ -77,10 +77,10 @@ def rotate_residuals(
         centre = tl.load(levels_ptr + dims, mask=is_dim, other=0).to(tl.float32) * scale
         at = keys_ptr + tokens * keys_stride_n + dims[None, :]
         residual = tl.load(at, mask=is_dim[None, :], other=0.0).to(tl.float32) - centre[None, :]
-        squares += tl.sum(residual * residual, axis=1)
+        squares += sum_of_products(residual, residual, 1)
         if OFFSETS:
             query_centre = tl.load(query_centre_ptr + dims, mask=is_dim, other=0.0)
-            offsets += tl.sum(residual * query_centre[None, :], axis=1)
+            offsets += sum_of_products(residual, query_centre[None, :], 1)
         at = rotation_ptr + channels * HEAD_DIM + dims[:, None]
         matrix = tl.load(at, mask=exists & is_dim[:, None], other=0.0)
         rotated = tl.dot(residual, matrix, rotated, input_precision="tf32x3")
@@ -119,7 +119,7 @@ def store_codes(
     else:
         exists = tl.arange(0, 8 * BLOCK_B)[None, :] % BLOCK_B < BYTES
         symbol_squares = tl.sum(tl.where(exists, symbols * symbols, 0.0), axis=1)
-    return tl.sum(rotated * symbols, axis=1), symbol_squares
+    return sum_of_products(rotated, symbols, 1), symbol_squares
 
 
 @triton.jit

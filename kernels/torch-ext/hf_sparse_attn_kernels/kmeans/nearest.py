@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._check import check_triton
-from .._triton import cdiv, dot_dtype, launch_options, next_power_of_2, wait_for_previous_kernel
+from .._triton import cdiv, dot_dtype, launch_options, next_power_of_2, sum_of_products, wait_for_previous_kernel
 
 FEW = 32  # up to so many centres are one small tile
 
@@ -48,7 +48,7 @@ def nearest_centres_kernel(
     exists = rows < num_points
     points_at = points_ptr + group * points_stride_g + rows.to(tl.int64)[:, None] * points_stride_n + dims[None, :]
     points = tl.load(points_at, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
-    norms = tl.sum(points.to(tl.float32) * points.to(tl.float32), axis=1)
+    norms = sum_of_products(points.to(tl.float32), points.to(tl.float32), 1)
     points = points.to(DOT_DTYPE)
 
     first_row = (group * padded).to(tl.int32)

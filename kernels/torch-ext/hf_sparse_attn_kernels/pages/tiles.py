@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from .._triton import sum_of_products
 from .levels import exponent_for, levels_to_half, power_of_two
 
 
@@ -119,7 +120,7 @@ def store_scores(
     if REDUCE == "softmax":
         best = tl.max(top, axis=1)
         shift = tl.where(best == float("-inf"), 0.0, best)
-        sums = tl.sum(total * tl.exp(top - shift[:, None]), axis=1)
+        sums = sum_of_products(total, tl.exp(top - shift[:, None]), 1)
         lse = tl.where(sums > 0, shift + tl.log(tl.where(sums > 0, sums, 1.0)), float("-inf"))
         tl.store(lse_ptr + heads * lse_stride, lse, mask=in_group)
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .._triton import wait_for_previous_kernel
+from .._triton import sum_of_products, wait_for_previous_kernel
 
 
 @triton.jit
@@ -335,8 +335,8 @@ def merge_partials_kernel(
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(maxima - shift)
         decay = tl.exp2(top - shift)
-        sums = sums * decay + tl.sum(part_sums * weights, axis=0)
-        out = out * decay + tl.sum(parts * weights[:, None], axis=0)
+        sums = sums * decay + sum_of_products(part_sums, weights, 0)
+        out = out * decay + sum_of_products(parts, weights[:, None], 0)
         top = new_top
     safe_sum = tl.where(sums > 0, sums, 1.0)
     out = out / safe_sum

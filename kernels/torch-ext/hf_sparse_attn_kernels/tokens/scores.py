@@ -18,6 +18,7 @@ from .._triton import (
     launch_options,
     multiprocessors,
     next_power_of_2,
+    sum_of_products,
     wait_for_previous_kernel,
 )
 from .candidates import Candidates, candidates_of
@@ -49,7 +50,7 @@ def _log_sum_exp(maxima_ptrs, sums_ptrs, in_group, splits, BLOCK_S: tl.constexpr
     maxima = tl.load(maxima_ptrs + every, mask=mask, other=LOWEST, cache_modifier=".cg")
     sums = tl.load(sums_ptrs + every, mask=mask, other=0.0, cache_modifier=".cg")
     top = tl.max(maxima, axis=1)
-    total = tl.sum(sums * tl.exp2(maxima - top[:, None]), axis=1)
+    total = sum_of_products(sums, tl.exp2(maxima - top[:, None]), 1)
     return top + tl.log2(tl.where(in_group, total, 1.0))
 
 
@@ -146,7 +147,7 @@ def token_scores_kernel(
             gdc_launch_dependents()  # not earlier: waiting programs take room from those that read
         if SOFT:
             maxima = tl.max(running_max, axis=0)
-            sums = tl.sum(running_sum * tl.exp2(running_max - maxima[None, :]), axis=0)
+            sums = sum_of_products(running_sum, tl.exp2(running_max - maxima[None, :]), 0)
             at = (pair * group + heads) * splits
             tl.store(maxima_ptr + at + split, maxima, mask=in_group)
             tl.store(sums_ptr + at + split, sums, mask=in_group)
