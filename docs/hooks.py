@@ -63,6 +63,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "times": lambda method: overview.times_table(ROOT, method),
     "faults": reliability.fault_table,
     "soak": reliability.soak_table,
+    "sanitizer": reliability.sanitizer_table,
     "families": lambda kind: family_tables(json.loads((ROOT / "docs/families.json").read_text()))[kind],
 }
 """Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""

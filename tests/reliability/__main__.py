@@ -1,4 +1,4 @@
-"""``python -m tests.reliability``: inject faults, or decode for long, and write what happened as JSON."""
+"""``python -m tests.reliability``: inject faults, decode for long, watch kernels, and write what happened as JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from eval.store import write_json
 from hf_sparse_attn import METHODS
 from tests.models import DEVICE
 from tests.reliability.runner import run_faults
+from tests.reliability.sanitizer import TOOLS, as_json, check, op_tests
 from tests.reliability.soak import soak as run_soak
 
 RESULTS = Path(__file__).with_name("results")
@@ -66,6 +67,29 @@ def soak(
     figures = {name: report[name] for name in ("tokens", "seconds", "flat", "checks", "largest_error")}
     typer.echo(str(figures))
     raise typer.Exit(0 if report["flat"] and report["largest_error"] < 1e-6 else 1)
+
+
+@app.command()
+def sanitizer(
+    logs: Annotated[Path, typer.Option(help="The folder of the logs; what they say already is not run again.")],
+    tool: Annotated[str, typer.Option(help="Tools of compute-sanitizer, comma-separated.")] = ",".join(TOOLS),
+    file: Annotated[str, typer.Option(help="Files below tests/ops, comma-separated.", show_default="all")] = "",
+    jobs: Annotated[int, typer.Option(help="Processes at once.")] = 4,
+    minutes: Annotated[float, typer.Option(help="End a file after this time.")] = 30.0,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = RESULTS / "sanitizer.json",
+) -> None:
+    """Run the tests of the kernels under compute-sanitizer on a GPU, and count what it reports."""
+    files = file.split(",") if file else op_tests()
+    for option, given, known in (("tool", tool.split(","), TOOLS), ("file", files, op_tests())):
+        if unknown := set(given) - set(known):
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not among {', '.join(known)}", param_hint=option)
+    outcomes = check(tool.split(","), files, logs, jobs, 60 * minutes)
+    write_json(out, {"machine": machine(), "outcomes": as_json(outcomes)})
+    harm = [each for each in outcomes if each.reports or each.failed]
+    for each in harm:
+        typer.echo(f"{each.tool} {each.file}: {each.reports} reports, {each.failed} failed tests; see {logs}")
+    typer.echo(f"{len(outcomes)} of {len(files) * len(tool.split(','))} came to an end, {len(harm)} with reports")
+    raise typer.Exit(1 if harm else 0)
 
 
 if __name__ == "__main__":

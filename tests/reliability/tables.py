@@ -1,10 +1,12 @@
-"""Tables of the faults and of the long runs, for the documentation."""
+"""Tables of the faults, the long runs and the watched kernels, for the documentation."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
+
+from tests.reliability.sanitizer import TOOLS, Outcome, op_tests
 
 RESULTS = Path(__file__).with_name("results")
 OUTCOMES = {
@@ -58,6 +60,36 @@ def soak_table(results: Path = RESULTS) -> str:
     if not report:
         raise ValueError(f"{results} holds no soak-*.json: run python -m tests.reliability soak")
     return "\n".join(lines) + f"\n\n{_machine(report)}"
+
+
+def sanitizer_table(results: Path = RESULTS) -> str:
+    """Return the number of tests that passed under each tool, by folder, and what the tools reported."""
+    report = json.loads((results / "sanitizer.json").read_text(encoding="utf-8"))
+    outcomes = [Outcome(**row) for row in report["outcomes"]]
+    lines = [_row("folder", *TOOLS), _row("---", *["---:"] * len(TOOLS))]
+    folders: dict[str, int] = Counter(file.partition("/")[0] for file in op_tests())
+    for folder, number in folders.items():
+        cells = []
+        for tool in TOOLS:
+            ended = [each for each in outcomes if each.tool == tool and each.file.startswith(f"{folder}/")]
+            cells.append(_under_tool(ended, number))
+        lines.append(_row(f"`{folder}`", *cells))
+    found = [f"{each.tool} in `{each.file}`: {each.reports}" for each in outcomes if each.reports]
+    listed = f"Reports: {'; '.join(found)}." if found else "No reports."
+    return "\n".join(lines) + f"\n\n{listed} {_machine(report)}"
+
+
+def _under_tool(ended: list[Outcome], files: int) -> str:
+    if not ended:
+        return "not run"
+    parts = [f"{sum(each.passed for each in ended)} passed"]
+    if failed := sum(each.failed for each in ended):
+        parts.append(f"{failed} failed")
+    if reports := sum(each.reports for each in ended):
+        parts.append(f"**{reports} reports**")
+    if len(ended) < files:
+        parts.append(f"{len(ended)} of {files} files")
+    return ", ".join(parts)
 
 
 def _row(*cells: str) -> str:
