@@ -113,10 +113,8 @@ def row_of(variant: Variant) -> Row:
 
 
 def stand_ins(printed: Sequence[_T], own: Sequence[_T]) -> dict[_T, _T]:
-    """Pair what a table has with what runs: equal ones, then those left over, in order."""
-    missing = [each for each in printed if each not in own]
-    added = [each for each in own if each not in printed]
-    return {each: each for each in printed if each in own} | dict(zip(missing, added, strict=False))
+    """Pair what a table has with the equal ones of what runs; if there are none, all of both in order."""
+    return {each: each for each in printed if each in own} or dict(zip(printed, own, strict=False))
 
 
 def _adapted(printed: RunConfig, given: Mapping[str, Any]) -> RunConfig:

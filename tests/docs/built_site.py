@@ -17,6 +17,10 @@ PAGES = sorted(path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("
 LOADED = re.compile(r"<(?:script|img|source|iframe)\b[^>]*\bsrc=\"?([^\" >]+)|<link\b[^>]*\bhref=\"?([^\" >]+)[^>]*>")
 
 
+SCHEMES = {"light": "default", "dark": "slate"}
+"""Names of the themes, which a script of the page sets some time after it is loaded."""
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """Server that does not log requests."""
 
@@ -51,6 +55,16 @@ def open_page(browser: Any, address: str, scheme: str = "light") -> None:
         "Storage.clearDataForOrigin", {"origin": address[: address.index("/", 8)], "storageTypes": "all"}
     )
     browser.get(address)
+    wait_until(browser, f"return document.body.dataset.mdColorScheme === '{SCHEMES[scheme]}'")
+
+
+def wait_until(browser: Any, condition: str) -> None:
+    """Wait until a script returns something true, ten seconds at most."""
+    for _ in range(200):
+        if browser.execute_script(condition):
+            return
+        browser.execute_async_script("setTimeout(arguments[0], 50)")
+    pytest.fail(f"not so within ten seconds: {condition}")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -121,8 +135,6 @@ def test_the_search_finds_a_public_name(browser: Any, address: str) -> None:
     set_width(browser, 1280)
     browser.get(f"{address}/?q=record_selections")
     script = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.getAttribute('href'))"
-    deadline = 100
-    while not (found := browser.execute_script(script)) and deadline:
-        browser.execute_async_script("setTimeout(arguments[0], 100)")
-        deadline -= 1
+    wait_until(browser, f"{script}.length")
+    found = browser.execute_script(script)
     assert any("api/models/#hf_sparse_attn.record_selections" in link for link in found)
