@@ -156,8 +156,9 @@ class InfLLM(SparseMethod):
         layer.append(new_key.unsqueeze(2), new_value.unsqueeze(2))
         split, lengths = self.split, layer.row_lengths().long()
         blocks = split.blocks_before(lengths)
-        represent(layer, split, self.representatives, (blocks - 1).clamp_min(0))
-        layer.metadata["represented"].copy_(blocks)
+        if self._completes_a_block(layer):
+            represent(layer, split, self.representatives, (blocks - 1).clamp_min(0))
+            layer.metadata["represented"].copy_(blocks)
         remote_query = self._as_remote(query, layer)
         chosen = choose_blocks(remote_query, layer, split, blocks)
         window_start = lengths - split.last
@@ -175,6 +176,17 @@ class InfLLM(SparseMethod):
             Part(remote_query.to(query.dtype), as_selection(tokens, is_read), {}),
         ]
         return attend_to_parts(parts, layer, scale)
+
+    def _completes_a_block(self, layer: SparseLayer) -> bool:
+        """Whether the newest token makes a block of some row whole; True where the host does not know.
+
+        Another step would only choose again what is chosen already: every query that a block's tokens meet is known.
+        """
+        length, split = layer.lengths.known_length, self.split
+        if length is None:
+            return True
+        after = (length - start - split.first - split.last for start in layer.lengths.starts)
+        return any(tokens > 0 and tokens % split.size == 0 for tokens in after)
 
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a chunk to the local windows, the first tokens, and the blocks that its mean query chooses.

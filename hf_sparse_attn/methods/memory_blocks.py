@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LEAST_BLOCKS = 4
 """Blocks shrink so that at least so many fit into what a budget leaves for them."""
+PRODUCTS_AT_ONCE = 1 << 25
+"""Products of keys and queries, over all rows and KV heads, that blocks are represented by in one go: 128 MiB."""
 
 
 class BlockSplit(NamedTuple):
@@ -106,35 +108,46 @@ def allocate_memory(layer: SparseLayer, size: int) -> dict[str, torch.Tensor]:
 def represent_up_to(layer: SparseLayer, split: BlockSplit, representatives: int, blocks: torch.Tensor) -> None:
     """Represent the blocks of a prompt that are not represented yet, before ``blocks`` int64 [batch]."""
     represented = layer.metadata["represented"]
-    for block in range(int(represented.min()), int(blocks.max())):
-        represent(layer, split, representatives, torch.full_like(blocks, block))
+    stop = int(blocks.max())
+    batch, kv_heads = layer.keys.shape[:2]
+    rotations = len(layer.rope[0]) - split.last  # slots that a group's tokens may take
+    products = batch * kv_heads * split.size * (split.size + split.last)
+    at_once = max(1, min(rotations // split.size, PRODUCTS_AT_ONCE // products))
+    for block in range(int(represented.min()), stop, at_once):
+        first = torch.full_like(blocks, block)
+        represent(layer, split, representatives, first, min(at_once, stop - block))
     represented.copy_(torch.maximum(represented, blocks))
 
 
-def represent(layer: SparseLayer, split: BlockSplit, representatives: int, block: torch.Tensor) -> None:
-    """Choose the representative tokens of one block of each row, int64 [batch], and store the mean of their keys.
+def represent(
+    layer: SparseLayer, split: BlockSplit, representatives: int, block: torch.Tensor, number: int = 1
+) -> None:
+    """Choose the representative tokens of blocks of each row, and store the mean of their keys.
 
     They are those with the highest mean of q.k over the queries after them that have them in their local window, as far
-    as these are known.
+    as these are known. The blocks are ``number`` ones from ``block``, int64 [batch], on.
     """
     (cos, sin), metadata, size = layer.rope, layer.metadata, split.size
-    followers = size + split.last - 2  # queries after the first token that have one of the block's in their window
+    tokens = number * size
+    followers = tokens + split.last - 2  # queries after the first token that have one of the blocks' in their window
     start = split.first + block * size
-    slots = row_slots(layer, start, size)
-    keys = take_tokens(layer.keys, slots)
+    keys = take_tokens(layer.keys, row_slots(layer, start, tokens))
     seeking = rotated(
         take_tokens(metadata["queries"], row_slots(layer, start + 1, followers)),
         cos[1 : followers + 1],
         sin[1 : followers + 1],
     )
-    distance = 1 + torch.arange(followers, device=block.device) - torch.arange(size, device=block.device)[:, None]
+    distance = 1 + torch.arange(followers, device=block.device) - torch.arange(tokens, device=block.device)[:, None]
     meets = (distance > 0) & (distance < split.last) & (seeking != 0).any(3).unsqueeze(2)
-    products = rotated(keys, cos[:size], sin[:size]) @ seeking.transpose(2, 3)
-    scores = products.masked_fill(~meets, 0).sum(3) / meets.sum(3).clamp_min(1)  # [batch, kv_heads, size]
-    best = scores.sort(dim=2, descending=True, stable=True).indices[..., : min(representatives, size)]
-    chosen = keys.gather(2, best.unsqueeze(3).expand(-1, -1, -1, keys.shape[3]))
-    mean = chosen.mean(2, keepdim=True, dtype=scores.dtype).to(keys.dtype)
-    metadata["block_keys"].scatter_(2, block.view(-1, 1, 1, 1).expand_as(mean), mean)
+    products = rotated(keys, cos[:tokens], sin[:tokens]) @ seeking.transpose(2, 3)
+    scores = products.masked_fill(~meets, 0).sum(3) / meets.sum(3).clamp_min(1)  # [batch, kv_heads, tokens]
+    scores = scores.reshape(*scores.shape[:2], number, size)
+    keys = keys.reshape(*keys.shape[:2], number, size, keys.shape[3])
+    best = scores.sort(dim=3, descending=True, stable=True).indices[..., : min(representatives, size)]
+    chosen = keys.gather(3, best.unsqueeze(4).expand(*best.shape, keys.shape[4]))
+    mean = chosen.mean(3, dtype=scores.dtype).to(keys.dtype)
+    stored = block[:, None, None, None] + torch.arange(number, device=block.device)[:, None]
+    metadata["block_keys"].scatter_(2, stored.expand_as(mean), mean)
 
 
 def choose_blocks(query: torch.Tensor, layer: SparseLayer, split: BlockSplit, blocks: torch.Tensor) -> torch.Tensor:

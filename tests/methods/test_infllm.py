@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hf_sparse_attn import InfLLM, SparseCache, patch_model, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.cache.lengths import Lengths
+from hf_sparse_attn.methods import infllm, memory_blocks
 from hf_sparse_attn.rope import RopeTables
 from tests.layers import make_layer, step
 from tests.methods.coded import decode
@@ -141,6 +143,42 @@ def test_prompt_and_steps_follow_the_definition(parameters, parts, max_cache_len
         )
     assert most_read <= method.token_budget
     assert rows[0].most_blocks > method.split.blocks or sum(parts) < 10  # blocks were left out
+
+
+@torch.inference_mode()
+def test_a_step_represents_a_block_when_it_becomes_whole(monkeypatch):
+    """In any row; a step that may not depend on the host's values does so every time, to the same end."""
+    represented = []
+
+    def represent(layer, split, representatives, block, number=1):
+        represented.append(block.tolist())
+        memory_blocks.represent(layer, split, representatives, block, number)
+
+    def memory(is_known):
+        generator = torch.Generator().manual_seed(2)
+        layer = make_layer(SMALL, 100, Q_HEADS, padding=[0, 6])
+        layer.use_rope(RopeTables(shared_model("llama").model.rotary_emb, slots=SMALL.rope_slots(POSITIONS)))
+        query, key, value = (random_states(heads, 30, generator) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+        layer.update(key, value)
+        SMALL.prefill(query, layer, SCALE, None)
+        SMALL.finish_prompt([layer])
+        represented.clear()
+        with monkeypatch.context() as patch:
+            if not is_known:
+                patch.setattr(Lengths, "known_length", None)
+            for _ in range(8):
+                states = (random_states(heads, 1, generator)[:, :, 0] for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+                step(layer, *states, SCALE)
+        return layer.metadata["block_keys"].clone(), layer.metadata["represented"].tolist()
+
+    monkeypatch.setattr(infllm, "represent", represent)
+    keys, numbers = memory(is_known=True)
+    # Blocks of 4 after the first 3 tokens and before the last 9; the rows are 6 tokens apart.
+    assert represented == [[4, 2], [4, 3], [5, 3], [5, 4]]
+    again, numbers_again = memory(is_known=False)
+    assert len(represented) == 8
+    assert numbers == numbers_again == [6, 5]
+    torch.testing.assert_close(keys, again, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
