@@ -15,8 +15,6 @@ from tests.browser import open_browser, set_width
 SITE = Path(__file__).resolve().parents[2] / "build/site"
 PAGES = sorted(path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html"))
 LOADED = re.compile(r"<(?:script|img|source|iframe)\b[^>]*\bsrc=\"?([^\" >]+)|<link\b[^>]*\bhref=\"?([^\" >]+)[^>]*>")
-
-
 SCHEMES = {"light": "default", "dark": "slate"}
 """Names of the themes, which a script of the page sets some time after it is loaded."""
 

@@ -16,6 +16,7 @@ from hf_sparse_attn_kernels._triton import sum_of_products
 
 from .helpers import device
 
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path(hf_sparse_attn_kernels.__file__).parent
 PLAIN_SUMS = {
     # Each thread has two of a row's products at least, and fuses the second with the first: both are rounded then.
@@ -74,7 +75,7 @@ def test_compiled_for_hopper_no_copies_differ(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.ops.compiled_sums"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout)
     assert counts.pop("plain") > 0, "the search finds nothing in tl.sum(a * b), where there is something to find"
