@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -120,17 +120,20 @@ def rows_of_ours(run: RunConfig, measured: Measured, compared: Sequence[Comparis
     compared : sequence of Comparison
         Comparisons of the run's figures.
     """
+    is_timed = bool(compared) and all(each.figure.shows_seconds for each in compared)
     shown = {place for comparison in compared for place in _places(comparison, measured.entries)}
     figures = []
     for entry in measured.entries:
         place = (entry["task"], entry["length"], *_row_of_entry(entry))
         if place not in shown:
-            figures.append(_figure_of(run, entry, task=entry["task"]))
+            figures.append(replace(_figure_of(run, entry, task=entry["task"]), is_timed=is_timed))
     tasks = tuple(dict.fromkeys(entry["task"] for entry in measured.entries))
     if len(tasks) > 1 and figures:
         averaged = {(figure.length, figure.method, figure.token_budget, figure.variant): figure for figure in figures}
         figures += [
-            Figure(run.benchmark, method, run.model, None, length, token_budget, variant, tasks=tasks)
+            Figure(
+                run.benchmark, method, run.model, None, length, token_budget, variant, is_timed=is_timed, tasks=tasks
+            )
             for length, method, token_budget, variant in averaged
             if (None, length, method, token_budget, variant) not in shown
         ]
@@ -219,7 +222,7 @@ def _compare_one(figure: Figure, measured: Measured, *, is_compared: bool) -> Co
 
 def _kind(figure: Figure, entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the field of an entry that is in a figure's unit."""
-    if figure.seconds is not None:
+    if figure.shows_seconds:
         return "ttft_seconds"
     if figure.value is None:
         return "score" if all(entry["perplexity"] is None for entry in entries) else "perplexity"

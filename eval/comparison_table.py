@@ -90,7 +90,7 @@ def _head(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
 
 def _cells(comparison: Comparison) -> list[str]:
     figure, difference, samples = comparison.figure, comparison.difference, comparison.samples
-    places = 2 if figure.seconds is None else 3
+    places = 3 if figure.shows_seconds else 2
     return [
         figure.model.rpartition("/")[2],
         figure.benchmark,

@@ -113,14 +113,15 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
     processes = Processes.current()
     models = Models(processes)
     groups = _alike(runs)
-    for group in groups:  # before the first run, which may take hours
-        check_run(group[0].config, group[0].variants, models)
-    folders = result_folders([group[0].config for group in groups], out, wanted.name)
+    shared = [_united(group) for group in groups]
+    for run in shared:  # before the first run, which may take hours
+        check_run(run.config, run.variants, models)
+    folders = result_folders([run.config for run in shared], out, wanted.name)
     comparisons: list[Comparison] = []
     devices = set()
     is_measured = False
-    for group, folder in zip(groups, folders, strict=True):
-        run, refusals = group[0], list(group[0].refusals)
+    for group, run, folder in zip(groups, shared, folders, strict=True):
+        refusals = list(run.refusals)
         refuse = partial(_add_refusal, refusals)
         summary = run_one(
             run.config, folder, models, processes, keeps=command is not None, variants=run.variants, on_refusal=refuse
@@ -128,7 +129,7 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
         if processes.is_main:
             is_measured = is_measured or summary["errors"] < summary["rows"]
             devices.add(summary["device"])
-            comparisons += _comparisons(wanted, group, folder, refusals)
+            comparisons += _comparisons(wanted, group, run, folder, refusals)
     if not processes.is_main:
         return True
     device = ", ".join(sorted(devices))
@@ -140,19 +141,41 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
 
 
 def _alike(runs: Sequence[TableRun]) -> list[list[TableRun]]:
-    """Group the runs that one run can serve on another model than the paper's; the first of a group has all variants.
+    """Group the runs that one run can serve on another model than the paper's; the first of a group has most variants.
 
-    Their settings are equal, and so are their variants, or the others' are among the first one's.
+    Their settings are equal, and so are the methods that they sweep, or the variants are among the first one's.
     """
     groups: list[list[TableRun]] = []
     for run in sorted(runs, key=lambda run: -len(run.variants)):
         for group in groups:
-            if _settings(run) == _settings(group[0]) and all(each in group[0].variants for each in run.variants):
+            first = group[0]
+            is_within = all(each in first.variants for each in run.variants)
+            if _settings(run) == _settings(first) and (is_within or _swept(run) == _swept(first)):
                 group.append(run)
                 break
         else:
             groups.append([run])
     return sorted(groups, key=lambda group: min(map(runs.index, group)))
+
+
+def _united(group: Sequence[TableRun]) -> TableRun:
+    """Return the run that serves a group: the first one, with the variants of those that sweep the same methods."""
+    first = group[0]
+    same = [run for run in group if _swept(run) == _swept(first)]
+    listed: list[dict[str, Any]] = []
+    for run in same:
+        listed += [each for each in run.config.variants if each not in listed]
+    return replace(
+        first,
+        config=replace(first.config, variants=tuple(listed)),
+        variants=tuple(dict.fromkeys(each for run in same for each in run.variants)),
+        refusals=tuple(dict.fromkeys(each for run in same for each in run.refusals)),
+    )
+
+
+def _swept(run: TableRun) -> tuple[Any, ...]:
+    """Return the methods that a run sweeps, and with which parameters."""
+    return run.config.method, run.config.token_budget, run.config.parameters
 
 
 def _settings(run: TableRun) -> RunConfig:
@@ -167,7 +190,7 @@ def _add_refusal(refusals: list[Refusal], variant: Variant, reason: str) -> None
 
 
 def _comparisons(
-    wanted: PaperTable, alike: Sequence[TableRun], folder: Path, refusals: Sequence[Refusal]
+    wanted: PaperTable, alike: Sequence[TableRun], shared: TableRun, folder: Path, refusals: Sequence[Refusal]
 ) -> list[Comparison]:
     """Return the figures of the runs that a folder's records stand for, each beside ours, and our other rows."""
     from eval.comparison import Measured, compare, figures_of_run, refusals_of, rows_of_ours
@@ -180,5 +203,4 @@ def _comparisons(
     compared: list[Comparison] = []
     for run in alike:
         compared += compare(figures_of_run(wanted.figures, run.printed), Measured.of(run, entries, reasons))
-    first = alike[0]
-    return compared + rows_of_ours(first.printed, Measured.of(first, entries, reasons), compared)
+    return compared + rows_of_ours(shared.printed, Measured.of(shared, entries, reasons), compared)

@@ -62,6 +62,8 @@ class Figure:
     perplexity: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """To the first token."""
+    is_timed: bool = False
+    """Whether a row without a figure shows seconds, not the score."""
     tasks: tuple[str, ...] = ()
     """Tasks averaged by a mean, those of the file's run; empty for all measured tasks."""
     lengths: tuple[_Positive, ...] = ()
@@ -71,6 +73,11 @@ class Figure:
     def value(self) -> float | None:
         """The score in percent, the perplexity, or the seconds; None if the paper has no figure."""
         return next((value for value in (self.score, self.perplexity, self.seconds) if value is not None), None)
+
+    @property
+    def shows_seconds(self) -> bool:
+        """Whether the row is a time."""
+        return self.seconds is not None or self.is_timed
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -17,7 +17,7 @@ from hf_sparse_attn.methods.memory_blocks import (
     represent,
     represent_up_to,
 )
-from hf_sparse_attn.methods.merge import Part, attend_to_parts
+from hf_sparse_attn.methods.merge import ChunkPart, Part, attend_from_chunk, attend_to_parts
 from hf_sparse_attn.methods.scores import grouped, take_tokens
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
 
@@ -202,23 +202,19 @@ class InfLLM(SparseMethod):
         layer.metadata["queries"][:, :, end - queries : end] = seeking
         if self.covers(end - layer.least_padding):
             return super().prefill(query, layer, scale, mask)
-        keys = rotated(layer.keys[:, :, end - width : end], cos[:width], sin[:width])
-        values = layer.values[:, :, end - width : end].masked_fill(~in_row[:, None, :, None], 0)
+        keys, values = (
+            buffer[:, :, end - width : end].masked_fill(~in_row[:, None, :, None], 0)
+            for buffer in (layer.keys, layer.values)
+        )
         distance = slots[-queries:, None] - slots  # [queries, width]
         is_local = (distance >= 0) & (distance < last) & in_row.unsqueeze(1)  # [batch, queries, width]
         turned = rotated(query, cos[width - queries : width], sin[width - queries : width])
         remote_query = self._as_remote(query, layer)
-        remote_keys, remote_values, is_remote = self._remote(remote_query, layer, is_query)
-        parts = (_scores(turned, keys, is_local), _scores(remote_query, remote_keys, is_remote))
-        scores = torch.cat(parts, dim=4) * scale
-        limits = torch.finfo(scores.dtype)
-        top = scores.amax(4, keepdim=True).clamp_min(limits.min)  # padding attends to nothing
-        weights = (scores - top).exp()
-        total = weights.sum(4, keepdim=True)
-        read = torch.cat((values, remote_values), dim=2).to(weights.dtype)
-        output = (weights @ read.unsqueeze(2)) / total.clamp_min(limits.tiny)
-        lse = (top + total.log()).squeeze(4)
-        return layer.with_sinks(output.flatten(1, 2), lse.flatten(1, 2)).to(query.dtype)
+        parts = [
+            ChunkPart(turned, rotated(keys, cos[:width], sin[:width]), values, is_local),
+            ChunkPart(remote_query, *self._remote(remote_query, layer, is_query)),
+        ]
+        return attend_from_chunk(parts, layer, scale)
 
     def _remote(
         self, query: torch.Tensor, layer: SparseLayer, is_query: torch.Tensor
@@ -249,13 +245,8 @@ class InfLLM(SparseMethod):
         tokens, is_read = split.remote_tokens(chosen, blocks, end, split.size - 1 + queries)
         slots = (layer.seq_start.long()[:, None] + tokens).clamp(0, layer.capacity - 1)
         is_far = positions.unsqueeze(2) - tokens.unsqueeze(1) >= split.last
-        keys = take_tokens(layer.keys, slots)
-        values = take_tokens(layer.values, slots).masked_fill(~is_read[:, None, :, None], 0)
+        keys, values = (
+            take_tokens(buffer, slots).masked_fill(~is_read[:, None, :, None], 0)
+            for buffer in (layer.keys, layer.values)
+        )
         return keys, values, is_read.unsqueeze(1) & is_far
-
-
-def _scores(query: torch.Tensor, keys: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
-    """Return q.k, [batch, kv_heads, group, queries, n], -inf where ``is_read`` [batch, queries, n] is False."""
-    heads = grouped(query, keys.shape[1])
-    products = heads @ keys.to(heads.dtype).unsqueeze(2).transpose(3, 4)
-    return products.masked_fill(~is_read[:, None, None], float("-inf"))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from hf_sparse_attn_kernels import sparse_decode
 
+from hf_sparse_attn.dense import stock_attention
+
 if TYPE_CHECKING:
     from hf_sparse_attn.cache.layer import SparseLayer
     from hf_sparse_attn.methods.base import Selection
@@ -22,6 +24,48 @@ class Part(NamedTuple):
     """The tokens; no other part has any of them."""
     rotations: dict[str, Any]
     """Rotations of the tokens and of the query, as ``sparse_decode`` takes them; empty for none."""
+
+
+class ChunkPart(NamedTuple):
+    """A set of tokens that a chunk of a prefill reads, with queries and keys as they meet."""
+
+    query: torch.Tensor
+    """[batch, q_heads, queries, head_dim], rotated."""
+    keys: torch.Tensor
+    """[batch, kv_heads, n, head_dim], rotated; finite, also where no query reads them."""
+    values: torch.Tensor
+    """[batch, kv_heads, n, head_dim]; finite, as the keys."""
+    is_read: torch.Tensor
+    """bool [batch, queries, n]: which query reads which token."""
+
+
+def attend_from_chunk(parts: Sequence[ChunkPart], layer: SparseLayer, scale: float) -> torch.Tensor:
+    """Attend from a chunk's queries to disjoint sets of tokens, each in its own rotation, in one softmax.
+
+    The channels of the rotations stand side by side. A key has zeros in those of the other parts, so its product with
+    the wide query is the one in its own rotation, and one attention serves all parts.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, q_heads, queries, head_dim], in the dtype of the layer's keys. Rows of queries that read nothing,
+        padding, are finite and mean nothing.
+    """
+    dtype = layer.keys.dtype
+    keys = []
+    for own in parts:
+        turned = own.keys.to(dtype)
+        blank = torch.zeros_like(turned)
+        keys.append(torch.cat([turned if part is own else blank for part in parts], dim=-1))
+    is_read = torch.cat([part.is_read for part in parts], dim=2)
+    return stock_attention(
+        torch.cat([part.query.to(dtype) for part in parts], dim=-1),
+        torch.cat(keys, dim=2),
+        torch.cat([part.values for part in parts], dim=2),
+        scale,
+        (is_read | ~is_read.any(2, keepdim=True)).unsqueeze(1),  # a softmax over nothing would be NaN
+        layer.take_sinks(),
+    )
 
 
 def attend_to_parts(parts: Sequence[Part], layer: SparseLayer, scale: float) -> torch.Tensor:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hf_sparse_attn.dense import stock_attention
 from hf_sparse_attn.methods.base import Selection, SparseMethod
-from hf_sparse_attn.methods.merge import Part, attend_to_parts
+from hf_sparse_attn.methods.merge import ChunkPart, Part, attend_from_chunk, attend_to_parts
 from hf_sparse_attn.rope import check_rope, decoder_rotary, max_positions, rotated
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ class SelfExtend(SparseMethod):
     def prefill(self, query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
         """Attend from a chunk to the windows of its queries and to what lies before them.
 
-        See :meth:`SparseMethod.prefill` for the arguments. Channels of the windows' rotation and of the other one stand
-        side by side, and each key has zeros in one of them, so that one attention has both.
+        See :meth:`SparseMethod.prefill` for the arguments.
         """
         if self.covers(layer.length - layer.least_padding):
             return super().prefill(query, layer, scale, mask)
@@ -151,26 +149,24 @@ class SelfExtend(SparseMethod):
         own, first = group[:, -queries:] + self._shift, end - width
 
         def turn(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return rotated(states, *(table[positions].unsqueeze(1) for table in (cos, sin))).to(query.dtype)
+            return rotated(states, *(table[positions].unsqueeze(1) for table in (cos, sin)))
 
         keys, values = (
             buffer[:, :, :end].masked_fill(~is_token[:, None, :, None], 0) for buffer in (layer.keys, layer.values)
         )
-        near = turn(keys[:, :, first:], (slots - first)[None, first:])
-        far = turn(keys[:, :, :apart], group[:, :apart])
-        both = torch.cat([_beside(near, torch.zeros_like(near)), _beside(torch.zeros_like(far), far)], dim=2)
-        asked = _beside(turn(query, (slots - first)[None, -queries:]), turn(query, own))
         distance = slots[-queries:, None] - slots
         is_near = (distance >= 0) & (distance < self.window) & is_token.unsqueeze(1)
-        is_near |= distance == 0  # padding attends to itself
         is_far = (distance >= self.window) & is_token.unsqueeze(1)
-        seen = torch.cat([is_near[..., first:], is_far[..., :apart]], dim=2).unsqueeze(1)
-        read = torch.cat([values[:, :, first:], values[:, :, :apart]], dim=2)
-        return stock_attention(asked, both, read, scale, seen, layer.take_sinks())
-
-
-def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return torch.cat([first, second], dim=-1)
+        near = ChunkPart(
+            turn(query, (slots - first)[None, -queries:]),
+            turn(keys[:, :, first:], (slots - first)[None, first:]),
+            values[:, :, first:],
+            is_near[..., first:],
+        )
+        far = ChunkPart(
+            turn(query, own), turn(keys[:, :, :apart], group[:, :apart]), values[:, :, :apart], is_far[..., :apart]
+        )
+        return attend_from_chunk([near, far], layer, scale)
 
 
 def _consecutive(start: torch.Tensor, number: torch.Tensor, most: int) -> Selection:

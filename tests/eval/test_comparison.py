@@ -145,6 +145,15 @@ def test_times_are_compared_in_seconds_and_name_our_device() -> None:
     assert "ours on a GPU of ours" in printed(table)
 
 
+def test_our_other_rows_of_a_table_of_times_are_times() -> None:
+    entries = [entry(benchmark="ruler", length=2000), entry(benchmark="ruler", length=32000, ttft_seconds=2.25)]
+    measured = Measured(MODEL, entries, own_lengths=(2000, 32000))
+    found = compare([figure(benchmark="ruler", score=None, seconds=1.0)], measured)
+    (ours,) = rows_of_ours(RUN, measured, found)
+    assert (ours.figure.length, ours.ours) == (32000, 2.25)
+    assert "2.250" in line_of(paper_table([*found, ours]), "32,000")
+
+
 def test_missing_methods_are_shown_without_our_figure() -> None:
     figures = [figure(), figure(method="retrieval_attention", score=3.0)]
     comparisons = compared(figures, [entry(), entry(method="full")])

@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 
 from eval.cli import app
 from eval.config import read_sweep
+from eval.engine import make_variants
 from eval.store import read_records
-from eval.table_command import REPORT, _alike
+from eval.table_command import REPORT, _alike, _united
 from eval.table_runs import table_runs
 from eval.tables import read_table, table_names
 from hf_sparse_attn import METHODS
@@ -181,10 +182,21 @@ def test_other_tasks_are_refused(model_dir: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"), [("tokenselect-2", [3]), ("squeezed-3", [1, 2]), ("quest-1", [1, 1]), ("psa-fig5", [1])]
+    ("name", "groups"),
+    [("tokenselect-1", [3]), ("tokenselect-2", [3]), ("squeezed-3", [1, 2]), ("quest-1", [1, 1]), ("psa-fig5", [1])],
 )
-def test_on_another_model_a_run_serves_those_that_have_some_of_its_variants(name: str, groups: list[int]) -> None:
+def test_on_another_model_one_run_serves_those_that_differ_in_variants_alone(name: str, groups: list[int]) -> None:
     found = _alike(table_runs(read_sweep(read_table(name).path, {}), {"model": "smollm2"}))
     assert [len(group) for group in found] == groups
-    for first, *others in found:
-        assert all(variant in first.variants for run in others for variant in run.variants)
+    for group in found:
+        shared = _united(group)
+        assert set(shared.variants) == {variant for run in group for variant in run.variants}
+        assert set(make_variants(shared.config)) == set(shared.variants), "the folder's settings name what was run"
+
+
+def test_a_figure_of_a_run_that_another_one_served_is_compared(model_dir: str, data: Path, protocols: Path) -> None:
+    """SelfExtend has another group for each of the table's models, and dense attention is measured once for all."""
+    result = run_table("tokenselect-1", model_dir, data, protocols)
+    assert result.exit_code == 0, result.output
+    for group in (5, 19, 43):
+        assert re.search(rf"group_size={group}\b.*\b\d+\.\d\d\b.*\b1\b", result.output), group
