@@ -188,9 +188,8 @@ def compiled(model: PreTrainedModel) -> Any:
     """Return the tokens of compiled steps, of a method that exchanges nothing and of one whose steps exchange votes."""
     config = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph break is an error
     config._compile_all_devices = True
-    names = ["quest", "tokenselect"] if torch.__version__ >= "2.9" else ["quest"]  # 2.8 cannot trace the other's step
     found = []
-    for method in map(sparse, names):
+    for method in map(sparse, ("quest", "tokenselect")):
         torch._dynamo.reset()
         counters.clear()
         with sparse_attention(model, method):

@@ -21,7 +21,13 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests/versions.json"
-CONTRACTS = ("tests/test_contracts.py", "tests/patch", "tests/cache/test_layer.py", "tests/cache/test_masks.py")
+CONTRACTS = (
+    "tests/test_contracts.py",
+    "tests/test_compiled.py",
+    "tests/patch",
+    "tests/cache/test_layer.py",
+    "tests/cache/test_masks.py",
+)
 PACKAGES = {"torch": "PyTorch", "transformers": "Transformers", "triton": "Triton"}
 ALL = "all"
 """What a row says of a run over all :data:`CONTRACTS`."""

@@ -125,8 +125,9 @@ class Storage(ABC):
 
         There may be several parts of the selection. What reads a part must be queued before the next one is asked for.
         """
+        chosen = (selection.block_indices, selection.block_counts)  # Dynamo 2.8 cannot slice a named tuple
         bounds = (lengths.seq_start, lengths.seq_end)
-        return (Present(self.keys, self.values, *selection[:2], *bounds, counter=counter.totals),)
+        return (Present(self.keys, self.values, *chosen, *bounds, counter=counter.totals),)
 
     def present_rows(self, lengths: Lengths) -> Rows:
         """Return the rows for an op that chooses while it reads, once the decode step's token is written."""
