@@ -164,6 +164,7 @@ def test_every_kind_of_method_compiles(method):
     assert graphs() == 1
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch 2.8 cannot filter guards of Transformers' models")
 def test_without_guards_on_modules_each_method_and_the_stock_model_get_their_own_step():
     """The ``compile_config`` of docs/compiled-decoding.md: the cache's guards tell the methods apart."""
     model = make_model("llama")

@@ -42,8 +42,7 @@ class DecoderHooks:
         """Return the decoder's arguments, with ``sparse_cache`` added: None if the pass is dense."""
         # Dynamo of PyTorch 2.8 takes every zip as strict.
         kwargs = {**dict(zip(self.parameters[: len(args)], args, strict=True)), **kwargs}
-        patch, cache = get_patch(self.model), kwargs.get("past_key_values")
-        tokens = _tokens(kwargs)
+        cache, tokens = kwargs.get("past_key_values"), _tokens(kwargs)
         if isinstance(cache, SparseCache) and tokens is not None:
             is_step, verifies = tokens.shape[1] == 1, cache.shared.verifies_draft
             if cache.is_traced and (is_step or verifies):
@@ -55,6 +54,7 @@ class DecoderHooks:
             if verifies:  # but Dynamo runs it uncompiled, as it does after too many compilations
                 cache.shared.verifies_draft = False
                 kwargs["attention_mask"] = cache.row_mask(tokens.shape[1])
+        patch = get_patch(self.model)
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
