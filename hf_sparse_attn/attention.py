@@ -100,7 +100,7 @@ def sparse_attention_forward(
     if token is None:
         layer.rehearsed_query = None
         layer.observe(query, scale)
-        output = layer.method.prefill(query, layer, scale, attention_mask)
+        output = _prefill(query, layer, scale, attention_mask)
         if layer.sinks is not None:
             raise _without_sinks(layer.method)
         return output.transpose(1, 2), None
@@ -114,6 +114,22 @@ def sparse_attention_forward(
     layer.rehearsed_query = None
     layer.mark_written()
     return step.unsqueeze(1), None
+
+
+def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attend from the tokens of a pass, in chunks of the method; the layer has all of them already."""
+    tokens, chunk, sinks = query.shape[2], layer.prefill_chunk, layer.sinks
+    if chunk is None or tokens <= chunk:
+        return layer.method.prefill(query, layer, scale, mask)
+    before, outputs = layer.length - tokens, []
+    for begin in range(0, tokens, chunk):
+        part = query[:, :, begin : begin + chunk]
+        length = before + begin + part.shape[2]
+        layer.sinks = sinks
+        with layer.ending_at(length):
+            own = None if mask is None else mask[..., begin : begin + chunk, :length]
+            outputs.append(layer.method.prefill(part, layer, scale, own))
+    return torch.cat(outputs, dim=2)
 
 
 def _decode(

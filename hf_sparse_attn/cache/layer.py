@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -186,6 +187,21 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def verifies_draft(self) -> bool:
         """Whether the pass in progress is a compiled one that verifies a draft."""
         return self._shared.verifies_draft
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Maximum number of tokens that the method's ``prefill`` attends from at once; None for no limit."""
+        return None if self.method is FULL else self._shared.prefill_chunk
+
+    @contextmanager
+    def ending_at(self, length: int) -> Iterator[None]:
+        """Let the rows end after ``length`` tokens, for a chunk of a pass whose later tokens are written already."""
+        whole = self.lengths
+        self.lengths = whole.until(length)
+        try:
+            yield
+        finally:
+            self.lengths = whole
 
     @property
     def rotations(self) -> dict[str, Any]:

@@ -158,6 +158,16 @@ class Lengths:
             self.least_padding, most = (int(bound) for bound in self.seq_start.aminmax())
             self.has_padding = most > 0
 
+    def until(self, length: int) -> Lengths:
+        """Return a record of the first ``length`` positions of every row, for a part of a pass; not for compiled steps.
+
+        It shares the starts of the rows.
+        """
+        part = copy.copy(self)
+        part.seq_end = torch.full_like(self.seq_end, length)
+        part._length = length
+        return part
+
     def copy(self) -> Lengths:
         """Return a record with its own tensors."""
         twin = copy.copy(self)
@@ -180,7 +190,8 @@ class Shared:
     finished the prompt. ``verifies_draft`` announces a compiled pass over several tokens that verifies a draft: it
     follows a finished prompt, and reads by row bounds on the device. ``is_captured`` says that a pass is recorded as a
     CUDA graph; see ``SparseCache.captured``. ``recorder`` receives the selections of decode
-    steps while ``record_selections`` is active.
+    steps while ``record_selections`` is active. ``prefill_chunk`` is the maximum number of tokens that a method's
+    ``prefill`` attends from at once; None for no limit.
     """
 
     def __init__(self) -> None:
@@ -190,6 +201,7 @@ class Shared:
         self.verifies_draft = False
         self.is_captured = False
         self.recorder: SelectionRecord | None = None
+        self.prefill_chunk: int | None = None
 
     def check_masks(self) -> None:
         """Raise ``ValueError`` if the mask of an earlier decode step hid cached tokens. Waits for the device."""

@@ -209,7 +209,10 @@ class SparseMethod:
         return length <= self.token_budget
 
     def prefill_chunk(self, positions: int) -> int | None:
-        """Maximum tokens per forward pass of a prompt, for a model with ``positions`` positions; None for no limit."""
+        """Maximum tokens that :meth:`prefill` attends from at once, for a model with ``positions``; None for no limit.
+
+        Layers divide longer passes. The rows then end with the chunk's last token, though later ones are written.
+        """
         return None
 
     def evicting_heads(self, layer_idx: int) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 class ChunkedPrompt:
     """A prompt fed in chunks, whose outputs are joined.
 
-    Beyond the cache, memory holds one chunk's activations and the final hidden states.
+    Beyond the cache, memory holds the activations of one chunk and the final hidden states.
 
     Parameters
     ----------

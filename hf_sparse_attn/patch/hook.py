@@ -19,6 +19,13 @@ from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_p
 from hf_sparse_attn.patched import Patch, get_patch
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
+PASS_TOKENS = 8192
+"""Tokens of a prompt that pass through the model at once, if the method attends from chunks of it.
+
+A pass has the same kernels for one chunk as for many, but for attention, and the host launches them all. More tokens
+take more memory for activations.
+"""
+
 
 class DecoderHooks:
     """Hooks before and after a decoder's forward pass. The state of a pass lives in its cache and arguments, not here.
@@ -158,6 +165,9 @@ class DecoderHooks:
             check_consecutive(kwargs.get("position_ids"), mask, method)
         length = _tokens(kwargs).shape[1]
         chunk_size = method.prefill_chunk(max_positions(self.model.config))
+        cache.shared.prefill_chunk = chunk_size
+        if chunk_size is not None and not torch.compiler.is_compiling():
+            chunk_size *= max(1, PASS_TOKENS // chunk_size)  # each layer divides the pass by itself
         if chunk_size is None or length <= chunk_size:
             return kwargs
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)

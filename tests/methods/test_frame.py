@@ -62,6 +62,36 @@ def padded(lengths):
     return ids * mask, mask
 
 
+@dataclass(frozen=True)
+class Chunked(Recent):
+    """Attends densely from seven tokens at once, and logs how many tokens the layer had and the mask showed."""
+
+    name: ClassVar[str] = "toy-chunked"
+    log: ClassVar[list[tuple[int, int, tuple[int, ...] | None]]] = []
+
+    def prefill_chunk(self, positions):
+        return 7
+
+    def prefill(self, query, layer, scale, mask):
+        self.log.append((query.shape[2], layer.length, None if mask is None else tuple(mask.shape[2:])))
+        return super().prefill(query, layer, scale, mask)
+
+
+@pytest.mark.parametrize("needs_mask", [False, True])
+@torch.inference_mode()
+def test_layers_divide_a_pass_into_the_method_s_chunks(needs_mask, model, monkeypatch):
+    """The rows end with the chunk, and the mask is the chunk's; dense attention from chunks is dense attention."""
+    monkeypatch.setattr(Chunked, "needs_mask", needs_mask)
+    monkeypatch.setattr(Chunked, "log", [])
+    (ids, mask), layers = padded((40, 33, 4)), model.config.num_hidden_layers
+    expected = model(ids, attention_mask=mask).logits
+    with sparse_attention(model, Chunked(token_budget=16)):
+        logits = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+    sizes = [(7, length) for length in range(7, 40, 7)] + [(5, 40)]
+    assert Chunked.log == layers * [(*size, size if needs_mask else None) for size in sizes]
+
+
 @pytest.mark.parametrize("prefill_chunk_size", [None, 7, 20])
 @torch.inference_mode()
 def test_finish_prompt_comes_once_between_the_prompt_and_the_first_step(prefill_chunk_size, model, log):

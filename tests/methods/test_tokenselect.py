@@ -16,6 +16,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
+from hf_sparse_attn.patch import hook
 from hf_sparse_attn.rope import RopeTables
 from tests.layers import hand_over, make_layer
 from tests.methods.rotation import rotate
@@ -262,8 +263,11 @@ def test_unpatching_restores_the_model():
     assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
+@pytest.mark.parametrize(("pass_tokens", "passes"), [(70, [64, 64, 17]), (8, [32, 32, 32, 32, 17]), (500, [145])])
 @torch.inference_mode()
-def test_a_prompt_goes_through_the_layers_in_chunks():
+def test_layers_attend_from_chunks_of_a_prompt(pass_tokens, passes, monkeypatch):
+    """Several chunks go through the model at once, and the logits are those of passes of a chunk each."""
+    monkeypatch.setattr(hook, "PASS_TOKENS", pass_tokens)
     model = make_model("llama")
     ids = random_ids(2, 145)
     mask = torch.ones_like(ids)
@@ -272,7 +276,7 @@ def test_a_prompt_goes_through_the_layers_in_chunks():
     model.model.layers[0].register_forward_pre_hook(lambda layer, args: fed.append(args[0].shape[1]))
     patch_model(model, SMALL)
     whole = model(ids, attention_mask=mask, output_hidden_states=True)
-    assert fed == [32, 32, 32, 32, 17]
+    assert fed == passes
     assert [tuple(states.shape) for states in whole.hidden_states] == [(2, 145, 96)] * 5
 
     cache = SparseCache.for_model(model)
