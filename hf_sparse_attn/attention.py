@@ -119,7 +119,7 @@ def sparse_attention_forward(
 def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
     """Attend from the tokens of a pass, in chunks of the method; the layer has all of them already."""
     tokens, chunk, sinks = query.shape[2], layer.prefill_chunk, layer.sinks
-    if chunk is None or tokens <= chunk:
+    if chunk is None or tokens <= chunk or layer.lengths.is_traced:  # a compiled pass is a short draft, or one chunk
         return layer.method.prefill(query, layer, scale, mask)
     before, outputs = layer.length - tokens, []
     for begin in range(0, tokens, chunk):

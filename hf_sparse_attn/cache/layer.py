@@ -191,7 +191,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def prefill_chunk(self) -> int | None:
         """Maximum number of tokens that the method's ``prefill`` attends from at once; None for no limit."""
-        return None if self.method is FULL else self._shared.prefill_chunk
+        return None if self.method == FULL else self._shared.prefill_chunk
 
     @contextmanager
     def ending_at(self, length: int) -> Iterator[None]:
