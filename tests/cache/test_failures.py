@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, unpatch_model
+from hf_sparse_attn import METHODS, SparseCache, TokenSelect, patch_model, sparse_attention, unpatch_model
+from hf_sparse_attn.patch import hook
 from tests.models import DEVICE, SPARSE, make_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -96,7 +97,8 @@ def test_rows_that_do_not_exist_change_nothing(operation, argument):
 
 
 @torch.inference_mode()
-def test_a_failed_chunk_undoes_its_whole_prompt():
+def test_a_failed_pass_undoes_its_whole_prompt(monkeypatch):
+    monkeypatch.setattr(hook, "PASS_TOKENS", 1)  # a chunk a pass
     model, ids = make("tokenselect"), random_ids(1, 150)
     cache = SparseCache.for_model(model)
     model(ids[:, :40], past_key_values=cache)
@@ -109,6 +111,33 @@ def test_a_failed_chunk_undoes_its_whole_prompt():
     model(ids[:, 40:], past_key_values=cache)
     assert cache.get_seq_length() == 150
     assert fresh.isfinite().all()
+
+
+@pytest.mark.parametrize("at_call", [1, 3, 11])
+@torch.inference_mode()
+def test_a_layer_that_fails_between_the_chunks_of_a_pass_undoes_the_pass(at_call, monkeypatch):
+    model, ids = make("tokenselect"), random_ids(1, 150)
+    cache, other = SparseCache.for_model(model), SparseCache.for_model(model)
+    for each in (cache, other):
+        model(ids[:, :40], past_key_values=each)
+    attend, calls = TokenSelect.prefill, []
+
+    def fail(self, *args):
+        calls.append(None)
+        if len(calls) == at_call:
+            raise RuntimeError("out of memory")
+        return attend(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenSelect, "prefill", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 40:], past_key_values=cache)
+    assert cache.get_seq_length() == 40
+    assert [layer.length for layer in cache.layers] == [40] * 4
+    logits, expected = (model(ids[:, 40:], past_key_values=each).logits for each in (cache, other))
+    torch.testing.assert_close(logits, expected)
+    step = random_ids(1, 1, seed=1)
+    torch.testing.assert_close(*(model(step, past_key_values=each).logits for each in (cache, other)))
 
 
 @every_method
@@ -258,15 +287,16 @@ def test_a_model_patched_in_inference_mode_works_outside_it():
 @kinds_of_storage
 @pytest.mark.parametrize("tokens", [1, 80])
 @torch.inference_mode()
-def test_an_interrupt_after_the_last_layer_restores_the_length(method_name, max_cache_len, tokens):
+def test_an_interrupt_after_the_last_layer_restores_the_length(method_name, max_cache_len, tokens, monkeypatch):
     """No hook runs after it and every layer holds the tokens, but masks and positions are derived from the length."""
+    monkeypatch.setattr(hook, "PASS_TOKENS", 1)  # a chunk a pass
     model, ids = make(method_name), random_ids(1, 150)
     cache = SparseCache.for_model(model, max_cache_len)
     for cached in (0, 50):
         if cached:
             model(ids[:, :cached], past_key_values=cache)
-        chunks = 3 if method_name == "tokenselect" and tokens == 80 else 1
-        Interrupt(model.model.norm, KeyboardInterrupt(), at_call=chunks)
+        passes = 3 if method_name == "tokenselect" and tokens == 80 else 1
+        Interrupt(model.model.norm, KeyboardInterrupt(), at_call=passes)
         with pytest.raises(KeyboardInterrupt):
             model(ids[:, cached : cached + tokens], past_key_values=cache)
         assert cache.get_seq_length() == cache.length == cached
