@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -126,7 +126,7 @@ def rows_of_ours(run: RunConfig, measured: Measured, compared: Sequence[Comparis
     for entry in measured.entries:
         place = (entry["task"], entry["length"], *_row_of_entry(entry))
         if place not in shown:
-            figures.append(replace(_figure_of(run, entry, task=entry["task"]), is_timed=is_timed))
+            figures.append(_figure_of(run, entry, is_timed=is_timed))
     tasks = tuple(dict.fromkeys(entry["task"] for entry in measured.entries))
     if len(tasks) > 1 and figures:
         averaged = {(figure.length, figure.method, figure.token_budget, figure.variant): figure for figure in figures}
@@ -182,9 +182,11 @@ def _places(comparison: Comparison, entries: Sequence[Mapping[str, Any]]) -> lis
     return [(task, length, *comparison.row) for task in tasks for length in comparison.lengths]
 
 
-def _figure_of(run: RunConfig, entry: Mapping[str, Any], task: str | None) -> Figure:
+def _figure_of(run: RunConfig, entry: Mapping[str, Any], *, is_timed: bool) -> Figure:
     method, token_budget, variant = _row_of_entry(entry)
-    return Figure(run.benchmark, method, run.model, task, entry["length"], token_budget, variant)
+    return Figure(
+        run.benchmark, method, run.model, entry["task"], entry["length"], token_budget, variant, is_timed=is_timed
+    )
 
 
 def _compare_one(figure: Figure, measured: Measured, *, is_compared: bool) -> Comparison:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.config import DENSE, RunConfig
+from eval.config import RunConfig
 from eval.errors import EvalError
 from eval.options import (
     BudgetOption,
@@ -141,46 +141,34 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
 
 
 def _alike(runs: Sequence[TableRun]) -> list[list[TableRun]]:
-    """Group the runs that one run can serve on another model than the paper's; the first of a group has most variants.
-
-    Their settings are equal, and so are the methods that they sweep, or the variants are among the first one's.
-    """
+    """Group the runs that one run can serve on another model than the paper's: they differ in variants alone."""
     groups: list[list[TableRun]] = []
-    for run in sorted(runs, key=lambda run: -len(run.variants)):
+    for run in runs:
         for group in groups:
-            first = group[0]
-            is_within = all(each in first.variants for each in run.variants)
-            if _settings(run) == _settings(first) and (is_within or _swept(run) == _swept(first)):
+            if _settings(run) == _settings(group[0]):
                 group.append(run)
                 break
         else:
             groups.append([run])
-    return sorted(groups, key=lambda group: min(map(runs.index, group)))
+    return groups
 
 
 def _united(group: Sequence[TableRun]) -> TableRun:
-    """Return the run that serves a group: the first one, with the variants of those that sweep the same methods."""
-    first = group[0]
-    same = [run for run in group if _swept(run) == _swept(first)]
+    """Return the run that serves a group: the first one, with the variants of all."""
     listed: list[dict[str, Any]] = []
-    for run in same:
+    for run in group:
         listed += [each for each in run.config.variants if each not in listed]
     return replace(
-        first,
-        config=replace(first.config, variants=tuple(listed)),
-        variants=tuple(dict.fromkeys(each for run in same for each in run.variants)),
-        refusals=tuple(dict.fromkeys(each for run in same for each in run.refusals)),
+        group[0],
+        config=replace(group[0].config, variants=tuple(listed)),
+        variants=tuple(dict.fromkeys(each for run in group for each in run.variants)),
+        refusals=tuple(dict.fromkeys(each for run in group for each in run.refusals)),
     )
 
 
-def _swept(run: TableRun) -> tuple[Any, ...]:
-    """Return the methods that a run sweeps, and with which parameters."""
-    return run.config.method, run.config.token_budget, run.config.parameters
-
-
 def _settings(run: TableRun) -> RunConfig:
-    """Return a run's settings but for what its methods and variants are."""
-    return replace(run.config, method=(DENSE,), token_budget=(), parameters={}, variants=())
+    """Return a run's settings but for its variants."""
+    return replace(run.config, variants=())
 
 
 def _add_refusal(refusals: list[Refusal], variant: Variant, reason: str) -> None:

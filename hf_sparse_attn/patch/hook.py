@@ -164,15 +164,16 @@ class DecoderHooks:
         if patch.rope_tables is not None:
             check_consecutive(kwargs.get("position_ids"), mask, method)
         length = _tokens(kwargs).shape[1]
-        chunk_size = method.prefill_chunk(max_positions(self.model.config))
-        cache.shared.prefill_chunk = chunk_size
-        if chunk_size is not None and not torch.compiler.is_compiling():
-            chunk_size *= max(1, PASS_TOKENS // chunk_size)  # each layer divides the pass by itself
-        if chunk_size is None or length <= chunk_size:
+        chunk = cache.shared.prefill_chunk = method.prefill_chunk(max_positions(self.model.config))
+        if chunk is None:
+            return kwargs
+        # Each layer divides its pass by itself, but not a compiled one.
+        pass_tokens = chunk if torch.compiler.is_compiling() else chunk * max(1, PASS_TOKENS // chunk)
+        if length <= pass_tokens:
             return kwargs
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
         forward_pass.finish.append(prompt.join)
-        return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), chunk_size)
+        return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), pass_tokens)
 
 
 def _tokens(kwargs: dict[str, Any]) -> Any:
