@@ -79,8 +79,9 @@ class Chunked(Recent):
 
 @pytest.mark.parametrize("needs_mask", [False, True])
 @torch.inference_mode()
-def test_layers_divide_a_pass_into_the_method_s_chunks(needs_mask, model, monkeypatch):
+def test_layers_divide_a_pass_into_the_method_s_chunks(needs_mask, monkeypatch):
     """The rows end with the chunk, and the mask is the chunk's; dense attention from chunks is dense attention."""
+    model = shared_model("llama", torch.float64)
     monkeypatch.setattr(Chunked, "needs_mask", needs_mask)
     monkeypatch.setattr(Chunked, "log", [])
     (ids, mask), layers = padded((40, 33, 4)), model.config.num_hidden_layers
