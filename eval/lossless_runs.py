@@ -17,7 +17,7 @@ from eval.errors import EvalError
 from eval.lossless_config import LosslessConfig
 from eval.sources import books, read_book
 from eval.speed_check import TIE_ROUNDINGS, logit_gap
-from eval.speed_runs import GRAPH, UNCOMPILED, Run, Side, Work, generate, is_cuda, random_ids, setting
+from eval.speed_runs import FUSED, GRAPH, UNCOMPILED, Run, Side, Work, generate, is_cuda, random_ids, setting
 from hf_sparse_attn import SparseMethod
 
 OUT_OF_MEMORY = "out of memory"
@@ -151,7 +151,8 @@ def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMetho
                 draft_tokens=draft_tokens,
             )
             if side.compiled:
-                drafting.append(replace(side, name=side.name + GRAPH, compiled=False, cuda_graph=True))
+                graph = replace(side, name=side.name + GRAPH, compiled=False, cuda_graph=True)
+                drafting += [replace(graph, name=side.name + FUSED, fuse=True), graph]
             drafting.append(side)
             if side.compiled:
                 uncompiled.append(replace(side, name=side.name + UNCOMPILED, compiled=False))

@@ -22,6 +22,7 @@ from eval.speed_check import check_covering
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import (
     AHEAD,
+    FUSED,
     GRAPH,
     PREALLOCATED,
     UNCOMPILED,
@@ -107,8 +108,9 @@ def measure_model(
 
         An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
         has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
-        and budget has one side, on CUDA four: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
-        ``DecodeAhead(cuda_graph=True)``, and not compiled. Of a model that is split over GPUs none is compiled.
+        and budget has one side, on CUDA five: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
+        ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not compiled. Of a model that is split over GPUs
+        none is compiled.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the
@@ -126,7 +128,7 @@ def measure_model(
     methods = config.methods()
     check_model(model, config, methods)
     resident = sum(method.offloading is None for method in methods)
-    patched = len(methods) + resident * (3 * is_cuda(model) + (config.kv_storage == "host"))
+    patched = len(methods) + resident * (4 * is_cuda(model) + (config.kv_storage == "host"))
     per_context = (3 + patched) * (config.warmup + config.repeats) + len(methods)
     progress = numbered(on_progress, per_context * len(config.contexts))
     results = []
@@ -256,7 +258,10 @@ def _entries(
 
 
 def _tokens_in_common(side: Side, probes: Mapping[str, _Probe]) -> int | None:
-    uncompiled = probes.get(side.name.removesuffix(AHEAD).removesuffix(GRAPH) + UNCOMPILED)
+    name = side.name
+    for way in (AHEAD, GRAPH, FUSED):
+        name = name.removesuffix(way)
+    uncompiled = probes.get(name + UNCOMPILED)
     if uncompiled is None:
         return None
     pairs = zip(probes[side.name].last.token_ids[0], uncompiled.last.token_ids[0], strict=True)

@@ -43,6 +43,7 @@ UNCOMPILED = ", not compiled"
 ON_HOST = ", in host memory"
 AHEAD = ", ahead"
 GRAPH = ", CUDA graph"
+FUSED = f"{GRAPH}, fused"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -80,7 +81,9 @@ class Side:
     ahead: bool = False
     """Whether the host launches a step before it knows the tokens of the step before (``DecodeAhead``)."""
     cuda_graph: bool = False
-    """Whether its passes are recorded as CUDA graphs, without compilation."""
+    """Whether its passes are recorded as CUDA graphs, without compilation of the model."""
+    fuse: bool = False
+    """Whether its norms and RoPE are compiled for that."""
 
     def described(self) -> dict[str, Any]:
         """Return what a report says of the side, as JSON values."""
@@ -160,7 +163,7 @@ class Work:
         return numbers * bits // 8 // head_shard_of(self.model).size
 
     def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
-        """Return dense attention over three caches, then each method; on CUDA in each of four ways to run its steps.
+        """Return dense attention over three caches, then each method; on CUDA in each of five ways to run its steps.
 
         Of a model that is split no side is compiled. A CUDA graph is that of one device.
         """
@@ -181,7 +184,8 @@ class Work:
                 ahead = replace(side, name=f"{name}{AHEAD}", ahead=True)  # the same code, over the same cache
                 sides.append(ahead)
                 if not by_layers:
-                    sides.append(replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True))
+                    graph = replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True)
+                    sides += [graph, replace(graph, name=f"{name}{FUSED}", fuse=True)]
             if side.compiled:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
@@ -291,9 +295,10 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
     speculation = (
         None
         if side.draft_tokens is None
-        else SelfSpeculation(side.draft_tokens, streamer=clock, cuda_graph=side.cuda_graph)
+        else SelfSpeculation(side.draft_tokens, streamer=clock, cuda_graph=side.cuda_graph, fuse=side.fuse)
     )
-    custom_generate = DecodeAhead(clock, cuda_graph=side.cuda_graph) if side.ahead else speculation
+    ahead = DecodeAhead(clock, cuda_graph=side.cuda_graph, fuse=side.fuse) if side.ahead else None
+    custom_generate = ahead or speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         wait_for_others()
         if model.device.type == "cuda":

@@ -72,7 +72,8 @@ def use_tape(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
     def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[Callable[[], object], torch.Tensor]:
         tape = Tape()
-        with monkeypatch.context() as patch, tape:
+        # Dynamo does not compile under a tape, and would not do so later either.
+        with monkeypatch.context() as patch, torch.compiler.set_stance("force_eager"), tape:
             patch.setattr(_op.Dispatch, "run", run_as_node)
             result = function()
         tape.undo()

@@ -77,10 +77,9 @@ class Answer:
         self._extend(self.kwargs, 1)
         return logits
 
-    def record_steps(self) -> None:
+    def record_steps(self, fuse: bool) -> None:
         """Repeat all further decode steps by a CUDA graph. Call it after the prompt, and :func:`check_recordable`."""
-        model = self.model  # not self: in a cycle the graph would outlive the answer
-        self._steps = PassGraph(self.cache, lambda inputs: model(**inputs, return_dict=True).logits[:, -1])
+        self._steps = PassGraph(self.cache, self.model, fuse)
 
     def check_room(self) -> None:
         """Raise ``ValueError`` if the cache is full before the answer is: a CUDA graph cannot tell."""
@@ -137,7 +136,7 @@ class Answer:
         """
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         if self._steps is not None:
-            return self.exact(self._steps(inputs))
+            return self.exact(self._steps(inputs)[:, -1])
         forward = self._compiled if self.compiles else self.model.__call__
         return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
 

@@ -8,7 +8,7 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.answer import Answer, check_call
-from hf_sparse_attn.patch.pass_graph import check_recordable
+from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
 from hf_sparse_attn.patched import patched_method
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ class DecodeAhead:
         Record the decode step as a CUDA graph instead of compiling it, anew in each call of ``generate()``. So no call
         waits for a compiler, but the model's small kernels are not fused. Needs a static cache on one CUDA device, as
         patched models have there by default.
+    fuse
+        With ``cuda_graph``: compile the model's norms and its RoPE, each once for all layers. Each is then one kernel,
+        not ten, and rounds as in compiled steps. The first call of a process waits some seconds for the compiler.
+
+    Raises
+    ------
+    ValueError
+        ``fuse`` is given without ``cuda_graph``.
 
     Examples
     --------
@@ -46,8 +54,9 @@ class DecodeAhead:
     >>> model.generate(**inputs, max_new_tokens=100, custom_generate=DecodeAhead())
     """
 
-    def __init__(self, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False) -> None:
-        self.streamer, self.cuda_graph = streamer, cuda_graph
+    def __init__(self, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False, fuse: bool = False) -> None:
+        check_fuse(cuda_graph, fuse)
+        self.streamer, self.cuda_graph, self.fuse = streamer, cuda_graph, fuse
 
     @torch.no_grad()
     def __call__(
@@ -89,7 +98,7 @@ class DecodeAhead:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            _generate(answer, self.streamer, self.cuda_graph)
+            _generate(answer, self.streamer, self.cuda_graph, self.fuse)
         finally:
             answer.release_windows()
         if self.streamer is not None:
@@ -97,7 +106,7 @@ class DecodeAhead:
         return answer.output()
 
 
-def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool) -> None:
+def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool) -> None:
     """Generate until all rows are finished.
 
     While the device works on step i, the host waits for the tokens of step i - 1 and then launches step i + 1.
@@ -106,7 +115,7 @@ def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool) -
     logits = answer.prompt_logits()
     if cuda_graph:
         answer.check_room()
-        answer.record_steps()
+        answer.record_steps(fuse)
     answer.cache.activate_past_recording()  # a surplus step must not push tokens out of sliding windows
     with answer.model._optimize_model_for_decode():
         while True:

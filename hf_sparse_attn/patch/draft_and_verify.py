@@ -45,14 +45,13 @@ class VerifiedAnswer(Answer):
         """Maximum number of tokens of the whole text, before the prompt is processed."""
         return self.kept + self._prompt_tokens() + self.remaining
 
-    def generate(self, draft_tokens: int, streamer: BaseStreamer | None, cuda_graph: bool) -> None:
+    def generate(self, draft_tokens: int, streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool) -> None:
         """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far."""
         try:
             is_finished = self._commit(self._process_prompt(), None, streamer)
             if cuda_graph:
-                self.record_steps()
-                model = self.model  # not self: in a cycle the graph would outlive the answer
-                self._verifications = PassGraph(self.cache, lambda inputs: model(**inputs, return_dict=True).logits)
+                self.record_steps(fuse)
+                self._verifications = PassGraph(self.cache, self.model, fuse)
             self._extend(self.kwargs, 1)
             while not is_finished:
                 room = self.cache.max_cache_len - self.kept - 1 if self.cache.max_cache_len >= 0 else draft_tokens

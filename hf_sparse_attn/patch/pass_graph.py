@@ -1,19 +1,27 @@
-"""Forward passes recorded as a CUDA graph, without compilation."""
+"""Forward passes recorded as a CUDA graph, without compilation of the model."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import get_patch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def check_fuse(cuda_graph: bool, fuse: bool) -> None:
+    """Raise ``ValueError`` if nothing is recorded that could be fused."""
+    if fuse and not cuda_graph:
+        raise ValueError("fuse=True needs cuda_graph=True: steps that are compiled are fused, others are not")
 
 
 def check_recordable(model: PreTrainedModel, device: torch.device, cache: SparseCache) -> None:
@@ -45,7 +53,7 @@ def can_record(device: torch.device) -> bool:
 
 
 class PassGraph:
-    """Forward passes of one shape over one cache, repeated by a CUDA graph.
+    """Forward passes of a model, of one shape and over one cache, repeated by a CUDA graph.
 
     The first pass runs as it will be recorded, so that all kernels are loaded. The second pass is recorded; it and all
     later ones are replays. A replay repeats the device's work alone: the cache's lengths and counts advance there.
@@ -54,18 +62,20 @@ class PassGraph:
     ----------
     cache
         A static cache, which holds a prompt.
-    forward
-        Runs a pass by its arguments, and returns its logits.
+    model
+        A model that is patched for the cache.
+    fuse
+        Whether to compile its norms and RoPE (:func:`~hf_sparse_attn.patch.fused.fused`).
     """
 
-    def __init__(self, cache: SparseCache, forward: Callable[[dict[str, Any]], torch.Tensor]) -> None:
-        self._cache, self._forward = cache, forward
+    def __init__(self, cache: SparseCache, model: PreTrainedModel, fuse: bool) -> None:
+        self._cache, self._model, self._fuse = cache, model, fuse
         self._inputs: dict[str, Any] = {}
         self._logits: torch.Tensor | None = None
         self._replay: Callable[[], object] | None = None
 
     def __call__(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Run a pass; return its logits, which the next pass overwrites.
+        """Run a pass by the model's arguments; return its logits, which the next pass overwrites.
 
         Tensors among the arguments have the shapes of the first pass, and other arguments its values.
 
@@ -101,8 +111,9 @@ class PassGraph:
             ) from error
 
     def _run(self) -> torch.Tensor:
-        with self._cache.captured():
-            return self._forward(self._inputs)
+        with self._cache.captured(), fused(self._model) if self._fuse else nullcontext():
+            logits: torch.Tensor = self._model(**self._inputs, return_dict=True).logits
+        return logits
 
 
 def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[Callable[[], object], torch.Tensor]:

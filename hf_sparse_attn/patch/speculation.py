@@ -13,7 +13,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
-from hf_sparse_attn.patch.pass_graph import check_recordable
+from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
 from hf_sparse_attn.patched import patched_method
 from hf_sparse_attn.rope import max_positions
 
@@ -77,6 +77,8 @@ class SelfSpeculation:
     cuda_graph
         Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
         :class:`~hf_sparse_attn.DecodeAhead` does.
+    fuse
+        With ``cuda_graph``: compile the model's norms and its RoPE, as there.
 
     Attributes
     ----------
@@ -88,7 +90,7 @@ class SelfSpeculation:
     TypeError
         ``draft_tokens`` is not a whole number.
     ValueError
-        ``draft_tokens`` is below 1.
+        ``draft_tokens`` is below 1, or ``fuse`` is given without ``cuda_graph``.
 
     Examples
     --------
@@ -99,13 +101,19 @@ class SelfSpeculation:
     """
 
     def __init__(
-        self, draft_tokens: int = 8, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False
+        self,
+        draft_tokens: int = 8,
+        streamer: BaseStreamer | None = None,
+        *,
+        cuda_graph: bool = False,
+        fuse: bool = False,
     ) -> None:
         if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int):
             raise TypeError(f"draft_tokens must be a whole number, got {draft_tokens!r}")
         if draft_tokens < 1:
             raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
-        self.draft_tokens, self.streamer, self.cuda_graph = draft_tokens, streamer, cuda_graph
+        check_fuse(cuda_graph, fuse)
+        self.draft_tokens, self.streamer, self.cuda_graph, self.fuse = draft_tokens, streamer, cuda_graph, fuse
         self.stats = SpeculationStats()
 
     @torch.no_grad()
@@ -155,7 +163,7 @@ class SelfSpeculation:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            answer.generate(self.draft_tokens, self.streamer, self.cuda_graph)
+            answer.generate(self.draft_tokens, self.streamer, self.cuda_graph, self.fuse)
         finally:
             self.stats = SpeculationStats(
                 tuple(answer.drafted),

@@ -21,10 +21,11 @@ from eval.lossless_config import LosslessConfig
 from eval.lossless_runs import LATE
 from eval.lossless_table import HEAD, computed_lines, equal_tokens, lines, lossless_table
 from eval.markdown import lossless_tables
-from eval.speed_runs import DYNAMIC, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_runs import DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SelfSpeculation, sparse_attention
 from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
 
@@ -223,6 +224,7 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
     for module in (lossless, lossless_runs, speed_runs):
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
     tapes = use_tape(monkeypatch)
+    monkeypatch.setattr(fusing, "BACKEND", "aot_eager")  # a tape sees its ops
     model = build_model(replace(SHAPES["tiny"], num_hidden_layers=3), torch.float64, torch.device("cpu"))
     model.generation_config.compile_config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     model.generation_config.compile_config._compile_all_devices = True
@@ -231,7 +233,7 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
     # A draft's step and a dense pass are compiled once for all contexts.
     first = ({STATIC: 1, name: 2}, {STATIC: 1, name: 0})
     for entry, graphs in zip(measure_lossless_model(model, config)["results"], first, strict=True):
-        ways = [name + GRAPH, name]
+        ways = [name + FUSED, name + GRAPH, name]
         assert [side["name"] for side in entry["sides"]] == [DYNAMIC, *ways, PREALLOCATED, STATIC, name + UNCOMPILED]
         compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}
         assert compiled == {each: {"first": number, "timed": 0} for each, number in graphs.items()}

@@ -14,10 +14,11 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from eval import speed, speed_check, speed_runs
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
-from eval.speed_runs import AHEAD, DYNAMIC, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
 from tests.tiny import save_model
@@ -220,29 +221,31 @@ def test_on_cuda_the_patched_side_is_static_and_runs_in_every_way(monkeypatch: p
     tapes = use_tape(monkeypatch)
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
     monkeypatch.setattr(speed, "is_cuda", lambda model: True)
+    monkeypatch.setattr(fusing, "BACKEND", "aot_eager")  # a tape sees its ops
     model = tiny_model()
     seen, generate = [], model.generate
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         custom = kwargs["custom_generate"]
-        way = None if custom is None else "graph" if custom.cuda_graph else "ahead"
+        way = None if custom is None else "fused" if custom.fuse else "graph" if custom.cuda_graph else "ahead"
         seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"], way))
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(model, "generate", spied)
     calls: list[tuple[str, int, int]] = []
     [result] = measure_model(model, config(), lambda *call: calls.append(call))["results"]
-    ahead, graph, uncompiled = ("quest, 64" + way for way in (AHEAD, GRAPH, UNCOMPILED))
-    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, graph, uncompiled]
-    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False, False]
+    ahead, graph, fused, uncompiled = ("quest, 64" + way for way in (AHEAD, GRAPH, FUSED, UNCOMPILED))
+    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, graph, fused, uncompiled]
+    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False, False, False]
     compiled = {side["name"] for side in result["sides"] if side["compile_seconds"] is not None}
     assert compiled == {STATIC, "quest, 64", ahead}
     assert all(side["memory_ratio"] > 0 for side in result["sides"])
-    assert [side["tokens_in_common"] for side in result["sides"]] == [None] * 3 + [NEW_TOKENS] * 3 + [None]
-    dynamic, growing, static, patched, run_ahead, as_graph, eager, check = seen[:8]
+    assert [side["tokens_in_common"] for side in result["sides"]] == [None] * 3 + [NEW_TOKENS] * 4 + [None]
+    dynamic, growing, static, patched, run_ahead, as_graph, as_fused, eager, check = seen[:9]
     assert static == patched == (True, False, None)
     assert run_ahead == (True, False, "ahead")
     assert as_graph == (True, True, "graph")
+    assert as_fused == (True, True, "fused")
     assert growing == (False, True, None)
     assert eager == check == (True, True, None)
     assert tapes

@@ -8,11 +8,14 @@ import json
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, patch_model, sparse_attention
 from hf_sparse_attn.methods import NTK
+from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
+from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import is_patched
 from tests.families import (
@@ -82,6 +85,23 @@ def test_steps_that_run_ahead_or_are_recorded(model_type, monkeypatch):
     assert [difference(result, results[0]) for result in results] == ["equal"] * len(results)
     assert len(tapes) == is_one_graph
     assert is_one_graph == (model_type != "aria_text")
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.grid] * (name not in UNLIKE)) for name in HERE]
+)
+@torch.inference_mode()
+def test_norms_and_rope_that_are_compiled_compute_the_same(model_type, monkeypatch):
+    monkeypatch.setattr(fusing, "BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny_model(model_type)
+    with sparse_attention(model, method_of("quest", BUDGET)):
+        expected = decode(model, SparseCache.for_model(model, MAX_CACHE_LEN))
+        with fused(model):
+            assert difference(decode(model, SparseCache.for_model(model, MAX_CACHE_LEN)), expected) == "equal"
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a tape of a CPU's ops stands in for the graph")

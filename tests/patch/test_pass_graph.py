@@ -4,11 +4,14 @@ On a CPU a tape stands in for the CUDA graph. It repeats the recorded ops alone,
 """
 
 import gc
+import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
+from torch._dynamo.utils import counters
 
 from hf_sparse_attn import (
     DecodeAhead,
@@ -19,6 +22,8 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
+from hf_sparse_attn.patch import fused as fusing
+from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.pass_graph import PassGraph
 from tests.graph_tape import use_tape
 from tests.models import SPARSE, VOCABULARY, make_model, random_ids
@@ -36,8 +41,16 @@ def tapes(monkeypatch):
     return use_tape(monkeypatch)
 
 
-def recorded():
-    return DecodeAhead(cuda_graph=True)
+@pytest.fixture
+def dispatched(monkeypatch):
+    """Fused parts run as ops that a tape sees."""
+    monkeypatch.setattr(fusing, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def recorded(fuse=False):
+    return DecodeAhead(cuda_graph=True, fuse=fuse)
 
 
 @on_cpu
@@ -81,6 +94,55 @@ def test_other_families(family, tapes):
     expected = model.generate(ids, **GREEDY)
     assert torch.equal(model.generate(ids, **GREEDY, custom_generate=recorded()), expected)
     assert len(tapes) == 1
+
+
+@on_cpu
+@pytest.mark.usefixtures("tapes", "dispatched")
+@pytest.mark.parametrize(("family", "graphs"), [("llama", 2), ("qwen2", 2), ("qwen3", 4), ("mistral", 2)])
+def test_norms_and_rope_are_compiled_once_for_all_layers(family, graphs):
+    """Those of queries and keys have shapes of their own."""
+    model = patch_model(make_model(family, dtype=torch.float64, num_hidden_layers=3), "quest", token_budget=48)
+    ids = random_ids(2, 90)
+    expected = model.generate(ids, **GREEDY)
+    for _ in range(2):  # the second one compiles nothing
+        assert torch.equal(model.generate(ids, **GREEDY, custom_generate=recorded(fuse=True)), expected)
+        assert counters["stats"]["unique_graphs"] == graphs
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@on_cpu
+@pytest.mark.usefixtures("tapes", "dispatched")
+def test_lossless_decoding_with_fused_norms():
+    model, inputs = dense_model(), padded_batch()
+    expected = model.generate(**inputs, **GREEDY)
+    draft_with(model, "quest")
+    speculation = SelfSpeculation(4, cuda_graph=True, fuse=True)
+    assert torch.equal(model.generate(**inputs, **GREEDY, custom_generate=speculation), expected)
+    assert counters["stats"]["unique_graphs"] == 4  # of a draft's step and of a dense pass
+
+
+@pytest.mark.usefixtures("dispatched")
+def test_fused_parts_compute_what_the_model_does_and_leave_it_as_it_was():
+    model, ids = make_model("qwen3", dtype=torch.float64), random_ids(2, 30)
+    model.model.norm.forward = own = partial(model.model.norm.forward)  # as a user's or accelerate's wrapper
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fused(model):
+            torch.testing.assert_close(model(ids).logits, expected)
+            assert "forward" in vars(model.model.layers[0].input_layernorm)
+            assert model.model.norm.forward is own
+        with pytest.raises(RuntimeError, match="out of memory"), fused(model):
+            raise RuntimeError("out of memory")
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+    rope = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    assert not hasattr(rope, "_torchdynamo_orig_callable")  # only a copy of attention's forward has another one
+
+
+@pytest.mark.parametrize("loop", [DecodeAhead, SelfSpeculation])
+def test_nothing_is_fused_without_a_recording(loop):
+    with pytest.raises(ValueError, match="fuse=True needs cuda_graph=True"):
+        loop(fuse=True)
 
 
 @on_cpu
@@ -230,6 +292,19 @@ def test_on_cuda(method):
             assert torch.equal(actual, stock)
             ends_early = stock.shape[1] < expected.shape[1]
             assert sparse_attention_stats(model).decode_steps == stats.decode_steps + ends_early
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["quest", "keycodes", "psa"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fused_on_cuda(family, method):
+    model = make_model(family, num_hidden_layers=2)
+    patch_model(model, method, token_budget=48, **SPARSE.get(method, {}))
+    inputs, arguments = padded_batch(), {"max_new_tokens": 40, "do_sample": False}
+    with use_impl("triton"):
+        expected = model.generate(**inputs, **arguments, disable_compile=True, cache_implementation="static")
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, **arguments, custom_generate=recorded(fuse=True)), expected)
 
 
 @pytest.mark.gpu
