@@ -11,7 +11,7 @@ from hf_sparse_attn_kernels import _op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_sparse_attn.patch import pass_graph
+from hf_sparse_attn.patch import fused, pass_graph
 
 WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 """Ops whose results the host needs, which a CUDA graph does not allow."""
@@ -80,6 +80,7 @@ def use_tape(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         tapes.append(tape)
         return tape.replay, result
 
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager")  # a tape sees its ops, and nothing of Inductor's kernels
     monkeypatch.setattr(pass_graph, "record", record)
     monkeypatch.setattr(pass_graph, "can_record", lambda device: True)
     return tapes

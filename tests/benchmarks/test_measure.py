@@ -58,7 +58,7 @@ def cpu_for_cuda(monkeypatch):
     monkeypatch.setattr(timing, "capture", capture)
     monkeypatch.setattr(timing, "time_replay", lambda graph, budget_ms: TIMES)
     monkeypatch.setattr(timing, "time_layers", lambda graph, layers, budget_ms: TIMES)
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than everything else
+    monkeypatch.setattr(gc, "collect", lambda *generation: 0)  # takes longer than everything else
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (measure.RESERVED_BYTES + (1 << 20), 1 << 40))

@@ -25,7 +25,6 @@ from eval.speed_runs import DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPI
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SelfSpeculation, sparse_attention
 from hf_sparse_attn.cli.models import load_model
-from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
 
@@ -224,7 +223,6 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
     for module in (lossless, lossless_runs, speed_runs):
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
     tapes = use_tape(monkeypatch)
-    monkeypatch.setattr(fusing, "BACKEND", "aot_eager")  # a tape sees its ops
     model = build_model(replace(SHAPES["tiny"], num_hidden_layers=3), torch.float64, torch.device("cpu"))
     model.generation_config.compile_config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     model.generation_config.compile_config._compile_all_devices = True

@@ -18,7 +18,6 @@ from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, 
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
-from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
 from tests.tiny import save_model
@@ -221,7 +220,6 @@ def test_on_cuda_the_patched_side_is_static_and_runs_in_every_way(monkeypatch: p
     tapes = use_tape(monkeypatch)
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
     monkeypatch.setattr(speed, "is_cuda", lambda model: True)
-    monkeypatch.setattr(fusing, "BACKEND", "aot_eager")  # a tape sees its ops
     model = tiny_model()
     seen, generate = [], model.generate
 

@@ -42,8 +42,8 @@ def tapes(monkeypatch):
 
 
 @pytest.fixture
-def dispatched(monkeypatch):
-    """Fused parts run as ops that a tape sees."""
+def counted(monkeypatch):
+    """Nothing is compiled yet, and what will be is counted."""
     monkeypatch.setattr(fusing, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
@@ -97,7 +97,7 @@ def test_other_families(family, tapes):
 
 
 @on_cpu
-@pytest.mark.usefixtures("tapes", "dispatched")
+@pytest.mark.usefixtures("tapes", "counted")
 @pytest.mark.parametrize(("family", "graphs"), [("llama", 2), ("qwen2", 2), ("qwen3", 4), ("mistral", 2)])
 def test_norms_and_rope_are_compiled_once_for_all_layers(family, graphs):
     """Those of queries and keys have shapes of their own."""
@@ -111,7 +111,7 @@ def test_norms_and_rope_are_compiled_once_for_all_layers(family, graphs):
 
 
 @on_cpu
-@pytest.mark.usefixtures("tapes", "dispatched")
+@pytest.mark.usefixtures("tapes", "counted")
 def test_lossless_decoding_with_fused_norms():
     model, inputs = dense_model(), padded_batch()
     expected = model.generate(**inputs, **GREEDY)
@@ -121,7 +121,7 @@ def test_lossless_decoding_with_fused_norms():
     assert counters["stats"]["unique_graphs"] == 4  # of a draft's step and of a dense pass
 
 
-@pytest.mark.usefixtures("dispatched")
+@pytest.mark.usefixtures("counted")
 def test_fused_parts_compute_what_the_model_does_and_leave_it_as_it_was():
     model, ids = make_model("qwen3", dtype=torch.float64), random_ids(2, 30)
     model.model.norm.forward = own = partial(model.model.norm.forward)  # as a user's or accelerate's wrapper
