@@ -50,7 +50,7 @@ def _fused_forward(kind: Any, backend: str) -> Callable[..., Any] | None:
 
 @cache
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend)
     return compiled
 
 
