@@ -24,10 +24,10 @@ def fused(model: torch.nn.Module) -> Iterator[None]:
     ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are.
     """
     changed = []
+    forwards = {kind: _fused_forward(kind) for kind in {type(module) for module in model.modules()}}
     try:
         for module in model.modules():
-            kind: Any = type(module)
-            forward = _fused_forward(kind, BACKEND)
+            forward = forwards[type(module)]
             if forward is not None and "forward" not in vars(module):
                 module.forward = MethodType(forward, module)
                 changed.append(module)
@@ -37,14 +37,13 @@ def fused(model: torch.nn.Module) -> Iterator[None]:
             del module.forward
 
 
-@cache
-def _fused_forward(kind: Any, backend: str) -> Callable[..., Any] | None:
+def _fused_forward(kind: Any) -> Callable[..., Any] | None:
     """Return the compiled ``forward`` of a class of norms, or that of attention with compiled RoPE; None for others."""
     forward = kind.forward
     if kind.__name__.endswith("Norm") and not kind.__module__.startswith("torch."):  # torch's are one kernel
-        return _compiled(forward, backend)
+        return _compiled(forward, BACKEND)
     if isinstance(forward, FunctionType) and ROPE in forward.__code__.co_names and ROPE in forward.__globals__:
-        return _with_global(forward, ROPE, _compiled(forward.__globals__[ROPE], backend))
+        return _with_global(forward, ROPE, _compiled(forward.__globals__[ROPE], BACKEND))
     return None
 
 
