@@ -328,7 +328,7 @@ def test_on_cuda(method):
 @pytest.mark.parametrize("method", ["quest", "keycodes", "psa"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fused_on_cuda(family, method):
-    model = make_model(family, num_hidden_layers=2)
+    model = make_model(family, num_hidden_layers=3)
     patch_model(model, method, token_budget=48, **SPARSE.get(method, {}))
     inputs, arguments = padded_batch(), {"max_new_tokens": 40, "do_sample": False}
     with use_impl("triton"):
