@@ -131,13 +131,12 @@ def _compared(work: Work, reference: Side, expected: list[list[int]], found: lis
 
 
 def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMethod]) -> list[Side]:
-    """Return dense attention with a dynamic cache, each method with each length of draft, then the other sides.
+    """Return the dense sides of ``eval speed``, each method with each length of draft, then the other sides.
 
-    So the first sides are worth most if a limit cuts a measurement short. On CUDA a method runs as CUDA graphs without
-    compilation before it is compiled. The others are the further dense sides of ``eval speed`` and, on CUDA, the
-    methods as neither. All sides of a method share a cache, whose addresses compiled code relies on.
+    So a limit that cuts a measurement short leaves the fastest dense side to compare with. On CUDA a method runs as
+    CUDA graphs without compilation before it is compiled. The others are, on CUDA, the methods as neither. All sides of
+    a method share a cache, whose addresses compiled code relies on.
     """
-    first, *dense = work.sides(())
     drafting: list[Side] = []
     uncompiled: list[Side] = []
     for method in methods:
@@ -156,7 +155,7 @@ def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMetho
             drafting.append(side)
             if side.compiled:
                 uncompiled.append(replace(side, name=side.name + UNCOMPILED, compiled=False))
-    return [first, *drafting, *dense, *uncompiled]
+    return [*work.sides(()), *drafting, *uncompiled]
 
 
 def make_prompts(

@@ -41,7 +41,8 @@ class DecodeAhead:
         patched models have there by default.
     fuse
         With ``cuda_graph``: compile the model's norms and its RoPE, each once for all layers. Each is then one kernel,
-        not ten, and rounds as in compiled steps. The first call of a process waits some seconds for the compiler.
+        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are compiled too. The
+        first call of a process waits some seconds for the compiler.
 
     Raises
     ------

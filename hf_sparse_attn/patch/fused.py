@@ -1,4 +1,4 @@
-"""Norms and RoPE as kernels of their own: parts of a model compiled each by itself, without the model."""
+"""Norms, RoPE and products of one row as kernels of their own: parts of a model compiled each by itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 BACKEND = "inductor"
 """Compiler of the parts, one of torch's backends."""
@@ -18,10 +20,11 @@ ROPE = "apply_rotary_pos_emb"
 
 @contextmanager
 def fused(model: torch.nn.Module) -> Iterator[None]:
-    """Compile a model's norms and its RoPE while in force, each once for all layers.
+    """Compile a model's norms, its RoPE and products with one row while in force, each once for all layers.
 
     Uncompiled, a norm takes eight kernels and RoPE ten, each a few numbers for a decode step. Modules whose
-    ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are.
+    ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are, but for the
+    products in them.
     """
     changed = []
     forwards = {kind: _fused_forward(kind) for kind in {type(module) for module in model.modules()}}
@@ -31,7 +34,8 @@ def fused(model: torch.nn.Module) -> Iterator[None]:
             if forward is not None and "forward" not in vars(module):
                 module.forward = MethodType(forward, module)
                 changed.append(module)
-        yield
+        with ONE_ROW:
+            yield
     finally:
         for module in changed:
             del module.forward
@@ -45,6 +49,47 @@ def _fused_forward(kind: Any) -> Callable[..., Any] | None:
     if isinstance(forward, FunctionType) and ROPE in forward.__code__.co_names and ROPE in forward.__globals__:
         return _with_global(forward, ROPE, _compiled(forward.__globals__[ROPE], BACKEND))
     return None
+
+
+class _OneRow(TorchFunctionMode):
+    """Multiply a single row with a matrix by reductions over the matrix's rows.
+
+    A decode step of one text reads every weight for one row, so it is bound by memory. cuBLAS computes a tile of many
+    rows, and splits the sums of a matrix of few columns over two kernels, which leaves a third of the bandwidth unused.
+    The mode has no state: Dynamo compares what the functions compiled under it may see.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear and _has_one_row(*args[:2]):
+            func = _reduction(tuple(args[1].shape), args[1].dtype, args[1].device, BACKEND)
+        return func(*args, **(kwargs or {}))
+
+
+ONE_ROW = _OneRow()
+
+
+def _has_one_row(*tensors: torch.Tensor) -> bool:
+    """Whether ``linear`` was given, by position, plain tensors of which the input is a single row."""
+    is_plain = len(tensors) == 2 and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors)
+    return is_plain and tensors[0].numel() == tensors[0].shape[-1]
+
+
+@cache
+def _reduction(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: str
+) -> Callable[..., torch.Tensor]:
+    """Return ``linear`` compiled for the weights of a shape, a dtype and a device."""
+    # Dynamo counts the compilations of each code object, and soon stops: so each shape has its own.
+    code = _linear.__code__.replace()
+    product = FunctionType(code, _linear.__globals__, _linear.__name__, _linear.__defaults__)
+    # Inductor makes a sum of products of it under this option alone, which also tries more tiles.
+    options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
+    compiled: Callable[..., torch.Tensor] = torch.compile(product, backend=backend, dynamic=False, options=options)
+    return compiled
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(input, weight, bias)
 
 
 @cache

@@ -65,7 +65,7 @@ class PassGraph:
     model
         A model that is patched for the cache.
     fuse
-        Whether to compile its norms and RoPE (:func:`~hf_sparse_attn.patch.fused.fused`).
+        Whether to compile parts of it (:func:`~hf_sparse_attn.patch.fused.fused`).
     """
 
     def __init__(self, cache: SparseCache, model: PreTrainedModel, fuse: bool) -> None:

@@ -78,7 +78,7 @@ class SelfSpeculation:
         Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
         :class:`~hf_sparse_attn.DecodeAhead` does.
     fuse
-        With ``cuda_graph``: compile the model's norms and its RoPE, as there.
+        With ``cuda_graph``: compile the model's norms, its RoPE and products of one row, as there.
 
     Attributes
     ----------

@@ -63,7 +63,7 @@ def report() -> dict[str, Any]:
     )
     # After each side, with what is known so far; the second prompt adds to the same entries.
     drafting = ["quest, 48, draft 3", "keycodes, 48, draft 3"]
-    sides = [DYNAMIC, *drafting, PREALLOCATED, STATIC]
+    sides = [DYNAMIC, PREALLOCATED, STATIC, *drafting]
     assert kept == [(number, context, name) for number, context in ((1, 150), (2, 90)) for name in 2 * sides]
     assert not is_patched(model)
     assert [done for _, done, _ in said] == list(range(5 * 2 * 2 * 2))
@@ -76,7 +76,7 @@ def test_a_report_has_every_side_with_dense_attention_s_tokens(report: dict[str,
     assert report["machine"]["versions"]["torch"] == torch.__version__
     for entry in report["results"]:
         drafting = ["quest, 48, draft 3", "keycodes, 48, draft 3"]
-        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, *drafting, PREALLOCATED, STATIC]
+        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, PREALLOCATED, STATIC, *drafting]
         for side in entry["sides"]:
             assert side["error"] is None
             assert [(each["prompt"], each["compared"], each["in_common"]) for each in side["tokens"]] == [
@@ -149,13 +149,13 @@ def test_a_limit_leaves_out_the_last_sides(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(lossless_runs, "generate", noted)
     monkeypatch.setattr(lossless_runs.Clock, "is_late", property(lambda clock: len(calls) >= clock.limit_seconds))
-    config = replace(SHORT, repeats=3, limit_seconds=6, contexts=(150, 90))
+    config = replace(SHORT, repeats=3, limit_seconds=14, contexts=(150, 90), draft_tokens=(3, 2))
     first, second = measure_lossless_model(tiny_model(), config)["results"]
-    # The first side runs four times. The second reaches the limit after its first timed run.
-    assert calls == [DYNAMIC] * 4 + ["quest, 48, draft 3"] * 2
-    assert [side["error"] for side in first["sides"]] == [None, None, LATE, LATE]
+    # The dense sides run four times each. The next one reaches the limit after its first timed run.
+    assert calls == 4 * [DYNAMIC] + 4 * [PREALLOCATED] + 4 * [STATIC] + 2 * ["quest, 48, draft 3"]
+    assert [side["error"] for side in first["sides"]] == [None, None, None, None, LATE]
     assert {side["error"] for side in second["sides"]} == {LATE, NOTHING}
-    assert first["sides"][1]["break_even_tokens"] > 0
+    assert first["sides"][3]["break_even_tokens"] > 0
 
 
 def test_acceptance_is_counted_over_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_acceptance_is_counted_over_all_prompts(monkeypatch: pytest.MonkeyPatch)
     assert len(runs) == 4
     timed = [runs[1], runs[3]]  # after the comparison of each prompt
     drafts = [run.speculation for run in timed]
-    side = entry["sides"][1]
+    side = entry["sides"][3]
     assert side["acceptance_rate"] == sum(sum(each.accepted) for each in drafts) / sum(
         sum(each.drafted) for each in drafts
     )
@@ -197,7 +197,7 @@ def test_books_are_prefilled_once_for_all_sides(model_dir: str, data_dir: Path) 
     found = measure_lossless_model(model, config, tokenizer=tokenizer)
     assert found["prompts"] == "beginnings of books: book"
     assert found["settings"]["data_dir"] == data_dir.name
-    side = found["results"][0]["sides"][1]
+    side = found["results"][0]["sides"][3]
     assert side["tokens"][0]["in_common"] == 5
 
     _, prompts = lossless_runs.make_prompts(model, config, tokenizer)
@@ -232,7 +232,7 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
     first = ({STATIC: 1, name: 2}, {STATIC: 1, name: 0})
     for entry, graphs in zip(measure_lossless_model(model, config)["results"], first, strict=True):
         ways = [name + FUSED, name + GRAPH, name]
-        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, *ways, PREALLOCATED, STATIC, name + UNCOMPILED]
+        assert [side["name"] for side in entry["sides"]] == [DYNAMIC, PREALLOCATED, STATIC, *ways, name + UNCOMPILED]
         compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}
         assert compiled == {each: {"first": number, "timed": 0} for each, number in graphs.items()}
         assert {side["error"] for side in entry["sides"]} == {None}
@@ -264,10 +264,10 @@ def test_other_tokens_are_an_error_in_float32(monkeypatch: pytest.MonkeyPatch, t
     assert result.exit_code == 1, result.output
     sides = json.loads(path.read_text())["results"][0]["sides"]
     assert "150 tokens, quest, 48, draft 3: token 3 of prompt 1 is not dense attention's" in result.output
-    assert [side["is_wrong"] for side in sides] == [False, True, False, False]
-    assert sides[1]["error"].startswith("token 3 of prompt 1 is not dense attention's, whose logits of both are ")
-    assert "ms_per_token" not in sides[1]
-    (tokens,) = sides[1]["tokens"]
+    assert [side["is_wrong"] for side in sides] == [False, False, False, True]
+    assert sides[3]["error"].startswith("token 3 of prompt 1 is not dense attention's, whose logits of both are ")
+    assert "ms_per_token" not in sides[3]
+    (tokens,) = sides[3]["tokens"]
     assert (tokens["in_common"], tokens["is_tie"]) == (2, False)
     assert tokens["gap"] > 0
 
@@ -275,7 +275,7 @@ def test_other_tokens_are_an_error_in_float32(monkeypatch: pytest.MonkeyPatch, t
 def test_other_tokens_are_reported_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless_runs, "generate", changed_at(1))
     (entry,) = measure_lossless_model(tiny_model(torch.bfloat16), SHORT)["results"]
-    side = entry["sides"][1]
+    side = entry["sides"][3]
     assert side["error"] is None
     assert side["round_ms"]["median"] > 0
     (tokens,) = side["tokens"]
@@ -344,7 +344,7 @@ def test_tables_show_every_side(report: dict[str, Any], real: dict[str, Any], tm
     ) in text
     assert "2 x 1 runs (prompts x repeats) of 6 tokens" in text
     assert text.count("| 12 of 12 |") == 10
-    side = report["results"][0]["sides"][1]
+    side = report["results"][0]["sides"][3]
     assert f"| 150 | quest, 48, draft 3 | - | - | - | - | {side['draft_step_ms']['median']:.2f} | " in text
     assert "Weights are random: times are measured, acceptance is not." in text
     assert "Computed" not in text

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
 from torch._dynamo.utils import counters
+from torch.nn.functional import linear
 
 from hf_sparse_attn import (
     DecodeAhead,
@@ -139,18 +140,60 @@ def test_fused_parts_compute_what_the_model_does_and_leave_it_as_it_was():
     assert not hasattr(rope, "_torchdynamo_orig_callable")  # only a copy of attention's forward has another one
 
 
+def kinds_of_products(model):
+    """Shapes of the model's matrices, and whether they have a bias."""
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return {(module.weight.shape, module.bias is not None) for module in linears}
+
+
+class Wrapped(torch.Tensor):
+    """A kind of tensor with rules of its own, as DTensor is."""
+
+
+@torch.no_grad()
+def test_products_of_one_row_are_compiled_once_for_each_shape(monkeypatch):
+    """More shapes than Dynamo compiles of one function, with biases and without."""
+    products = []
+
+    def backend(graph, inputs):
+        calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        if linear in calls:
+            assert calls == [linear]
+            products.append(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(fusing, "BACKEND", backend)
+    kinds = set()
+    for family in ("llama", "qwen2", "qwen3", "mistral"):
+        model, ids = make_model(family, dtype=torch.float64), random_ids(1, 1)
+        expected = model(ids).logits
+        for _ in range(2):
+            with fused(model):
+                torch.testing.assert_close(model(ids).logits, expected)
+        kinds |= kinds_of_products(model)
+        assert len(products) == len(kinds)
+    assert len(kinds) > torch._dynamo.config.recompile_limit
+    with fused(model):
+        assert linear(torch.ones(2, 3), torch.ones(4, 3)).shape == (2, 4)
+        assert type(linear(torch.ones(1, 3), torch.ones(4, 3).as_subclass(Wrapped))) is Wrapped
+        linear(torch.ones(1, 3), weight=torch.ones(4, 3))
+    assert len(products) == len(kinds)
+
+
 @pytest.mark.usefixtures("counted")
 @torch.no_grad()
 def test_the_second_compilation_serves_all_further_batch_sizes():
     """Queries, keys and layers have norms of one class, so a compilation for each batch size would soon be too many."""
     model, graphs = make_model("qwen3", dtype=torch.float64), []
+    products = len(kinds_of_products(model))  # of the only batch with one row
     for batch in (1, 2, 3, 5, 8, 13):
         with fused(model):
             model(random_ids(batch, 1))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == 3
-    assert graphs[1:] == [6] * 5
-    assert graphs[-1] < torch._dynamo.config.recompile_limit  # beyond it nothing would be compiled or counted
+    assert graphs[0] == 3 + products
+    assert graphs[1:] == [6 + products] * 5
+    # Beyond the limit nothing would be compiled or counted.
+    assert graphs[-1] - products < torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.usefixtures("counted")
@@ -330,11 +373,12 @@ def test_on_cuda(method):
 def test_fused_on_cuda(family, method):
     model = make_model(family, num_hidden_layers=3)
     patch_model(model, method, token_budget=48, **SPARSE.get(method, {}))
-    inputs, arguments = padded_batch(), {"max_new_tokens": 40, "do_sample": False}
-    with use_impl("triton"):
-        expected = model.generate(**inputs, **arguments, disable_compile=True, cache_implementation="static")
-        for _ in range(2):
-            assert torch.equal(model.generate(**inputs, **arguments, custom_generate=recorded(fuse=True)), expected)
+    arguments = {"max_new_tokens": 40, "do_sample": False}
+    for inputs in (padded_batch(), {"input_ids": random_ids(1, 120)}):
+        with use_impl("triton"):
+            expected = model.generate(**inputs, **arguments, disable_compile=True, cache_implementation="static")
+            for _ in range(2):
+                assert torch.equal(model.generate(**inputs, **arguments, custom_generate=recorded(fuse=True)), expected)
 
 
 @pytest.mark.gpu
