@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -158,12 +159,13 @@ def rows_of_ours(run: RunConfig, measured: Measured, compared: Sequence[Comparis
 
 
 def refusals_of(records: Iterable[Mapping[str, Any]]) -> list[Refusal]:
-    """Return the first error of each row, task and length."""
+    """Return the first error of each row, task and length, by its first sentence: CUDA's fill a page."""
     found: dict[tuple[Any, ...], Refusal] = {}
     for record in records:
         if record["error"] is not None:
             method, token_budget, variant = _row_of_entry(record)
-            refusal = Refusal(method, record["error"], token_budget, variant, record["task"], record["length"])
+            reason = re.split(r"[.!?]\s|\n", record["error"], maxsplit=1)[0]
+            refusal = Refusal(method, reason, token_budget, variant, record["task"], record["length"])
             found.setdefault((refusal.task, refusal.length, method, token_budget, variant), refusal)
     return list(found.values())
 

@@ -261,9 +261,10 @@ def test_refusals_have_the_first_error_of_each_row_task_and_length() -> None:
         row = {"method": "quest", "token_budget": 256, "variant": "", "task": task, "length": 2000}
         return {**row, "sample_id": sample, "error": error}
 
-    records = [record("a", None), record("b", "first"), record("c", "second"), record("d", "other task", task="cwe")]
+    first = "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"
+    records = [record("a", None), record("b", first), record("c", "second"), record("d", "other task", task="cwe")]
     assert refusals_of(records) == [
-        Refusal("quest", "first", 256, "", "vt", 2000),
+        Refusal("quest", "OutOfMemoryError: CUDA out of memory", 256, "", "vt", 2000),
         Refusal("quest", "other task", 256, "", "cwe", 2000),
     ]
 
