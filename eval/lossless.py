@@ -151,11 +151,7 @@ def _measure_context(
     for number in range(config.prompts):
         work = start(model, config, entry["context"], number, None if prompts is None else prompts[number])
         runs = SideRuns(work, config, number, clock, progress)
-        pending = make_sides(work, config, methods)
-        while pending:
-            # Without a reference, the next dense side may give one.
-            is_next = [runs.reference is not None or side.method is None for side in pending]
-            side = pending.pop(is_next.index(True) if any(is_next) else 0)
+        for side in make_sides(work, config, methods):
             cell = cells.setdefault(side.name, Cell({**side.described(), "draft_tokens": side.draft_tokens}))
             runs.measure(side, cell)
             entry["sides"] = [_entry(each, config) for each in cells.values()]
