@@ -55,8 +55,8 @@ class _OneRow(TorchFunctionMode):
     """Multiply a single row with a matrix by reductions over the matrix's rows.
 
     A decode step of one text reads every weight for one row, so it is bound by memory. cuBLAS computes a tile of many
-    rows, and splits the sums of a matrix of few columns over two kernels, which leaves a third of the bandwidth unused.
-    The mode has no state: Dynamo compares what the functions compiled under it may see.
+    rows, and may split a sum over two kernels. The mode has no state: Dynamo compares what the functions compiled under
+    it may see.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,7 @@ def _reduction(
     # Dynamo counts the compilations of each code object, and soon stops: so each shape has its own.
     code = _linear.__code__.replace()
     product = FunctionType(code, _linear.__globals__, _linear.__name__, _linear.__defaults__)
-    # Inductor makes a sum of products of it under this option alone, which also tries more tiles.
+    # Under this option alone Inductor makes sums of products on CUDA, and tries more tiles; none of those with a bias.
     options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
     compiled: Callable[..., torch.Tensor] = torch.compile(product, backend=backend, dynamic=False, options=options)
     return compiled
