@@ -15,8 +15,8 @@ from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
 from eval.lossless_config import LosslessConfig
-from eval.lossless_runs import OUT_OF_MEMORY, Cell, Clock, SideRuns, make_prompts, make_sides, start
-from eval.speed import Progress, check_model, numbered, open_model, quartiles
+from eval.lossless_runs import OUT_OF_MEMORY, Cell, Clock, SideRuns, make_prompts, make_sides, side_count, start
+from eval.speed import Progress, check_model, name_of, numbered, open_model, quartiles
 from eval.speed_runs import forget_compiled, is_cuda
 from hf_sparse_attn import SparseCache, SparseMethod, SpeculationStats
 
@@ -96,7 +96,7 @@ def measure_lossless_model(
     check_model(model, config.speed, methods)
     _check_forks(model, methods)
     names, prompts = make_prompts(model, config, tokenizer)
-    sides = 3 + len(methods) * len(config.draft_tokens) * (3 if is_cuda(model) else 1)
+    sides = side_count(len(methods) * len(config.draft_tokens), is_cuda(model))
     progress = numbered(on_progress, sides * (1 + config.repeats) * config.prompts * len(config.contexts))
     report: dict[str, Any] = {
         "machine": {
@@ -106,6 +106,7 @@ def measure_lossless_model(
         },
         "settings": {
             **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()},
+            "model": name_of(config.model),
             "data_dir": None if config.data_dir is None else config.data_dir.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),

@@ -158,6 +158,11 @@ def make_sides(work: Work, config: LosslessConfig, methods: Sequence[SparseMetho
     return [*work.sides(()), *drafting, *uncompiled]
 
 
+def side_count(drafts: int, on_cuda: bool) -> int:
+    """Return how many sides :func:`make_sides` makes of so many pairs of a method and a length of draft."""
+    return 3 + drafts * (4 if on_cuda else 1)
+
+
 def make_prompts(
     model: PreTrainedModel, config: LosslessConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[str, list[torch.Tensor] | None]:

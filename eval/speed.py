@@ -156,6 +156,7 @@ def measure_model(
         },
         "settings": {
             **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()},
+            "model": name_of(config.model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
         },
@@ -163,6 +164,11 @@ def measure_model(
         "memory_measures": PeakMemory(model.device).measures + first + shared,
         "results": results,
     }
+
+
+def name_of(model: str | None) -> str | None:
+    """Return a model's name for a report: that of a file or a folder without its place on the machine."""
+    return Path(model).name if model is not None and Path(model).exists() else model
 
 
 def save(report: dict[str, Any], path: Path) -> None:

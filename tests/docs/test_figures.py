@@ -23,12 +23,15 @@ def compiled_decoding() -> list[str]:
     """Return sentences of the page on compiled decoding, with the figures of the results."""
     names = ("quest, 2048, ahead", "quest, 2048", "quest, 2048, CUDA graph", "quest, 2048, not compiled")
     ahead, plain, graph, eager = (side("8b-ahead", name)[0] for name in names)
-    fused, _ = side("8b-ahead", "quest, 2048, CUDA graph, fused")
     codes, _ = side("8b-ahead", "keycodes, 2048, ahead")
+    fused, _ = side("8b-one-row", "quest, 2048, CUDA graph, fused")
+    fused_codes, _ = side("8b-one-row", "keycodes, 2048, CUDA graph, fused")
     return [
         f"a compiled step of Quest takes {ahead:.1f} ms ahead and {plain:.1f} without, and one in a CUDA graph "
-        f"{graph:.1f} ms, or {fused:.1f} ms with fused norms and RoPE. Not compiled, it takes {eager:.1f} ms.",
-        f"KeyCodes' step takes {codes:.1f} ms ahead.",
+        f"{graph:.1f} ms, or {fused:.1f} ms with norms, RoPE and products fused. Not compiled, it takes {eager:.1f} "
+        "ms.",
+        f"KeyCodes' step takes {codes:.1f} ms ahead, and {fused_codes:.1f} ms in a CUDA graph with the same parts "
+        "fused.",
     ]
 
 
@@ -36,16 +39,18 @@ def tensor_parallel() -> list[str]:
     """Return sentences of the page on tensor parallelism, with the figures of the results."""
     large, large_ratio = side("70b-heads-2", "quest, 2048, CUDA graph")
     small, small_ratio = side("8b-heads-2", "quest, 2048, CUDA graph")
-    small_fused, _ = side("8b-heads-2", "quest, 2048, CUDA graph, fused")
-    kinds = ("CUDA graph", "CUDA graph, fused", "ahead")
-    graph, fused, compiled = (side("8b-ahead", f"quest, 2048, {kind}")[0] for kind in kinds)
+    large_fused, small_fused, fused = (
+        side(report, "quest, 2048, CUDA graph, fused")[0]
+        for report in ("70b-heads-2-one-row", "8b-heads-2-one-row", "8b-one-row")
+    )
+    graph, compiled = (side("8b-ahead", f"quest, 2048, {kind}")[0] for kind in ("CUDA graph", "ahead"))
     layers = [side("8b-layers-2", name)[0] for name in ("keycodes, 2048, ahead", "quest, 2048", "dense, DynamicCache")]
     return [
-        f"takes {large:.1f} ms a token with Quest, {large_ratio:.1f} times as fast as the best dense side",
-        f"The shape of 8B takes {small:.1f} ms, {small_ratio:.1f} times as fast, and {small_fused:.1f} ms with fused "
-        f"norms and RoPE. On one H200 the same step takes {graph:.1f} ms as a CUDA graph, {fused:.1f} ms with the same "
-        f"parts fused, and {compiled:.1f} ms compiled: two GPUs are {min(fused, compiled) / small_fused:.1f} times as "
-        "fast as one.",
+        f"takes {large:.1f} ms a token with Quest, {large_ratio:.1f} times as fast as the best dense side on the same "
+        f"GPUs, and {large_fused:.1f} ms with norms, RoPE and products fused.",
+        f"The shape of 8B takes {small:.1f} ms, {small_ratio:.1f} times as fast, and {small_fused:.1f} ms fused. On "
+        f"one H200 the same step takes {graph:.1f} ms as a CUDA graph, {fused:.1f} ms with the same parts fused, and "
+        f"{compiled:.1f} ms compiled: two GPUs are {min(fused, compiled) / small_fused:.1f} times as fast as one.",
         f"takes {layers[0]:.0f} to {layers[1]:.0f} ms a token with KeyCodes and Quest at 128K tokens, and "
         f"{layers[2]:.0f} without a patch",
     ]

@@ -230,7 +230,10 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
     name = "quest, 48, draft 2"
     # A draft's step and a dense pass are compiled once for all contexts.
     first = ({STATIC: 1, name: 2}, {STATIC: 1, name: 0})
-    for entry, graphs in zip(measure_lossless_model(model, config)["results"], first, strict=True):
+    said: list[tuple[str, int, int]] = []
+    found = measure_lossless_model(model, config, lambda *what: said.append(what))["results"]
+    assert {total for _, _, total in said} == {len(said)} == {2 * 7 * (1 + config.repeats)}
+    for entry, graphs in zip(found, first, strict=True):
         ways = [name + FUSED, name + GRAPH, name]
         assert [side["name"] for side in entry["sides"]] == [DYNAMIC, PREALLOCATED, STATIC, *ways, name + UNCOMPILED]
         compiled = {side["name"]: side["graphs"] for side in entry["sides"] if side["compiled"]}

@@ -80,6 +80,7 @@ def test_the_report_is_complete_and_json(report: dict[str, Any], tmp_path: Path)
     assert {"device", "torch", "transformers", "python", "date"} <= set(report["machine"])
     assert report["settings"]["contexts"] == [CONTEXT, 2 * CONTEXT]
     assert report["settings"]["dtype"] == "float32"
+    assert report["settings"]["model"] is None
     assert report["ttft_covers"] == "one token: the context is cached"
     assert [result["context"] for result in report["results"]] == [CONTEXT, 2 * CONTEXT]
     for result in report["results"]:
@@ -347,6 +348,8 @@ def test_a_budget_for_everything_is_within_the_model_s_positions(tiny_folder: Pa
     model, _ = load_model(str(tiny_folder), torch.float32, torch.device("cpu"))
     limit = model.config.max_position_embeddings
     settings = config(shape=None, model=str(tiny_folder), contexts=(limit - 8,), method=("tokenselect",))
+    assert speed.name_of(settings.model) == tiny_folder.name  # and nothing of the machine's folders
+    assert speed.name_of("someone/a-model") == "someone/a-model"
     work = Work.start(model, settings, limit - 8, ())
     assert speed_check.covering(settings.methods()[0], work, 8).token_budget == min(work.capacity, limit)
     [result] = measure_model(model, config(shape=None, model=str(tiny_folder), method=("tokenselect",)))["results"]

@@ -18,6 +18,9 @@ from op_bench.squeezed_tables import squeezed_part
 from op_bench.tables import even_cell, measured_with, shape_cells, step_cells, table
 from op_bench.token_tables import token_part
 
+SPREAD = 0.2
+"""Distance of the quartiles, over the median, from which a time is shown with them."""
+
 
 def tables(root: Path) -> str:
     """Return the tables as Markdown, from ``kernels/benchmarks/results`` and ``eval/results/speed`` under ``root``.
@@ -127,14 +130,14 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
         device = machine["device"] if split == "none" else f"{machine['devices']} {machine['device']}, by {split}"
         model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {device}"]
         for result in report["results"]:
-            medians = {side["name"]: side["tpot_ms"]["median"] for side in result["sides"]}
+            times = {side["name"]: side["tpot_ms"] for side in result["sides"]}
             for side in result["sides"]:
                 if not side["ratio"]:
                     continue
                 against = side["ratio"]["tpot_against"]
-                times = [f"{medians[side['name']]:.2f}", f"{medians[against]:.2f}", against]
+                both = [_milliseconds(times[side["name"]]), _milliseconds(times[against])]
                 ratio, date = f"{side['ratio']['tpot']:.2f}", machine["date"][:10]
-                rows.append([*model, f"{result['context']:,}", side["name"], *times, ratio, date])
+                rows.append([*model, f"{result['context']:,}", side["name"], *both, against, ratio, date])
         for name, ratios in speed_ratios(report).items():
             points.setdefault((*model, name), []).extend(ratios)
     even = [[*names, even_cell(break_even(ratios))] for names, ratios in points.items()]
@@ -142,8 +145,15 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = ("context", "patched", "ms per token", "best dense, ms", "which", "ratio", "measured")
     return [
         "## Through `generate()`\n",
-        "Medians of `python -m eval speed` at batch size 1.\n",
+        f"Medians of `python -m eval speed` at batch size 1, with the quartiles where they are more than "
+        f"{SPREAD:.0%} of the median apart.\n",
         table((*head, *columns), rows, left=2),
         "Faster than the best dense side at every measured context from:\n",
         table((*head, "patched", "tokens"), even, left=3),
     ]
+
+
+def _milliseconds(spread: Mapping[str, float]) -> str:
+    median, q1, q3 = (spread.get(name, spread["median"]) for name in ("median", "q1", "q3"))
+    apart = f" ({q1:.1f} to {q3:.1f})" if q3 - q1 > SPREAD * median else ""
+    return f"{median:.2f}{apart}"
