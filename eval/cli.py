@@ -62,7 +62,7 @@ app.command()(host_profile)
 def list_benchmarks() -> None:
     """List the benchmarks with their tasks and settings, and the papers' tables."""
     from eval.benchmarks import BENCHMARKS
-    from eval.tables import config_names, table_names
+    from eval.tables import config_names, read_table, table_names
 
     listing = Table("benchmark", "what it is", "tasks", "settings (--set)", show_lines=True)
     for benchmark in BENCHMARKS.values():
@@ -70,7 +70,8 @@ def list_benchmarks() -> None:
         listing.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.tasks), settings)
     print_table(listing, WIDTH)
     tables = table_names()
-    typer.echo(f"tables (python -m eval table NAME): {', '.join(tables)}")
+    bare = ", ".join(name for name in tables if not read_table(name).figures)
+    typer.echo(f"tables (python -m eval table NAME): {', '.join(tables)}; without the paper's figures: {bare}")
     others = ", ".join(name for name in config_names() if name not in tables)
     typer.echo(f"other runs (python -m eval run --config eval/configs/NAME.yaml): {others}")
 

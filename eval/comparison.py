@@ -129,8 +129,13 @@ def rows_of_ours(run: RunConfig, measured: Measured, compared: Sequence[Comparis
         if place not in shown:
             figures.append(_figure_of(run, entry, is_timed=is_timed))
     tasks = tuple(dict.fromkeys(entry["task"] for entry in measured.entries))
-    if len(tasks) > 1 and figures:
-        averaged = {(figure.length, figure.method, figure.token_budget, figure.variant): figure for figure in figures}
+    if len(tasks) > 1:
+        own = {(figure.length, figure.method, figure.token_budget, figure.variant) for figure in figures}
+        printed = {
+            (length, *each.row) for each in compared if each.figure.task is None and each.row for length in each.lengths
+        }
+        columns = dict.fromkeys((entry["length"], *_row_of_entry(entry)) for entry in measured.entries)
+        averaged = [column for column in columns if column in own or column not in printed]
         figures += [
             Figure(
                 run.benchmark, method, run.model, None, length, token_budget, variant, is_timed=is_timed, tasks=tasks

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from eval.claims import CLAIMS, Check, Claim, claims_rows
+from eval.claim_checks import Check
+from eval.claims import CLAIMS, Claim, claims_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +38,87 @@ def test_figures_are_those_of_the_files() -> None:
     assert len(tasks) == 16
     shown = next(here for paper, claim, here, _ in claims_rows(ROOT) if claim == "a negligible loss on long tasks")
     assert shown.startswith(f"{dense - quest:.1f} of {dense:.1f} points lost with 1,024 tokens; ")
+
+
+def cells(run: str, **wanted: object) -> list[list[float]]:
+    """Return the scores of each task of a table's run, computed from its records, in percent."""
+    path = ROOT / f"eval/results/tables/{run}/rows.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [record for record in records if wanted.items() <= record.items() and record["error"] is None]
+    return [
+        [100 * each["score"] for each in found if each["task"] == task] for task in {each["task"] for each in found}
+    ]
+
+
+def mean(run: str, **wanted: object) -> float:
+    return fmean(fmean(cell) for cell in cells(run, **wanted))
+
+
+def claimed(part: str) -> tuple[str, str]:
+    """Return our figures and the verdict of the claim whose text has a part."""
+    ((here, verdict),) = [(here, verdict) for _, claim, here, verdict in claims_rows(ROOT) if part in claim]
+    return here, verdict
+
+
+def test_quest_is_compared_with_the_best_method_that_evicts_at_each_budget() -> None:
+    here, verdict = claimed("(figure 7)")
+    run = "quest-fig7-qwen2.5-coder-1.5b/01-longbench"
+    assert len(cells(run, method="full")) == 6
+    leads = []
+    for budget in (256, 512, 1024, 2048, 4096):
+        quest, *others = (
+            mean(run, method=method, token_budget=budget) for method in ("quest", "h2o", "tova", "streaming_llm")
+        )
+        leads.append(quest - max(others))
+        assert f"{leads[-1]:+.1f} with {budget:,}" in here
+    dense = mean(run, method="full")
+    loss = dense - mean(run, method="quest", token_budget=1024)
+    assert f"{loss:.1f} of dense attention's {dense:.1f} points lost" in here
+    assert verdict == verdict_of([*(lead >= 0 for lead in leads), loss <= 1])
+
+
+def test_perplexities_are_compared_with_dense_attentions() -> None:
+    here, verdict = claimed("(figure 6")
+    path = ROOT / "eval/results/tables/quest-fig6-smollm2-cpu/01-pg19/rows.jsonl"
+    found = {each["method"]: each["perplexity"] for each in map(json.loads, path.read_text().splitlines())}
+    above = {method: 100 * (perplexity / found["full"] - 1) for method, perplexity in found.items()}
+    assert re.findall(r"(?:Quest|H2O|TOVA) ([\d.]+) %", here) == [f"{above[m]:.1f}" for m in ("quest", "h2o", "tova")]
+    held = [above["quest"] <= 0.16, above["h2o"] >= above["quest"], above["tova"] >= above["quest"]]
+    assert verdict == verdict_of(held)
+
+
+@pytest.mark.parametrize(
+    ("part", "table", "benchmark"),
+    [
+        ("tasks of table 2", "squeezed-2", "longbench"),
+        ("table 3", "squeezed-3", "ruler"),
+        ("table 4", "squeezed-4", "prefixqa"),
+    ],
+)
+def test_squeezed_attentions_losses_are_those_of_its_tables(part: str, table: str, benchmark: str) -> None:
+    here, verdict = claimed(part)
+    losses = []
+    for variant in ("sink_tokens=0, target_sparsity=0.7", "sink_tokens=0"):
+        for run in ("01", "02"):
+            folder = f"{table}-qwen2.5-coder-1.5b/{run}-{benchmark}"
+            losses.append(mean(folder, method="full") - mean(folder, variant=variant))
+    assert re.findall(r"(-?[\d.]+) (?:points lost|in a conversation)", here) == [f"{loss:.1f}" for loss in losses]
+    held = [loss <= most for loss, most in zip(losses, (1, 1, 0.5, 0.5), strict=True)]
+    assert verdict == verdict_of(held)
+
+
+def test_psa_is_compared_with_dense_attention_by_bytes_and_points() -> None:
+    here, verdict = claimed("8.8x")
+    run = "psa-fig5-qwen2.5-coder-1.5b/01-longbench"
+    dense = mean(run, method="full")
+    losses = [dense - mean(run, variant=f"threshold={threshold}") for threshold in (0.95, 0.98)]
+    assert re.findall(r"([\d.]+) of [\d.]+ points", here) == [f"{loss:.1f}" for loss in losses]
+    saved = [float(each) for each in re.findall(r"([\d.]+)x with threshold", here)]
+    assert verdict == verdict_of([*(each >= 8.8 for each in saved), *(loss <= 1 for loss in losses)])
+
+
+def verdict_of(held: list[bool]) -> str:
+    return "yes" if all(held) else "in part" if any(held) else "no"
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [((3, 3), "yes"), ((3, 1), "in part"), ((1, 1), "no")])

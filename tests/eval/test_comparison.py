@@ -238,6 +238,16 @@ def test_rows_of_ours_are_shown_with_their_means_beside_the_figures() -> None:
     assert "no figures of the paper" in printed(table)
 
 
+def test_our_mean_is_shown_where_the_paper_has_every_task_but_none() -> None:
+    entries = [entry(benchmark="ruler", task=task, score=score) for task, score in (("vt", 0.5), ("cwe", 0.9))]
+    measured = Measured(MODEL, entries, own_lengths=(2000,))
+    each_task = [figure(benchmark="ruler", task=task) for task in ("vt", "cwe")]
+    (mean,) = rows_of_ours(RUN, measured, compare(each_task, measured))
+    assert (mean.figure.task, mean.ours, mean.difference) == (None, 70.0, None)
+    wider = figure(benchmark="ruler", tasks=("vt", "cwe", "fwe"))  # a mean that is not measured here
+    assert rows_of_ours(RUN, measured, compare([*each_task, wider], measured)) == []
+
+
 def test_rows_of_ours_that_cannot_run_say_why_once() -> None:
     refusals = [
         Refusal("h2o", "h2o must see the prefill", 256),
@@ -270,8 +280,8 @@ def test_refusals_have_the_first_error_of_each_row_task_and_length() -> None:
 
 
 def test_table_without_figures_says_why() -> None:
-    text = printed(paper_table([], read_table("quest-fig6").paper))
-    assert "figure 6 is a plot" in text
+    text = printed(paper_table([], read_table("squeezed-3").paper))
+    assert "no copy of the table could be read" in text
     assert "no figures of the paper" in text
 
 
