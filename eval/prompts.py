@@ -69,9 +69,9 @@ def encode_prompt(
     """
     text.encode()  # raises on a lone surrogate, which the tokenizer's own error would not name
     if chat:
-        message = text.strip()  # some templates strip the message
-        wrapped = in_chat_template(tokenizer, message)
-        stripped_tail = len(text) - len(text.rstrip())
+        wrapped = in_chat_template(tokenizer, text)
+        message = text if text in wrapped else text.strip()  # some templates strip the message
+        stripped_tail = 0 if message == text else len(text) - len(text.rstrip())
         question_start = wrapped.rindex(message) + len(message) - max(0, question_chars - stripped_tail)
     else:
         wrapped = text

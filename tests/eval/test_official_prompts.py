@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import Counter
@@ -24,12 +23,12 @@ from eval.benchmarks.ruler.needles import NOISE
 from eval.continuations import force_sample
 from eval.metrics.references import as_texts
 from eval.protocols import Protocol
+from tests.eval.own_protocols import FIGURES
 from tests.eval.ruler_data import write_files
 from tests.eval.tokenizers import tiny_tokenizer
 
 OFFICIAL: dict[str, Any] = json.loads((Path(__file__).parent / "golden/prompts.json").read_text(encoding="utf-8"))
 RULER = OFFICIAL["ruler"]["tasks"]
-LONGBENCH = OFFICIAL["longbench"]
 PASSKEY = OFFICIAL["passkey"]
 PG19 = json.loads((Path(__file__).parent / "golden/dataset_prompts.json").read_text(encoding="utf-8"))["pg19"]
 
@@ -62,14 +61,15 @@ def ruler_samples(ruler_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-ESSAY_TASKS = ("niah_single_2", "niah_multivalue")
+ESSAY_TASKS = tuple(task for task, each in RULER.items() if each["args"].get("type_haystack") == "essay")
 DEPTHS = tuple(round(100 * number / 39) for number in range(40))
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 WORDS = r"\D\S*(?: \D\S*)*?"
 
 
 def layout(task: str, text: str) -> str:
     """Replace what is drawn at random by its kind, and runs of filler by their number."""
-    text = re.sub(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
+    text = re.sub(UUID, "UUID", text)
     text = re.sub(r"\b[A-Z]{5}\b", "NAME5", re.sub(r"\b[A-Z]{3}\b(?<!VAR)", "NAME3", text))
     text = re.sub(r"\b\d{7}\b", "NUMBER7", re.sub(r"\b\d{5}\b", "NUMBER5", text))
     text = re.sub(r"(?<=for )[^\s:]+(?: \S+)?(?= is: )", "KEY", text)
@@ -84,6 +84,16 @@ def layout(task: str, text: str) -> str:
         text = re.sub(r"(Document )\d+(:\n).+?(?=\n\nDocument |\n\nNow tell)", r"\1N\2TEXT", text, flags=re.DOTALL)
         text = re.sub(r"(?:Document N:\nTEXT\n\n)+", "DOCUMENTS\n\n", text)
     return text
+
+
+def test_every_ruler_task_is_compared_in_its_official_settings() -> None:
+    assert set(RULER) == set(ruler.Ruler.tasks)
+    for task, settings in FIGURES["ruler"]["tasks"].items():
+        assert RULER[task]["family"] == settings["task"]
+        given = {
+            name: value for name, value in settings["args"].items() if not name.startswith("num_needle") or value > 1
+        }
+        assert RULER[task]["args"] == given
 
 
 @pytest.mark.parametrize("task", [task for task in RULER if task not in ESSAY_TASKS])
@@ -141,84 +151,69 @@ def test_code_words_have_the_official_frequencies(ruler_samples: Any) -> None:
         assert any([count for share in shares if (count := int(size * share))] == found for size in sizes)
 
 
-ESSAY_NEEDLE = re.compile(r" ?One of the special magic numbers for (\S+) is: (\d{7})\.")
+ESSAY_NEEDLE = re.compile(rf" ?One of the special magic (numbers|uuids) for (\S+) is: (\d{{7}}|{UUID})\.")
 
 
 @pytest.mark.parametrize("task", ESSAY_TASKS)
 def test_essays_are_cut_and_needles_inserted_as_officially(task: str, ruler_samples: Any, ruler_files: Path) -> None:
     """The haystack is the essays' first words, and needles are between sentences, at the official depths."""
     essays = json.loads((ruler_files / "PaulGrahamEssays.json").read_text(encoding="utf-8"))["text"].split()
+    keys, values, _ = needle_counts(task)
     sizes = []
-    for sample, official in zip(ruler_samples(task), RULER[task]["samples"], strict=True):
-        for text in ("".join(texts_of(sample)).removeprefix("<s>"), official["input"] + official["answer_prefix"]):
-            haystack = text.split(" below.\n")[1].split("\nWhat ")[0]
-            needles = list(ESSAY_NEEDLE.finditer(haystack))
-            assert len(needles) == RULER[task]["args"].get("num_needle_v", 1)
-            assert len({needle[1] for needle in needles}) == 1
-            before = [haystack[: needle.start()].rstrip() for needle in needles]
-            assert all(not part or part.endswith(".") for part in before)
-            words = ESSAY_NEEDLE.sub("", haystack).split()
-            assert words == essays[: len(words)]
-            plain = [ESSAY_NEEDLE.sub("", part) for part in before]
-            sentences = len(re.split(r"(?<=[.]) ", " ".join(words)))
-            places = [len(re.findall(r"[.](?= |$)", part)) for part in plain]
-            assert all(place in {int(sentences * depth / 100) for depth in DEPTHS} for place in places)
-            sizes.append(len(words))
+    for _, text in essay_prompts(task, ruler_samples):
+        haystack = text.split(" below.\n")[1].split("\nWhat ")[0]
+        needles = list(ESSAY_NEEDLE.finditer(haystack))
+        assert {needle[1] for needle in needles} == {RULER[task]["args"]["type_needle_v"]}
+        assert sorted(Counter(needle[2] for needle in needles).values()) == [values] * keys
+        words = ESSAY_NEEDLE.sub("", haystack).split()
+        assert words == essays[: len(words)]
+        before = [ESSAY_NEEDLE.sub("", haystack[: needle.start()]).strip() for needle in needles]
+        inner = [part for part in before if part.split() != words]  # not behind the last sentence, which is cut
+        assert all(not part or part.endswith(".") for part in inner)
+        sentences = len(re.split(r"(?<=[.]) ", " ".join(words)))
+        places = [len(re.findall(r"[.](?= |$)", part)) for part in inner]
+        assert all(place in {int(sentences * depth / 100) for depth in DEPTHS} for place in places)
+        sizes.append(len(words))
     # The official code searches with one draw of needles, and takes 500 words off if those of a sample are longer.
     for ours, theirs in zip(sizes[::2], sizes[1::2], strict=True):
         assert min(abs(ours - theirs), abs(ours - theirs - 500)) <= 0.02 * ours
 
 
-# LongBench
+@pytest.mark.parametrize("task", ESSAY_TASKS)
+def test_essays_have_the_official_question_and_answers(task: str, ruler_samples: Any) -> None:
+    """The text around the essays is the same but for the keys; the answers are the values of the keys asked for."""
+    _, values, asked_count = needle_counts(task)
+    around = []
+    for answers, text in essay_prompts(task, ruler_samples):
+        start, rest = text.split(" below.\n")
+        haystack, question = rest.split("\nWhat ")
+        of_key: dict[str, list[str]] = {}
+        for needle in ESSAY_NEEDLE.finditer(haystack):
+            of_key.setdefault(needle[2], []).append(needle[3])
+        asked = [word for word in re.findall(r"[^\s,]+", question) if word in of_key]
+        assert len(set(asked)) == asked_count
+        assert asked == 2 * asked[:asked_count]  # in the question, and in the answer's beginning
+        assert sorted(answers) == sorted(value for key in set(asked) for value in of_key[key])
+        for number, key in enumerate(asked[:asked_count]):
+            assert set(of_key[key]) == set(answers[number * values : (number + 1) * values])
+            question = question.replace(key, "KEY")
+        around.append((start, question))
+    assert len(set(around)) == 1
 
 
-@pytest.mark.parametrize("task", ["lcc", "repobench-p"])
-def test_code_has_both_official_metrics(task: str) -> None:
-    for case in OFFICIAL["code_scores"]:
-        arguments = ("longbench", task, case["prediction"], [case["reference"]])
-        assert metrics.named_scores(*arguments) == case["scores"], case
-        assert metrics.score(*arguments) == case["scores"]["levenshtein"]
-    assert any(case["scores"]["levenshtein"] != case["scores"]["difflib"] for case in OFFICIAL["code_scores"])
-    assert metrics.named_scores("longbench", "qasper", "a", ["a"]) is None
+def needle_counts(task: str) -> tuple[int, int, int]:
+    """Return the numbers of keys, of values of each, and of keys asked for."""
+    keys, values, asked = (RULER[task]["args"].get(f"num_needle_{each}", 1) for each in "kvq")
+    return max(keys, asked), values, asked
 
 
-def longbench_sample(folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, chat: bool, **options: Any) -> Sample:
-    values = {"dataset2prompt": LONGBENCH["wording"], "dataset2maxlen": dict.fromkeys(LONGBENCH["wording"], 4)}
-    protocol = Protocol("longbench", values, "0" * 64, "here")
-    monkeypatch.setattr("eval.benchmarks.longbench.load_protocol", lambda name, folder: protocol)
-    (folder / f"{task}.jsonl").write_text(json.dumps(LONGBENCH["examples"][task]) + "\n", encoding="utf-8")
-    tokenizer = copy.copy(tiny_tokenizer())
-    tokenizer.chat_template = "{{ bos_token }}[INST]{{ messages[0]['content'] }}[/INST]"
-    options = {"cut": LONGBENCH["cut"], **options}
-    setup = Setup(tokenizer, 10_000, (task,), data_dir=folder, chat=chat, options=options)
-    (item,) = BENCHMARKS["longbench"].items(setup)
-    return item.build()
-
-
-@pytest.mark.parametrize("task", LONGBENCH["prompts"])
-def test_longbench_prompt_is_the_official_one(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    official = LONGBENCH["prompts"][task]
-    sample = longbench_sample(tmp_path, monkeypatch, task, chat=True)
-    assert "".join(texts_of(sample)) == official["longbench"]
-    assert sample.truncated
-
-
-@pytest.mark.parametrize("task", LONGBENCH["prompts"])
-def test_longbench_is_split_as_quest_does(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    official = LONGBENCH["prompts"][task]
-    sample = longbench_sample(tmp_path, monkeypatch, task, chat=True, question_from="quest")
-    assert texts_of(sample) == (official["quest_material"], official["quest_question"])
-
-
-@pytest.mark.parametrize("task", LONGBENCH["prompts"])
-def test_longbench_is_split_as_squeezed_attention_does(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    official = LONGBENCH["prompts"][task]
-    sample = longbench_sample(tmp_path, monkeypatch, task, chat=False, question_from="input")
-    assert "".join(texts_of(sample)).removeprefix("<s>") == official["squeezed"]
-    # The official code counts the fixed part's tokens alone: a token may span its end, and another one the cut.
-    assert abs(len(sample.material_ids) - official["squeezed_fixed_tokens"]) <= 2
+def essay_prompts(task: str, ruler_samples: Any) -> list[tuple[list[str], str]]:
+    """Return our samples' and the official ones in turn: the answers, and the text with the answer's beginning."""
+    found = []
+    for sample, official in zip(ruler_samples(task), RULER[task]["samples"], strict=True):
+        found.append((sample.references, "".join(texts_of(sample)).removeprefix("<s>")))
+        found.append((official["outputs"], official["input"] + official["answer_prefix"]))
+    return found
 
 
 # InfiniteBench

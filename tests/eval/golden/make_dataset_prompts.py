@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.eval.golden.make_prompts import CUT, RecordingTokenizer, execute, show
+from tests.eval.golden.official_code import CUT, RecordingTokenizer, execute, show
 from tests.eval.own_protocols import BABILONG_WORDING, GSM8K_TASKS, V2_WORDING, scbench_wording
 from tests.eval.tokenizers import tiny_tokenizer
 

@@ -1,38 +1,31 @@
 """Make prompts.json: prompts built by the official code of five repositories.
 
-``python -m tests.eval.golden.make_prompts CLONES`` needs clones at the commits below, in folders named as the keys of
-``COMMITS``, and the packages fuzzywuzzy and python-Levenshtein. The wording is our own: it is put in place of the
-official one before the official code runs.
+``python -m tests.eval.golden.make_prompts CLONES`` needs clones with the commits of ``official_code.COMMITS``, in
+folders named as its keys, and the packages fuzzywuzzy and python-Levenshtein. The wording is our own: it is put in
+place of the official one before the official code runs.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import random
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tests.eval.golden.make_longbench import chinese_scores, code_scores, longbench, longbench_e
+from tests.eval.golden.official_code import COMMITS, RecordingModel, RecordingTokenizer, execute, show
 from tests.eval.own_protocols import PASSKEY_WORDING, own_values
 from tests.eval.ruler_data import write_files
 from tests.eval.tokenizers import tiny_tokenizer
 
-COMMITS = {
-    "RULER": "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a",
-    "LongBench": "2e00731f8d0bff23dc4325161044d0ed8af94c1e",
-    "InfiniteBench": "88b3daa6989da2fbe0077170d7a3c84c25d5ae58",
-    "Quest": "01c1623bf9395009520874e989e29f683203b357",
-    "SqueezedAttention": "4a50c64eca2f20232a4e998d754d030ce3a7f6e6",
-}
 RULER_WORDING = {
     "niah": {
         "tokens_to_generate": 20,
@@ -63,10 +56,21 @@ RULER_WORDING = {
 RULER_ARGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "niah_single_1": ("niah", 900, {"type_haystack": "noise", "type_needle_k": "words", "type_needle_v": "numbers"}),
     "niah_single_2": ("niah", 4000, {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"}),
+    "niah_single_3": ("niah", 2500, {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"}),
     "niah_multivalue": (
         "niah",
         4000,
         {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers", "num_needle_v": 4},
+    ),
+    "niah_multiquery": (
+        "niah",
+        2500,
+        {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers", "num_needle_q": 4},
+    ),
+    "niah_multikey_1": (
+        "niah",
+        2500,
+        {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers", "num_needle_k": 4},
     ),
     "niah_multikey_2": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"}),
     "niah_multikey_3": ("niah", 900, {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"}),
@@ -76,34 +80,8 @@ RULER_ARGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qa_1": ("qa", 900, {"dataset": "squad"}),
     "qa_2": ("qa", 2000, {"dataset": "hotpotqa"}),
 }
-LONGBENCH_WORDING = {
-    "qasper": "Read this paper.\n\n{context}\n\nReply in a few words.\n\nQuestion: {input}\n\nReply:",
-    "hotpotqa": "Read these.\n{context}\n\nReply briefly to the following, using what stands in the texts above and "
-    "nothing else at all.\n\nQuestion: {input}\nReply:",
-    "gov_report": "Shorten this.\n{context}\n\nNow, in short:",
-    "triviaqa": "Some examples.\n{context}\n\n{input}",
-    "lcc": "Go on. \n{context}The next line:\n",
-    "repobench-p": "Go on. \n{context}{input}The next line:\n",
-}
-FIXED_PARTS = {
-    "qasper": "Read this paper.\n\n{context}\n\nReply in a few words.\n\nQuestion: ",
-    "hotpotqa": "Read these.\n{context}\n\nReply briefly to the following, using what stands in the texts above and "
-    "nothing else at all.\n\nQuestion: ",
-    "gov_report": "Shorten this.\n{context}\n\n",
-    "triviaqa": "Some examples.\n{context}\n\n",
-    "lcc": "Go on. \n{context}",
-    "repobench-p": "Go on. \n{context}",
-}
 INFINITEBENCH_WORDING = own_values()["infinitebench"]["prompts"]["templates"]["yarn_mistral_templates"]
-CUT = 300
-"""Tokens to which the official code cuts a prompt."""
 _RESPONSES = [" {key}.", "{key}", " it is {key}1", "0{key}", " 7 and {key}", " none", "", " the key: {key} or 3"]
-
-
-def show(clones: Path, name: str, path: str, commit: str | None = None) -> str:
-    """Return an official file at its commit."""
-    command = ["git", "-C", str(clones / name), "show", f"{commit or COMMITS[name]}:{path}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def ruler(clones: Path) -> dict[str, Any]:
@@ -150,118 +128,6 @@ def ruler(clones: Path) -> dict[str, Any]:
             samples = [{name: json.loads(line)[name] for name in kept} for line in lines]
             made[task] = {"family": family, "length": length, "args": args, "samples": samples}
     return {"wording": RULER_WORDING, "tasks": made}
-
-
-class Batch(SimpleNamespace):
-    """A tokenizer's output, which stays on the CPU whatever the official code says."""
-
-    def to(self, device: Any) -> Batch:
-        """Return itself."""
-        return self
-
-    def keys(self) -> list[str]:
-        """Return the names of what is passed on with ``**``."""
-        return ["input_ids"]
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-
-class RecordingTokenizer:
-    """The tests' tokenizer, in the way the official code calls one."""
-
-    def __init__(self) -> None:
-        self.plain = tiny_tokenizer()
-        self.eos_token_id = self.plain.eos_token_id
-
-    def __call__(self, text: str, **_: Any) -> Batch:
-        """Encode a text."""
-        return Batch(input_ids=torch.tensor([self.plain(text)["input_ids"]]))
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        """Encode a text as a list."""
-        return list(self.plain.encode(text, **options))
-
-    def decode(self, ids: Any, **options: Any) -> str:
-        """Decode tokens."""
-        return str(self.plain.decode(ids, **options))
-
-
-class RecordingModel:
-    """A model that notes what it is fed, and predicts given tokens behind the material and a number of tokens."""
-
-    def __init__(self, answer: Sequence[int] = (1,), after: int = 0) -> None:
-        self.fed: list[list[int]] = []
-        self.answer, self.after = answer, after
-
-    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Note the prompt."""
-        self.fed.append(input_ids[0].tolist())
-        return torch.cat([input_ids, input_ids[:, -1:]], 1)
-
-    def __call__(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        """Note the tokens, and predict the next one."""
-        self.fed.append(input_ids[0].tolist())
-        place = max(0, len(self.fed) - 1 - self.after)
-        logits = torch.zeros(1, 1, 4000)
-        logits[0, 0, self.answer[min(place, len(self.answer) - 1)]] = 1
-        return SimpleNamespace(logits=logits, past_key_values=())
-
-
-def execute(code: str, name: str, **given: Any) -> dict[str, Any]:
-    """Execute a module's definitions: imports that are not installed are empty modules."""
-    tree = ast.parse(code)
-    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
-    module = ModuleType(name)
-    module.__dict__.update(given)
-    exec(compile(tree, name, "exec"), module.__dict__)
-    return module.__dict__
-
-
-def longbench_examples() -> dict[str, dict[str, Any]]:
-    """Return a row for each task, longer than ``CUT`` tokens."""
-    rng = random.Random(3)
-    words = ["river", "stone", "lamp", "seven", "green", "walk", "{brace}", "\n", "quiet", "harbour"]
-    return {
-        task: {
-            "context": " ".join(rng.choice(words) for _ in range(260)),
-            "input": f"What about {task}?",
-            "answers": ["a stone"],
-            "all_classes": None,
-            "length": 260,
-        }
-        for task in LONGBENCH_WORDING
-    }
-
-
-def longbench(clones: Path) -> dict[str, Any]:
-    """Run LongBench's and Quest's pred.py, and Squeezed Attention's split, on invented rows."""
-    tokenizer, examples = RecordingTokenizer(), longbench_examples()
-    cpu = SimpleNamespace(device=lambda _: torch.device("cpu"), no_grad=torch.no_grad, nn=torch.nn, tensor=torch.tensor)
-    common = {"torch": cpu, "tqdm": lambda rows: rows, "json": json, "argparse": SimpleNamespace()}
-    common["dist"] = SimpleNamespace(destroy_process_group=lambda: None)
-    official = execute(show(clones, "LongBench", "LongBench/pred.py"), "longbench", **common)
-    quest = execute(show(clones, "Quest", "evaluation/LongBench/pred.py"), "quest", **common)
-    squeezed = execute(show(clones, "SqueezedAttention", "squeezedattention/utils.py"), "squeezed", model_name="")
-    made: dict[str, Any] = {"wording": LONGBENCH_WORDING, "cut": CUT, "examples": examples, "prompts": {}}
-    for task, template in LONGBENCH_WORDING.items():
-        model = RecordingModel()
-        official["load_model_and_tokenizer"] = lambda *_, model=model: (model, tokenizer)
-        rest = (CUT, 4, template, task, "cpu", "llama2")
-        official["get_pred"](0, 1, [examples[task]], *rest, {"llama2": ""}, "/dev/null")
-        fed = RecordingModel([tokenizer.eos_token_id])
-        quest["get_pred"](fed, tokenizer, [dict(examples[task])], *rest)
-        material, *steps = fed.fed
-        fixed = FIXED_PARTS[task].format(**examples[task])
-        whole, prefix = squeezed["truncate_fn"](template.format(**examples[task]), fixed, tokenizer, CUT, task, "cpu")
-        made["prompts"][task] = {
-            "longbench": tokenizer.decode(model.fed[0]),
-            "quest_material": tokenizer.decode(material),
-            "quest_question": tokenizer.decode([token for step in steps[:-1] for token in step]),
-            "squeezed": whole,
-            "squeezed_fixed_tokens": prefix,
-        }
-    return made
 
 
 def infinitebench_examples() -> dict[str, dict[str, Any]]:
@@ -340,31 +206,13 @@ def passkey(clones: Path) -> dict[str, Any]:
     return made
 
 
-def code_scores(clones: Path) -> list[dict[str, Any]]:
-    """Score code with LongBench's metric over both of the matchers that fuzzywuzzy chooses from."""
-    from fuzzywuzzy import StringMatcher, fuzz
-
-    score = execute(show(clones, "LongBench", "LongBench/metrics.py"), "metrics", fuzz=fuzz, List=list)[
-        "code_sim_score"
-    ]
-    rng = random.Random(2)
-    lines = ["return self.value", "x += 1", "for row in rows:", "value = self.values[row]", "", "    return x", "# x"]
-    made = []
-    for _ in range(30):
-        prediction, reference = "\n".join(rng.choices(lines, k=3)), rng.choice(lines) + rng.choice(["", " + 1", ";"])
-        scores = {}
-        for name, matcher in (("levenshtein", StringMatcher.StringMatcher), ("difflib", difflib.SequenceMatcher)):
-            fuzz.SequenceMatcher = matcher
-            scores[name] = score(prediction, reference)
-        made.append({"prediction": prediction, "reference": reference, "scores": scores})
-    return made
-
-
 def main(clones: Path) -> None:
     """Write ``prompts.json`` next to this file."""
     made = {"commits": COMMITS, "ruler": ruler(clones), "longbench": longbench(clones), "passkey": passkey(clones)}
     made["infinitebench"] = infinitebench(clones)
+    made["longbench_e"] = longbench_e(clones)
     made["code_scores"] = code_scores(clones)
+    made["chinese_scores"] = chinese_scores(clones)
     path = Path(__file__).with_name("prompts.json")
     path.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
