@@ -26,7 +26,8 @@ def channel_weights(mean_query: torch.Tensor, mean_key: torch.Tensor, statistic:
     mean_key
         [..., kv_heads, head_dim]: that of each key channel.
     statistic
-        ``"qk"``: the product of the two, which is the mean of ``|q_i k_i|`` over all pairs of a query and a key.
+        ``"qk"``: the product of the two, which is the mean of ``|q_i k_i|`` over all pairs of a query and a key:
+        method 2 of the authors' ``config/offline_calibration.py`` (DoubleSparse b0575e6).
         ``"q"`` or ``"k"``: one of the two alone.
 
     Returns
@@ -110,7 +111,7 @@ def label_sizes(channels: int, bits: int) -> dict[str, int]:
 
 
 def make_labels(values: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
-    """Quantize the values of the heavy channels, [..., channels], token by token.
+    """Quantize the values of the heavy channels, [..., channels], token by token, as in ``evaluation/modify_llama.py``.
 
     Returns
     -------

@@ -36,7 +36,9 @@ class DoubleSparsity(SparseMethod):
 
     Most of a score q.k comes from few channels, and these are the same for most tokens. Calibration finds the
     ``channels`` heaviest of each KV head. A label cache keeps these channels of every key after RoPE. A step estimates
-    q.k by them alone, and reads the tokens with the highest estimates. Prefill stays dense.
+    q.k by them alone, and reads the tokens with the highest estimates. Prefill stays dense. The formulas are those of
+    the authors' code (andy-yang-1/DoubleSparse b0575e6): ``config/offline_calibration.py`` for the channels, and
+    ``evaluation/modify_llama.py`` for labels and estimates.
 
     Parameters
     ----------
@@ -63,7 +65,9 @@ class DoubleSparsity(SparseMethod):
     Notes
     -----
     The authors choose channels and tokens for each query head. Here the query heads of a KV head share both, so that
-    there is one label for each key.
+    there is one label for each key. A channel's weight is the mean over all pairs of a query and a key, method 2 of
+    their calibration; their files have method 1, each query with its own token's key. Estimates are scaled as q.k is,
+    by ``1 / sqrt(head_dim)``, theirs by ``1 / sqrt(channels)``: no head ranks tokens differently for it.
     """
 
     name: ClassVar[str] = "double_sparsity"

@@ -18,8 +18,9 @@ class H2O(EvictingMethod):
     """Keep the last tokens and the heavy hitters, which have got the most attention so far (H2O, arXiv 2306.14048).
 
     A token's score is the sum of the attention weights that all queries since have given it, its own included, in the
-    prompt too. After each step the token of the least score goes, unless it is one of the last ones. Each KV head keeps
-    tokens of its own, by the sum over its query heads.
+    prompt too (section 4.1). After each step the token of the least score goes (algorithm 1), unless it is one of the
+    last ones, which sections 3.2 and 5.1 spare, not algorithm 1. Each KV head keeps tokens of its own, by the sum over
+    its query heads.
 
     Parameters
     ----------
@@ -28,7 +29,7 @@ class H2O(EvictingMethod):
     dense_layers
         Number of first layers that keep and read the whole cache.
     recent
-        Last tokens that stay in any case, the current one included; None for half of the budget, as in the paper.
+        Last tokens that stay in any case, the current one included; None for half of the budget (section 5.1).
 
     Notes
     -----
@@ -59,7 +60,7 @@ class H2O(EvictingMethod):
         return self.token_budget // 2 if self.recent is None else self.recent
 
     def watch(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> None:
-        """Add the queries' weights to the scores; see :meth:`EvictingMethod.watch`."""
+        """Add the queries' weights to the scores (section 4.1); see :meth:`EvictingMethod.watch`."""
         got = sum(weights.sum((2, 3)) for weights in attention_weights(query, layer, scale))
         assert isinstance(got, torch.Tensor)
         storage_of(layer).add_weights(got, query.shape[2], layer.lengths)
@@ -67,7 +68,7 @@ class H2O(EvictingMethod):
             layer.counter.count_metadata(key_bytes(layer) + got.numel() * got.element_size())
 
     def priority(self, layer: SparseLayer, query: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """Return the scores, and ``inf`` for the last tokens; see :meth:`EvictingMethod.priority`."""
+        """Return the scores, ``inf`` for the last tokens (algorithm 1); see :meth:`EvictingMethod.priority`."""
         scores = storage_of(layer).weights
         if scores is None:
             raise ValueError(

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 class InfLLM(SparseMethod):
     """Read a local window, the first tokens, and blocks of the past chosen by a few of their keys (InfLLM, 2402.04617).
 
-    Keys are cached before RoPE. A query attends to the last ``n_local`` tokens at their own distances. What lies before
-    them is divided into blocks of ``block_size`` tokens. A block is represented by the tokens with the highest mean of
-    q.k over the queries after them that had them in their local window. A query reads the blocks whose representatives
-    have the highest q.k, summed over all heads, and the first ``n_init`` tokens. All of these count as ``n_local``
-    tokens away, so no distance exceeds the trained ones, however long the context is.
+    Keys are cached before RoPE. A query attends to the last ``n_local`` tokens at their own distances (section 3.1).
+    What lies before them is divided into blocks of ``block_size`` tokens. A block is represented by the tokens with the
+    highest mean of q.k over the queries after them that had them in their local window: the representative score r_m of
+    section 3.2. A query reads the blocks whose representatives have the highest q.k, the relevance score of section
+    3.2, summed over all heads, and the first ``n_init`` tokens. All of these count as ``n_local`` tokens away, so no
+    distance exceeds the trained ones, however long the context is.
 
     Prefill runs in chunks of ``chunk_size`` tokens. The queries of a chunk share one choice of blocks, by their mean.
 
@@ -145,7 +146,7 @@ class InfLLM(SparseMethod):
             represent_up_to(layer, self.split, self.representatives, blocks)
 
     def _as_remote(self, query: torch.Tensor, layer: SparseLayer) -> torch.Tensor:
-        """Rotate queries [..., head_dim] so that every key before RoPE is ``n_local`` tokens away, in float32."""
+        """Rotate queries [..., head_dim] as if all keys before RoPE were ``n_local`` away (section 3.2), in float32."""
         (cos, sin), last = layer.rope, self.split.last
         return rotated(query, cos[last] * cos[0], sin[last] * cos[0])  # cos[0] is a RoPE's factor on both sides
 

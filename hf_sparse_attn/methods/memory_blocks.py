@@ -1,4 +1,7 @@
-"""InfLLM's context memory: blocks of the past, each known by the tokens that later queries attended to most."""
+"""InfLLM's context memory: blocks of the past, each known by the tokens that later queries attended to most.
+
+The method is of arXiv 2402.04617, section 3.2. Its two scores are in :func:`represent` and :func:`choose_blocks`.
+"""
 
 from __future__ import annotations
 
@@ -124,8 +127,9 @@ def represent(
 ) -> None:
     """Choose the representative tokens of blocks of each row, and store the mean of their keys.
 
-    They are those with the highest mean of q.k over the queries after them that have them in their local window, as far
-    as these are known. The blocks are ``number`` ones from ``block``, int64 [batch], on.
+    They are those with the highest representative score r_m (section 3.2): the mean of q.k over the queries after them
+    that have them in their local window, as far as these are known; the paper divides by the window's length instead.
+    The blocks are ``number`` ones from ``block``, int64 [batch], on.
     """
     (cos, sin), metadata, size = layer.rope, layer.metadata, split.size
     tokens = number * size
@@ -153,8 +157,8 @@ def represent(
 def choose_blocks(query: torch.Tensor, layer: SparseLayer, split: BlockSplit, blocks: torch.Tensor) -> torch.Tensor:
     """Choose, of the first ``blocks`` int64 [batch], those whose representatives score highest over all heads.
 
-    ``query`` is [batch, q_heads, head_dim], rotated to the distance of remote tokens. Returns int64 [batch, n]:
-    ascending, then -1.
+    The score is sim(X, B) of section 3.2 up to a factor. ``query`` is [batch, q_heads, head_dim], rotated to the
+    distance of remote tokens. Returns int64 [batch, n]: ascending, then -1.
     """
     heads = grouped(query, layer.keys.shape[1]).sum(2)
     most = max(1, layer.max_blocks(split.size))  # a chunk of padding alone has none

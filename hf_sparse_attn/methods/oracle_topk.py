@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class OracleTopK(SparseMethod):
     """Read the tokens with the most attention, found by scoring every key exactly (top-k attention, arXiv 2106.06899).
 
-    A step computes q.k of every cached key, and reads the ``token_budget`` tokens with the highest scores, per KV head.
+    A step computes q.k of every cached key, and reads the ``token_budget`` tokens with the highest scores, per KV head,
+    as ``nocache_attention/nocache_attention.py`` of the paper's code (ag1988/top_k_attention 1f0e736) does per query.
     This is the upper bound of methods that estimate scores and read as many tokens. It saves no time: finding the
     tokens reads all keys, which count as metadata. Prefill stays dense.
 

@@ -23,8 +23,10 @@ class SelfExtend(SparseMethod):
 
     Keys are cached before RoPE. A query at position i attends to the last ``window`` tokens at their own distances, and
     to a token j before them as if it were ``i // group_size - j // group_size + window - window // group_size`` tokens
-    away. Both are in one softmax. Distances so stay within the n trained positions in texts of up to
-    ``(n - window + window // group_size) * group_size`` tokens. Everything is read.
+    away (algorithm 1; ``self_extend_patch/Llama.py`` of datamllab/LongLM cdbbb06). Both are in one softmax. Distances
+    so stay within the n trained positions in texts of up to ``(n - window + window // group_size) * group_size``
+    tokens, which is the paper's ``(n - window) * group_size + window`` if ``group_size`` divides ``window``.
+    Everything is read.
 
     Parameters
     ----------
@@ -71,7 +73,7 @@ class SelfExtend(SparseMethod):
 
     @property
     def _shift(self) -> int:
-        """What a query's grouped position gains, so that distances go on where those in the window end."""
+        """What a query's grouped position gains (algorithm 1), so that distances go on where the window's end."""
         return self.window - self.window // self.group_size
 
     def check_model(self, model: PreTrainedModel) -> None:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 class SnapKV(EvictingMethod):
     """Keep the prompt's tokens that its last queries weigh most, and all generated tokens (SnapKV, arXiv 2404.14469).
 
-    The last ``window`` tokens of the prompt observe the ones before: the attention weights of their queries are summed,
-    pooled over neighbouring tokens, and the tokens of the largest values stay beside the window. The pooling keeps the
-    neighbours of a token that stands out, so that what is kept can still be read. Each KV head keeps tokens of its own,
-    by the mean over its query heads. What follows is never evicted, generated or fed.
+    The last ``window`` tokens of the prompt observe the ones before: the attention weights of their queries are summed
+    (section 4, equation 2), pooled over neighbouring tokens (section 4.3), and the tokens of the largest values stay
+    beside the window (section 4.1, listing 1). The pooling keeps the neighbours of a token that stands out, so that
+    what is kept can still be read. Each KV head keeps tokens of its own, by the mean over its query heads; in the paper
+    every query head does. What follows is never evicted, generated or fed.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class SnapKV(EvictingMethod):
         return self.window
 
     def priority(self, layer: SparseLayer, query: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """Return the pooled sums of the window's weights; see :meth:`EvictingMethod.priority`."""
+        """Return the pooled sums of the window's weights (listing 1); see :meth:`EvictingMethod.priority`."""
         queries = layer.prompt_queries
         if queries is None or not queries.states.shape[2]:
             raise ValueError(

@@ -18,8 +18,8 @@ class TOVA(EvictingMethod):
     """Evict the token that the newest query weighs least (TOVA, token omission via attention, arXiv 2401.06104).
 
     After each step the newest query's attention weights are averaged over all heads, and the token of the least average
-    goes, the same one in every head of the layer. Of a prompt the tokens of the largest averages are kept, by the
-    weights of its last query.
+    goes, the same one in every head of the layer (section 4, equation 9 of version 2). Of a prompt the tokens of the
+    largest averages are kept, by the weights of its last query, as in ``tova_cache.py`` of the released code (275cf5f).
 
     Parameters
     ----------
@@ -28,7 +28,8 @@ class TOVA(EvictingMethod):
     dense_layers
         Number of first layers that keep and read the whole cache.
     per_head
-        Average over the query heads of each KV head instead, so that KV heads keep tokens of their own.
+        Average over the query heads of each KV head instead, so that KV heads keep tokens of their own. Section 4 has
+        both kinds, and finds one average for all heads better.
 
     Notes
     -----
@@ -48,7 +49,7 @@ class TOVA(EvictingMethod):
         return 1
 
     def priority(self, layer: SparseLayer, query: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return the newest query's mean weights; see :meth:`EvictingMethod.priority`."""
+        """Return the newest query's mean weights (section 4); see :meth:`EvictingMethod.priority`."""
         if query is not None:
             layer.counter.count_metadata(key_bytes(layer))
             newest = query.unsqueeze(2)
