@@ -265,7 +265,7 @@ def _means(values: Sequence[float], size: int, first_position: int = 0) -> list[
 
 
 def _divergence(dense: torch.Tensor, own: torch.Tensor) -> float:
-    """Return KL(dense || own) of two rows of logits, in nats."""
+    """Return KL(dense || own) of the logits of one token, in nats."""
     expected, found = (logits.double().log_softmax(-1) for logits in (dense, own))
     divergence = torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True)
     return max(0.0, float(divergence))  # rounding can leave it below zero

@@ -91,7 +91,7 @@ def frontier_figures(results: Path) -> dict[str, bytes]:
     Raises
     ------
     EvalError
-        A file of rows or a summary cannot be read.
+        A file of records or a summary cannot be read.
     """
     from eval.report.frontier import frontier_picture, frontier_svg
 

@@ -69,7 +69,7 @@ def frontier_tables(results: Path, sweep: str) -> str:
     Raises
     ------
     EvalError
-        A file of rows cannot be read.
+        A file of records cannot be read.
     """
     return frontier_markdown(results / sweep, _table)
 
@@ -187,7 +187,7 @@ def _sweep(name: str, summaries: Sequence[dict[str, Any]], results: Path, fronti
     lines = [
         f"## {methods}: {models}, {first['dtype']}, {first['device']}\n",
         f"`python -m eval run --config eval/configs/{name}.yaml --data-dir D --protocol-dir P`\n",
-        f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} rows, {errors} errors; "
+        f"{versions}; {first['date'][:10]}; {sum(summary['rows'] for summary in summaries)} records, {errors} errors; "
         f"the harness added {number(harness / model if model else None, '{:.1%}')} to what the model needed.\n",
     ]
     note = results / name / "note.txt"

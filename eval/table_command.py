@@ -56,8 +56,10 @@ def table(
 ) -> None:
     """Run a paper's table with the methods available here, and print its figures next to ours.
 
-    A row that cannot run says why, and the others run. Without --out nothing is kept, and an interrupted run cannot be
-    resumed.
+    Where the paper's figures could not be read, the table has ours alone and says why.
+
+    A row of the table that cannot run says why, and the others run. Without --out nothing is kept, and an interrupted
+    run cannot be resumed.
     """
     from eval.config import read_sweep
     from eval.processes import Processes

@@ -16,6 +16,16 @@ from eval.errors import EvalError
 from eval.validation import first_problem
 
 CONFIGS = Path(__file__).parent / "configs"
+RENAMED = {
+    "psa-longbench": "psa-fig5",
+    "quest-longbench": "quest-fig7",
+    "quest-passkey": "quest-1",
+    "quest-pg19": "quest-fig6",
+    "squeezed-longbench": "squeezed-2",
+    "tokenselect-infinitebench": "tokenselect-1",
+    "tokenselect-ruler": "tokenselect-2",
+}
+"""Earlier names of tables, and what they are called now."""
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -97,7 +107,10 @@ def config_names(folder: Path = CONFIGS) -> list[str]:
 
 
 def table_names(folder: Path = CONFIGS) -> list[str]:
-    """List the names of the files that reproduce a paper's table or figure, which ``read_table`` reads."""
+    """List the names of the files that reproduce a paper's table or figure, which ``read_table`` reads.
+
+    Those whose figures could not be read are among them; ``Paper.missing`` says why.
+    """
     return [name for name in config_names(folder) if read_yaml(folder / f"{name}.yaml").get("paper")]
 
 
@@ -112,8 +125,8 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     Raises
     ------
     EvalError
-        Unknown table (the message lists the known ones), a file of no paper, or a malformed paper, figure or run (the
-        message names file and entry).
+        Unknown table (the message lists the known ones, and says what an earlier name was replaced by), a file of no
+        paper, or a malformed paper, figure or run (the message names file and entry).
     """
     if name in config_names(folder):
         table = read_paper_file(folder / f"{name}.yaml")
@@ -126,6 +139,8 @@ def read_table(name: str, folder: Path = CONFIGS) -> PaperTable:
     known = table_names(folder)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
+    if RENAMED.get(name) in known:
+        hint = f" (its name is now {RENAMED[name]!r})"
     raise EvalError(f"table {name!r} is unknown{hint}; known: {', '.join(known) or f'none in {folder}'}")
 
 

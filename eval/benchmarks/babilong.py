@@ -70,7 +70,7 @@ def _examples(setup: Setup, task: str, size: str) -> list[dict[str, Any]]:
         examples, origin = found
     else:
         origin = f"hub dataset {HUB_ID} at {REVISION}, {size}, {task}"
-        advice = f"With --data-dir D, rows are read from D/babilong/{task}/{size}.json."
+        advice = f"With --data-dir D, samples are read from D/babilong/{task}/{size}.json."
         examples = list(load_hub_dataset(HUB_ID, task, advice, config=size, revision=REVISION))
     for number, example in enumerate(examples):
         for name in required:

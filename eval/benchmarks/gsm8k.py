@@ -65,8 +65,9 @@ def _find(data_dir: Path | None) -> Path:
     return fetch_file("gsm8k", url, file, "name a folder that has gsm8k/test.jsonl with --data-dir", SHA256)
 
 
-def _check(row: dict[str, Any], place: str) -> None:
-    if not isinstance(row["question"], str) or not isinstance(row["answer"], str) or "####" not in row["answer"]:
+def _check(problem: dict[str, Any], place: str) -> None:
+    question, answer = problem["question"], problem["answer"]
+    if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
         raise EvalError(f"{place}: question and answer must be texts, and the answer must have its number after ####")
 
 

@@ -24,7 +24,7 @@ TASKS = (
 
 
 class LongBenchE(LongBench):
-    """LongBench's prompts and scores on the rows of LongBench-E, with the scores by the context's length in words."""
+    """LongBench's prompts and scores on the examples of LongBench-E, with scores by the context's length in words."""
 
     name: ClassVar[str] = "longbench_e"
     summary: ClassVar[str] = "LongBench-E: 13 of LongBench's tasks, scores by the context's length"

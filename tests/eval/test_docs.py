@@ -197,7 +197,7 @@ def test_readme_names_every_field_of_a_record_and_no_other(tmp_path: Path, model
     arguments = ["run", "passkey", "--model", model_dir, "--lengths", "300", "--limit", "1", "--out", str(out)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     (record,) = read_records(out / "rows.jsonl")
-    documented = table_column(README, "What a row holds")
+    documented = table_column(README, "What a record holds")
     assert documented == set(record)
     assert documented >= {*MEASURED, *(field.name for field in fields(Reads))}
     written = {path.name for path in out.iterdir() if path.name != ".lock"}

@@ -17,7 +17,7 @@ from eval.engine import make_variants
 from eval.store import read_records
 from eval.table_command import REPORT, _alike, _united
 from eval.table_runs import table_runs
-from eval.tables import read_table, table_names
+from eval.tables import RENAMED, read_table, table_names
 from hf_sparse_attn import METHODS
 from tests.tiny import save_model
 
@@ -25,7 +25,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "quest-1": ("--lengths", "60", "--token-budget", "64"),
     "quest-fig6": ("--lengths", "100", "--token-budget", "48"),
     "quest-fig7": ("--lengths", "500", "--token-budget", "64", "--tasks", "hotpotqa"),
-    "squeezed-2": ("--lengths", "500", "--tasks", "hotpotqa"),
+    "squeezed-2": ("--lengths", "500", "--tasks", "lcc"),
     "squeezed-3": ("--lengths", "700", "--tasks", "niah_single_1"),
     "squeezed-4": ("--lengths", "500"),
     "psa-fig5": ("--lengths", "500", "--token-budget", "64", "--tasks", "hotpotqa"),
@@ -47,6 +47,8 @@ def data(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     document = " ".join(f"The harbour master of year {year} counted {year % 89} sails." for year in range(1, 40))
     row = {"context": document, "input": "How many sails?", "answers": ["7"], "all_classes": ["number"], "_id": "a"}
     (folder / "hotpotqa.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    code = {**row, "context": document.replace(" ", "\n"), "input": "", "answers": ["sails = 7"], "all_classes": None}
+    (folder / "lcc.jsonl").write_text(json.dumps(code) + "\n", encoding="utf-8")
     questions = [{"question": f"How many sails in year {year}?", "answers": [str(year)]} for year in (3, 9)]
     asked = {"context": document, "questions": questions}
     (folder / "prefixqa.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
@@ -97,6 +99,12 @@ def test_every_table_runs_on_another_model(
     else:
         assert table.paper.missing is not None
         assert table.paper.missing in text
+
+
+def test_the_list_says_which_tables_have_no_figures_of_the_paper() -> None:
+    bare = sorted(name for name in table_names() if not read_table(name).figures)
+    assert bare == ["psa-fig5", "squeezed-3", "squeezed-4"]
+    assert f"without the paper's figures: {', '.join(bare)}" in words(invoke("list"))
 
 
 def test_nothing_is_written_without_a_folder(
@@ -173,6 +181,13 @@ def test_a_model_that_lacks_a_table_s_length_is_told_the_option(
     result = invoke("table", name, "--model", model_dir, "--limit", "1", *folders)
     assert result.exit_code == 2, result.output
     assert re.search(r"at most the model's \d+ positions; give --lengths", words(result))
+
+
+@pytest.mark.parametrize(("earlier", "name"), RENAMED.items())
+def test_an_earlier_name_is_told_the_one_that_replaced_it(earlier: str, name: str) -> None:
+    result = invoke("table", earlier)
+    assert result.exit_code == 2
+    assert f"error: table '{earlier}' is unknown (its name is now '{name}'); known: psa-fig5" in words(result)
 
 
 def test_other_tasks_are_refused(model_dir: str) -> None:
