@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -188,7 +189,7 @@ def speed(
         ),
     ] = "none",
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each round.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -217,11 +218,13 @@ def speed(
             split=split_over,
         )
         with progress(f"speed of {model or shape}", is_shown=Processes.started().is_main) as update:
-            measured = measure(config, lambda what, done, total: update(done, total, what))
+            measured = measure(
+                config,
+                lambda what, done, total: update(done, total, what),
+                None if out is None or not Processes.started().is_main else partial(save, path=out),
+            )
         if Processes.started().is_main:
             print_table(speed_table(measured), WIDTH)
-            if out is not None:
-                save(measured, out)
 
 
 @app.command("context-speed")

@@ -46,9 +46,11 @@ __all__ = ["Progress", "SpeedConfig", "measure", "measure_model", "save", "speed
 
 Progress = Callable[[str, int, int], None]
 """Function called before each run with its description, and the numbers of runs done and in total."""
+Keep = Callable[[dict[str, Any]], None]
+"""Function called after each round with the report so far."""
 
 
-def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[str, Any]:
+def measure(config: SpeedConfig, on_progress: Progress | None = None, keep: Keep | None = None) -> dict[str, Any]:
     """Load or build the model, and time it; see :func:`measure_model` for the returned report.
 
     Raises
@@ -57,7 +59,7 @@ def measure(config: SpeedConfig, on_progress: Progress | None = None) -> dict[st
         Unknown model or device; also see :func:`measure_model`.
     """
     model, tokenizer = open_model(config)
-    return measure_model(model, config, on_progress, () if tokenizer is None else tokenizer.all_special_ids)
+    return measure_model(model, config, on_progress, () if tokenizer is None else tokenizer.all_special_ids, keep)
 
 
 def open_model(config: SpeedConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -86,6 +88,7 @@ def measure_model(
     config: SpeedConfig,
     on_progress: Progress | None = None,
     special_ids: Collection[int] = (),
+    keep: Keep | None = None,
 ) -> dict[str, Any]:
     """Time a model's ``generate()``, dense and patched in turn, and leave the model unpatched.
 
@@ -99,6 +102,8 @@ def measure_model(
         See ``Progress``.
     special_ids : collection of int
         Tokens that the random prompt leaves out.
+    keep : callable, optional
+        See ``Keep``.
 
     Returns
     -------
@@ -106,11 +111,11 @@ def measure_model(
         The report as JSON values: ``machine``, ``settings``, ``ttft_covers`` and ``memory_measures`` (texts), and
         ``results``, with one entry per context.
 
-        An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`) and ``sides``. Dense attention
-        has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers' static one. Each method
-        and budget has one side, on CUDA five: compiled, the same with :class:`~hf_sparse_attn.DecodeAhead`, with
-        ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not compiled. Of a model that is split over GPUs
-        none is compiled.
+        An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`), ``rounds`` (those measured so
+        far) and ``sides``. Dense attention has three sides: over Transformers' dynamic cache, a preallocated one, and
+        Transformers' static one. Each method and budget has one side, on CUDA five: compiled, the same with
+        :class:`~hf_sparse_attn.DecodeAhead`, with ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not
+        compiled. Of a model that is split over GPUs none is compiled.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the
@@ -131,12 +136,17 @@ def measure_model(
     patched = len(methods) + resident * (4 * is_cuda(model) + (config.kv_storage == "host"))
     per_context = (3 + patched) * (config.warmup + config.repeats) + len(methods)
     progress = numbered(on_progress, per_context * len(config.contexts))
-    results = []
+    results: list[dict[str, Any]] = []
+
+    def keep_round(entry: dict[str, Any]) -> None:
+        if keep is not None:
+            keep(_report(model, config, [*results, entry]))
+
     for context in config.contexts:
         work: Work | None = None
         try:
             work = Work.start(model, config, context, special_ids)
-            results.append(_measure_context(model, config, work, methods, progress))
+            results.append(_measure_context(model, config, work, methods, progress, keep_round))
         except ImportError as error:  # the package that measures memory is optional
             raise EvalError(str(error)) from error
         except torch.OutOfMemoryError as error:
@@ -144,6 +154,10 @@ def measure_model(
         finally:
             work = None  # frees memory before the next context's cache is allocated
             forget_compiled(model)
+    return _report(model, config, results)
+
+
+def _report(model: PreTrainedModel, config: SpeedConfig, results: list[dict[str, Any]]) -> dict[str, Any]:
     cached = config.shape is not None
     first = "" if config.split == Split.NONE else ", of the first GPU"
     shared = "; the cache that all sides start from is counted in" if cached else ""
@@ -201,7 +215,9 @@ def _measure_context(
     work: Work,
     methods: Sequence[SparseMethod],
     progress: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
+    """Measure all sides from one context, and pass the entry on after each round."""
     sides = work.sides(methods)
     where = f"{work.context:,} tokens"
     probes: dict[str, _Probe] = {}
@@ -219,19 +235,21 @@ def _measure_context(
         checked.append(check_covering(model, work, method, probes[PREALLOCATED].last.token_ids))
 
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
+    entry: dict[str, Any] = {}
     for repeat in range(config.repeats):
         first = repeat % len(sides)  # rotates the order of the sides
         for side in sides[first:] + sides[:first]:
             progress(f"{where}, round {repeat + 1} of {config.repeats}: {side.name}")
             runs[side.name].append(generate(model, side, work, config.new_tokens))
-    entries = _entries(sides, runs, probes, work)
-    weights_and_kv_bytes = work.weights_and_kv_bytes
-    return {
-        "context": work.context,
-        "weights_and_kv_bytes": weights_and_kv_bytes,
-        "checked": checked,
-        "sides": entries,
-    }
+        entry = {
+            "context": work.context,
+            "weights_and_kv_bytes": work.weights_and_kv_bytes,
+            "checked": checked,
+            "rounds": repeat + 1,
+            "sides": _entries(sides, runs, probes, work),
+        }
+        keep(entry)
+    return entry
 
 
 def _entries(

@@ -10,8 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from typer.testing import CliRunner
 
 from eval import speed, speed_check, speed_runs
+from eval.cli import app
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
 from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
@@ -71,6 +73,30 @@ class Feeds:
         self.seen.append((fed, int(cache.get_seq_length()), type(cache), is_patched(self.model)))
         positions = kwargs.get("position_ids")
         self.position_ids.append(None if positions is None else positions.flatten().tolist())
+
+
+def test_each_round_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A measurement that is ended early leaves the rounds before, in a file that is whole."""
+    kept: list[dict[str, Any]] = []
+    whole = measure(config(), keep=kept.append)["results"]
+    assert [[entry["rounds"] for entry in each["results"]] for each in kept] == [[1], [2]]
+    assert kept[-1]["results"] == whole
+
+    generate, calls = speed.generate, iter(range(len(SIDES) * 2))  # the warm-up and one round
+
+    def ended(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise EvalError("ended")
+        return generate(*arguments)
+
+    monkeypatch.setattr(speed, "generate", ended)
+    path = tmp_path / "speed.json"
+    words = ["--shape", "tiny", "--context", str(CONTEXT), "--token-budget", "64", "--new-tokens", str(NEW_TOKENS)]
+    result = CliRunner().invoke(app, ["speed", *words, "--repeats", "2", "--device", "cpu", "--out", str(path)])
+    assert result.exit_code == 2, result.output
+    (entry,) = json.loads(path.read_text())["results"]
+    assert entry["rounds"] == 1
+    assert [side["name"] for side in entry["sides"]] == SIDES
 
 
 def test_the_report_is_complete_and_json(report: dict[str, Any], tmp_path: Path) -> None:
