@@ -18,6 +18,11 @@ if not torch.cuda.is_available():
 
         patch_once_per_launch()
 
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # Whether attention packs bfloat16 for AMX PyTorch asks oneDNN, which has a setting of its own, and then it fails
+    # ("pack_vnni2 is only supported when avx512 is supported"). oneDNN reads the setting at its first use.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 TESTS = Path(__file__).parent
 CONTRACTS = ("test_contracts.py", "context", "methods", "patch/test_families.py", "patch/test_speculation.py")
 """Tests that compare what is chosen, or tokens, in which a processor's rounding could decide."""
