@@ -79,11 +79,29 @@ def test_quest_is_compared_with_the_best_method_that_evicts_at_each_budget() -> 
 
 def test_perplexities_are_compared_with_dense_attentions() -> None:
     here, verdict = claimed("(figure 6")
-    path = ROOT / "eval/results/tables/quest-fig6-smollm2-cpu/01-pg19/rows.jsonl"
-    found = {each["method"]: each["perplexity"] for each in map(json.loads, path.read_text().splitlines())}
-    above = {method: 100 * (perplexity / found["full"] - 1) for method, perplexity in found.items()}
-    assert re.findall(r"(?:Quest|H2O|TOVA) ([\d.]+) %", here) == [f"{above[m]:.1f}" for m in ("quest", "h2o", "tova")]
-    held = [above["quest"] <= 0.16, above["h2o"] >= above["quest"], above["tova"] >= above["quest"]]
+    shown, held = [], []
+    for run in ("smollm2-cpu", "qwen2.5-coder-1.5b"):
+        path = ROOT / f"eval/results/tables/quest-fig6-{run}/01-pg19/rows.jsonl"
+        found = {each["method"]: each["perplexity"] for each in map(json.loads, path.read_text().splitlines())}
+        above = {method: 100 * (perplexity / found["full"] - 1) for method, perplexity in found.items()}
+        shown += [f"{above[method]:.1f}" for method in ("quest", "h2o", "tova")]
+        held += [above["quest"] <= 0.16, above["h2o"] >= above["quest"], above["tova"] >= above["quest"]]
+    assert re.findall(r"(?:Quest|H2O|TOVA) ([\d.]+) %", here) == shown
+    assert verdict == verdict_of(held)
+
+
+def test_tokenselect_is_compared_with_infllm_at_the_papers_length() -> None:
+    here, verdict = claimed("(table 2)")
+    run = "tokenselect-2-qwen2.5-coder-1.5b/01-ruler"
+    pairs = [
+        (mean(run, length=8192, method="tokenselect", **ours), mean(run, length=8192, method="infllm", **theirs))
+        for ours, theirs in (
+            ({"token_budget": 2688}, {"token_budget": 2816}),
+            ({"token_budget": 8320}, {"token_budget": 8448}),
+        )
+    ]
+    assert re.findall(r"([\d.]+) to ([\d.]+) %", here) == [(f"{ours:.1f}", f"{theirs:.1f}") for ours, theirs in pairs]
+    held = [pairs[0][0] - pairs[0][1] >= 81.81 - 36.09, pairs[1][0] - pairs[1][1] >= 90.22 - 52.10]
     assert verdict == verdict_of(held)
 
 
