@@ -19,6 +19,7 @@ OWN_TESTS = (
     "progressive_decode",
     "code_scan",
     "softmax_scan",
+    "bit_scan",
 )
 """Launches whose candidates are tested next to the ops."""
 CANDIDATES = [

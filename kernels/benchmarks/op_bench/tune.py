@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels.codes import bit_scan
 from hf_sparse_attn_kernels.codes import cluster as code_cluster
 from hf_sparse_attn_kernels.quest import cluster as quest_cluster
 
@@ -37,6 +38,7 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "runs_decode": (SQUEEZED_DECODE, "squeezed_step", None),
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
+    "bit_scan": (CODES, "keycodes_step", "softmax"),
     "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
     "code_step": (CODE_CLUSTERS, "code_step", "softmax, clusters"),
 }
@@ -144,6 +146,8 @@ def _tune_shape(
 def _fits(launch: str, layer: Any, choice: dict[str, int]) -> bool:
     if launch == "cluster_step":
         return fits(layer, choice)
+    if launch == "bit_scan":
+        return choice["per_multiprocessor"] == 0 or layer.query.shape[-1] == bit_scan.HEAD_DIM
     return launch != "code_step" or step_fits(layer, choice)
 
 

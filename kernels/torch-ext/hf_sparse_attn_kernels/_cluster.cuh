@@ -1,5 +1,6 @@
-// Device functions of kernels on thread-block clusters (compute capability 9.0 and later): loads, products on the tensor
-// cores, distributed shared memory, and programmatic dependent launch. Needs no header, so NVRTC compiles it alone.
+// Device functions of kernels in CUDA C++ (compute capability 9.0 and later): loads, products on the tensor cores,
+// distributed shared memory of thread-block clusters, and programmatic dependent launch. Needs no header, so NVRTC
+// compiles it alone. Macros: THREADS of a block, BLOCKS that a multiprocessor has registers for.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -12,11 +13,14 @@ struct alignas(16) Words4 { u32 x[4]; };
 
 #define DEVICE __device__ __forceinline__
 
+constexpr int WARPS = THREADS / 32, HEAD_DIM = 128;
+
 // ---- threads
 
 DEVICE int thread_index() { return (int)threadIdx.x; }
 DEVICE int block_x() { return (int)blockIdx.x; }
 DEVICE int block_y() { return (int)blockIdx.y; }
+DEVICE int blocks_x() { return (int)gridDim.x; }
 
 DEVICE int cluster_rank() {
   u32 rank;
@@ -82,6 +86,19 @@ DEVICE float half(u32 bits) {
 
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
+// ---- exponentials with base 2
+
+constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+struct alignas(8) MaxSum { float max, sum; };             // of exponentials, relative to the maximum
+
+DEVICE MaxSum merge(MaxSum a, MaxSum b) {
+  const float top = fmaxf(a.max, b.max);
+  return MaxSum{top, a.sum * exp2_fast(a.max - top) + b.sum * exp2_fast(b.max - top)};
+}
+
+// ---- products on the tensor cores
+
 // c[4] += A B with A 16 x 32 of s8, B 32 x 8 of u8.
 DEVICE void multiply_s8u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -126,10 +143,17 @@ DEVICE Words4 load16(const void* address, bool exists) {
   return r;
 }
 
-// 4 bytes; without `exists` what was there stays.
+// 4 bytes, or 8; without `exists` what was there stays.
 DEVICE void load4(u32& r, const void* address, bool exists) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.L1::no_allocate.L2::128B.u32 %0, [%1]; }"
                : "+r"(r)
+               : "l"(address), "r"((u32)exists)
+               : "memory");
+}
+
+DEVICE void load8(float (&r)[2], const float* address, bool exists) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.L1::no_allocate.L2::128B.v2.f32 {%0, %1}, [%2]; }"
+               : "+f"(r[0]), "+f"(r[1])
                : "l"(address), "r"((u32)exists)
                : "memory");
 }

@@ -46,7 +46,7 @@ class ClusterKernel:
     name : str
         The kernel's name.
     cluster, threads : int
-        Blocks of a cluster, and threads of a block.
+        Blocks of a cluster, 1 for a kernel that has none, and threads of a block.
 
     Raises
     ------

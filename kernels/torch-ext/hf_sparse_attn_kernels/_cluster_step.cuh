@@ -4,26 +4,16 @@
 // `s` is a kernel's struct of shared memory, `at` its struct of places, `a` that of its arguments; the members that a
 // function reads have the same names in all kernels.
 
-constexpr int WARPS = THREADS / 32, HEAD_DIM = 128;
 constexpr int QUADS = GROUP * HEAD_DIM / 4;               // outputs by fours, in the order that registers have them
 constexpr int QUADS_EACH = (QUADS + CLUSTER - 1) / CLUSTER;
-constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr u32 MINUS_INFINITY = 0xFF800000u;
 
-
 enum Barrier { LSE, EVEN_COUNTS, ODD_COUNTS, CHOICE, OUTPUT, BARRIERS };
-
-struct alignas(8) MaxSum { float max, sum; };             // of exponentials with base 2, relative to the maximum
 
 DEVICE u64 offset(u32 index, u32 stride) { return (u64)index * stride; }   // one instruction
 DEVICE float bf16(u32 bits) { return as_float(bits << 16); }
 DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 DEVICE u64 packed(MaxSum x) { return (u64)as_bits(x.sum) << 32 | as_bits(x.max); }
-
-DEVICE MaxSum merge(MaxSum a, MaxSum b) {
-  const float top = fmaxf(a.max, b.max);
-  return MaxSum{top, a.sum * exp2_fast(a.max - top) + b.sum * exp2_fast(b.max - top)};
-}
 
 // ---- scores
 

@@ -43,6 +43,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     # greatest estimate of a group, and for those by softmax, which keep every estimate.
     "code_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
+    # Blocks of the scan in CUDA C++ for each multiprocessor, or 0 for Triton's, as on devices that were not measured.
+    "bit_scan": {"per_multiprocessor": 0},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
     # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
@@ -193,6 +195,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
             (1024, 3, 8, 3),
         )
     ],
+    "bit_scan": [{"per_multiprocessor": per_multiprocessor} for per_multiprocessor in (0, 4, 8, 12, 16, 24)],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}
         for cluster, threads in (*product((2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))

@@ -1,7 +1,7 @@
 // KeyCodes' decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, estimates
 // the scores of all coded tokens, chooses among them, attends and merges, and codes the page that the token has filled.
-// Compiled with _cluster.cuh and _cluster_step.cuh before it and these macros: CLUSTER (2 to 16), THREADS (of a block,
-// 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 2: max),
+// Compiled with _cluster.cuh, codes/bits.cuh and _cluster_step.cuh before it and these macros: CLUSTER (2 to 16), THREADS
+// (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 2: max),
 // LEAST_SQUARES (0 or 1: the factor of a page's codes), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see
 // MARK.
 //
@@ -33,11 +33,8 @@ struct Arguments {
   float scale, score_scale, offset_scale;                          // of attention, of estimates, of offsets
 };
 
-constexpr int PAGE = 64, BYTES = HEAD_DIM / 8, PLANES = 6, UNITS = 16256, ROTATED_UNITS = 31;
+constexpr int UNITS = 16256, ROTATED_UNITS = 31;
 constexpr bool SOFTMAX = REDUCE == 0 && GROUP > 1;
-constexpr int SLOT_HEADS = GROUP < 3 ? GROUP : 4, SLOT_PLANES = 4 / SLOT_HEADS;  // of a product, for either token of a line
-constexpr int SETS = (GROUP + 3) / 4, PRODUCTS = (PLANES + SLOT_PLANES - 1) / SLOT_PLANES;
-constexpr int HEADS = SETS * SLOT_HEADS, LANE_HEADS = GROUP < 3 ? 1 : 2;         // with absent ones; of a lane and set
 constexpr int AHEAD = GROUP > 4 ? 3 : 4;                  // pages that a warp loads ahead
 constexpr int MOST_READ = 4096, MOST_EACH = (MOST_READ / 16 + CLUSTER - 1) / CLUSTER * 16;
 constexpr int BINS = 512, LOWER_BINS = 128;               // of the upper 9 bits of a key, of the others
@@ -45,7 +42,6 @@ constexpr int STEP = 8 * 32;                              // tokens that a warp 
 constexpr u32 FORCED = 0;                                 // key of a sink token, the best
 constexpr float ROTATION = 0.08838834764831845f;          // magnitude of the rotation's elements
 constexpr float MOST_HALF = 65504.f, LEAST_HALF = 0.00006103515625f;
-constexpr int WHOLE_FLOAT = 0x4B400000;                   // 1.5 * 2 ** 23: whole numbers added to its bits are floats
 
 enum class Stage { START, QUERY, CENTRES, SCAN, EXCHANGE, KEYS, EDGE, LIST, ATTEND, MERGE, WRITE, CODE };  // STAGES in cluster.py
 
@@ -98,20 +94,6 @@ DEVICE void transform(Number (&x)[4], int lane) {
       const Number other = shuffle_xor(x[i], mask);
       x[i] = lane & mask ? other - x[i] : x[i] + other;
     }
-}
-
-// A bit of every channel, four a lane, packed as codes are: bit i of byte j is that of channel 16 i + j. Lane t returns
-// word t % 4.
-DEVICE u32 pack(const bool (&bit)[4], int lane) {
-  u32 word = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {                           // lane 4 i + t has channels 16 i + 4 t + k
-    u32 bits = warp_ballot(bit[k]) >> (lane & 3) & 0x11111111u;
-    bits = (bits | bits >> 3) & 0x03030303u;
-    bits = (bits | bits >> 6) & 0x000F000Fu;
-    word |= ((bits | bits >> 12) & 0xFFu) << (8 * k);
-  }
-  return word;
 }
 
 DEVICE float greatest(const float (&x)[4]) {
@@ -220,83 +202,18 @@ DEVICE void score_centres(const Shared& s, const Centres& of, const Place& at, i
   }
 }
 
-// A lane's part of a page: of tokens 32 k + 16 r + 8 p + g the words t of their codes, [k][2 p + r] as the operand of a
-// product has them; and of those with p = t / 2 the factors.
-struct Codes {
-  u32 words[2][4], factors[2][2];
-};
+// From sums over bits to products with symbols, of a lane's heads.
+struct Linear { float slope[SETS][LANE_HEADS], level[SETS][LANE_HEADS]; };
 
-DEVICE void load_codes(Codes& c, const u8* codes, const u8* factors, bool exists) {
+DEVICE void load_linear(Linear& of, const Shared& s, const Place& at) {
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    load4(c.words[k][0], codes + 32 * BYTES * k, exists);
-    load4(c.words[k][1], codes + 32 * BYTES * k + 16 * BYTES, exists);
-    load4(c.words[k][2], codes + 32 * BYTES * k + 8 * BYTES, exists);
-    load4(c.words[k][3], codes + 32 * BYTES * k + 24 * BYTES, exists);
-    load4(c.factors[k][0], factors + 128 * k, exists);
-    load4(c.factors[k][1], factors + 128 * k + 64, exists);
-  }
-}
-
-// What a lane's columns need of the query.
-struct Planes {
-  u32 bits[SETS][PRODUCTS][2];                            // of column g, word t, for either token of a line
-  float slope[SETS][LANE_HEADS], level[SETS][LANE_HEADS]; // from sums over bits to products with symbols
-};
-
-// A line is two tokens. Column g is that of token g / 4 of a line, with zeros for the other, and of head or plane g % 4.
-DEVICE void load_planes(Planes& of, const Shared& s, const Place& at) {
-  const int slot = at.g % 4;
-#pragma unroll
-  for (int set = 0; set < SETS; set++) {
-#pragma unroll
-    for (int m = 0; m < PRODUCTS; m++) {
-      const int h = 4 * set + slot / SLOT_PLANES, p = m * SLOT_PLANES + slot % SLOT_PLANES;
-      const bool exists = h < GROUP && p < PLANES;
-#pragma unroll
-      for (int i = 0; i < 2; i++) of.bits[set][m][i] = exists && at.g / 4 == i ? s.planes[h][p][at.t] : 0;
-    }
+  for (int set = 0; set < SETS; set++)
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++) {
-      const int h = GROUP == 1 ? 0 : GROUP == 2 ? at.t % 2 : 4 * set + 2 * (at.t % 2) + j;
+      const int h = head_of(set, j, at.t);
       of.slope[set][j] = h < GROUP ? 2.f * s.slope[h] : 0.f;           // symbols are 2 bit - 1
       of.level[set][j] = h < GROUP ? -(float)s.sum[h] * s.slope[h] : 0.f;
     }
-  }
-}
-
-// The sums over the planes, the last one's bits being worth -2 ** 5, of a lane's two tokens, plus WHOLE_FLOAT: those of
-// heads 2 (t % 2) and 2 (t % 2) + 1 of the set, or for GROUP 2 of head t % 2; for GROUP 1 of token t % 2 alone.
-DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const u32 (&words)[4], const u32 (&bits)[PRODUCTS][2], int t) {
-  if (SLOT_HEADS == 4) {                                  // each product adds to twice the sums of the planes above
-    int c[4] = {};
-#pragma unroll
-    for (int p = PLANES - 1; p >= 0; p--) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) c[i] = p == PLANES - 2 ? WHOLE_FLOAT / 16 - 2 * c[i] : 2 * c[i];
-      multiply_bits(c, words[0], words[1], words[2], words[3], bits[p % PRODUCTS][0], bits[p % PRODUCTS][1]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i / 2][i % LANE_HEADS] = c[i];
-    return;
-  }
-  int c[PRODUCTS][4] = {};
-#pragma unroll
-  for (int m = 0; m < PRODUCTS; m++) multiply_bits(c[m], words[0], words[1], words[2], words[3], bits[m][0], bits[m][1]);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int a = 2 * r, b = 2 * r + 1;
-    if (SLOT_HEADS == 2) {
-      const int upper = WHOLE_FLOAT / 16 - 2 * c[2 % PRODUCTS][b] + c[2 % PRODUCTS][a];
-      v[r][0] = c[0][a] + 2 * (c[0][b] + 2 * (c[1][a] + 2 * (c[1][b] + 2 * upper)));
-    } else {                                              // planes 2 u and 2 u + 1, and 4 + 2 u and 5 + 2 u, u = t % 2
-      v[r][0] = (c[0][a] + 2 * c[0][b] + 16 * (c[1][a] - 2 * c[1][b])) << (t % 2 ? 2 : 0);
-    }
-  }
-  if (SLOT_HEADS == 1) {
-    const int other = shuffle_xor(t % 2 ? v[0][0] : v[1][0], 1);
-    v[0][0] = v[1][0] = (t % 2 ? v[1][0] : v[0][0]) + other + WHOLE_FLOAT;
-  }
 }
 
 // Whole numbers in the descending order of two float16 scores; -0 ties with 0. NaN has 0, so that all of them tie.
@@ -309,15 +226,16 @@ DEVICE u32 keys_of(u32 scores) {
 DEVICE void count_key(Shared& s, u32 key) { add_shared((u32*)((u8*)s.histogram + (key >> 5 & ~3u))); }
 
 // Estimate the scores of a page: for the maximum store the keys, for softmax all estimates, and add up their exponentials.
-DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Codes& page, const Planes& planes, int local,
-                       const float* page_scores, u16* keys, u32* estimates, MaxSum (&lse)[SETS][LANE_HEADS]) {
+DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Codes& page, const Planes& planes,
+                       const Linear& linear, int local, const float* page_scores, u16* keys, u32* estimates,
+                       MaxSum (&lse)[SETS][LANE_HEADS]) {
   const int u = at.t % 2, first = local * PAGE + at.t / 2 * 8 + at.g;      // and 16 more in row 1, and 32 more
   float centre[SETS][LANE_HEADS], kept[SETS][LANE_HEADS][4], mine[2];
 #pragma unroll
   for (int set = 0; set < SETS; set++)
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++)
-      centre[set][j] = page_scores[local * HEADS + (GROUP == 1 ? 0 : GROUP == 2 ? u : 4 * set + 2 * u + j)];
+      centre[set][j] = page_scores[local * HEADS + head_of(set, j, at.t)];
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const float factor[2] = {half(page.factors[k][0]), half(page.factors[k][1])};
@@ -332,7 +250,7 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
 #pragma unroll
         for (int j = 0; j < LANE_HEADS; j++) {
           const float sum = as_float(v[r][j]) - as_float(WHOLE_FLOAT);
-          z[j] = fmaf(fmaf(sum, planes.slope[set][j], planes.level[set][j]), factor[r], centre[set][j]);
+          z[j] = fmaf(fmaf(sum, linear.slope[set][j], linear.level[set][j]), factor[r], centre[set][j]);
           best[r] = set + j == 0 ? z[j] : fmaxf(best[r], z[j]);
         }
         if (SOFTMAX) {
@@ -426,7 +344,9 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
   MARK(Stage::CENTRES);
 
   Planes planes;
-  load_planes(planes, s, at);
+  load_planes(planes, s.planes, at.g, at.t);
+  Linear linear;
+  load_linear(linear, s, at);
   MaxSum lse[SETS][LANE_HEADS];
 #pragma unroll
   for (int set = 0; set < SETS; set++)
@@ -438,7 +358,7 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const int local = n + i * WARPS;
-      if (local < at.pages) score_page(s, a, at, pages[i], planes, local, page_scores, keys, estimates, lse);
+      if (local < at.pages) score_page(s, a, at, pages[i], planes, linear, local, page_scores, keys, estimates, lse);
       load_codes(pages[i], codes + i * CODES_STEP, factors + i * FACTORS_STEP, local + AHEAD * WARPS < at.pages);
     }
   }
@@ -450,7 +370,7 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
         MaxSum& sum = lse[set][j];
 #pragma unroll
         for (int mask = 2; mask < 32; mask *= 2) sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
-        const int head = LANE_HEADS == 1 ? at.t % 2 : 4 * set + 2 * (at.t % 2) + j;
+        const int head = LANE_HEADS == 1 ? at.t % 2 : head_of(set, j, at.t);
         if (at.lane < 2 && head < GROUP) s.warp_lse[at.warp][head] = sum;
       }
   }

@@ -23,7 +23,7 @@ from .._triton import cdiv
 from .._tuning import choice
 from .rotation import rotation_levels
 
-SOURCES = ("_cluster.cuh", "_cluster_step.cuh", "codes/cluster.cu")
+SOURCES = ("_cluster.cuh", "codes/bits.cuh", "_cluster_step.cuh", "codes/cluster.cu")
 REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
 HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096

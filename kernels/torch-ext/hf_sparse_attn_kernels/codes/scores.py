@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 
 from .._check import check_triton
 from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_power_of_2
 from .._tuning import choice
-from .query import HEADS_AT_ONCE, prepare_query_kernel
+from . import bit_scan
+from .prepared import PAGES_AT_ONCE, Prepared, Scanned
+from .query import prepare_query_kernel
 from .rotation import rotation_levels
 from .scan import scan_codes_kernel
 from .softmax import reduce_estimates_kernel
 
-PAGES_AT_ONCE = 64
 LEAST_DEPTH = 32  # of a product of bytes on the tensor cores
 MOST_COLUMNS = 64  # of a product, if several tokens share a line
 MOST_FETCHED = 4096  # tokens of a program
@@ -23,51 +23,6 @@ LEAST_REDUCED, MOST_REDUCED = 2048, 8192  # estimates that a program reduces
 MOST_LSE = 8192  # numbers of the scan's programs that a later one loads at once
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
-
-
-class Prepared(NamedTuple):
-    """What the scan reads of the query, and the shapes that the launches share. Some launch before it writes it."""
-
-    parts: torch.Tensor
-    """int8 [pairs, group, bits, 8 * bytes]: the rotated query, by the bit and the byte that its channels meet."""
-    slopes: torch.Tensor
-    """float32 [pairs, group]: from products to scores."""
-    page_scores: torch.Tensor
-    """float32 [pairs, pages, group]: the products of queries and centres."""
-    scale: float
-    softmax: bool
-    tokens_per_line: int
-    sizes: dict[str, Any]
-    """Arguments of the kernels that prepare and of those that scan."""
-
-    @property
-    def programs(self) -> int:
-        """Programs of a pair that rotate its heads; others score the centres of `PAGES_AT_ONCE` pages each."""
-        return cdiv(self.parts.shape[1], HEADS_AT_ONCE)
-
-
-class Scanned(NamedTuple):
-    """What a scan found: the scores, or for a reduction by softmax what they are to be reduced from."""
-
-    scores: torch.Tensor
-    """float16 [batch, kv_heads, num_tokens]; without values as long as there are estimates."""
-    estimates: torch.Tensor | None = None
-    """float16 [pairs, num_tokens, group], base 2."""
-    program_lse: torch.Tensor | None = None
-    """float32 [pairs, programs, group], base 2: the log-sum-exp of a program's estimates."""
-    tokens_per_program: int = 0
-    heads: int = 1
-    """Query heads of a group, the first ones of the estimates'."""
-
-    @property
-    def group(self) -> int:
-        """Estimates of a token."""
-        return 1 if self.estimates is None else self.estimates.shape[2]
-
-    @property
-    def programs(self) -> int:
-        """Programs of a pair."""
-        return 0 if self.program_lse is None else self.program_lse.shape[1]
 
 
 def plan(
@@ -183,7 +138,10 @@ def scan(
     num_tokens: int,
     first_page: int = 0,
 ) -> Scanned:
-    """Launch `scan_codes_kernel`."""
+    """Launch the scan, of products of bits where it serves the call, else `scan_codes_kernel`."""
+    scanned = bit_scan.scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
+    if scanned is not None:
+        return scanned
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, head_dim = batch * kv_heads, codes.device, 8 * codes.shape[4]
     sizes, tokens_per_line = prepared.sizes, prepared.tokens_per_line

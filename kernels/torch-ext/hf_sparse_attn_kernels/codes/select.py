@@ -20,8 +20,9 @@ from .._check import check_triton_dtype
 from .._triton import INTERPRET, cdiv, launch_options, multiprocessors, next_power_of_2
 from .candidates import SAMPLED_TOGETHER, keep_candidates_kernel
 from .chosen import write_chosen_kernel
+from .prepared import Scanned
 from .reduce_keep import reduce_and_keep_kernel
-from .scores import Scanned, programs_at_once, reduce_estimates
+from .scores import programs_at_once, reduce_estimates
 from .search import LINE, TOGETHER
 
 DEVIATIONS = 3.0

@@ -9,9 +9,10 @@ import triton.language as tl
 from .._check import check_triton
 from .._triton import launch_options, next_power_of_2, wait_for_previous_kernel
 from .encode import encode_options, encode_page
+from .prepared import PAGES_AT_ONCE
 from .query import prepare_query
 from .rotation import rotation, rotation_levels
-from .scores import LEAST_DEPTH, PAGES_AT_ONCE, plan, scan, tiles_of_pages
+from .scores import LEAST_DEPTH, plan, scan, tiles_of_pages
 from .select import choose
 
 MOST_REGISTERS = 112
