@@ -36,8 +36,8 @@ def bits_multiplied(monkeypatch, tmp_path_factory):
 
         return launch
 
-    def force(at_once):
-        monkeypatch.setattr(bit_scan, "blocks_at_once", lambda *_, **shape: at_once)
+    def force(most_blocks):
+        monkeypatch.setattr(bit_scan, "blocks_of", lambda *_, **shape: most_blocks)
         return launched
 
     build = bit_scan._kernel
@@ -48,7 +48,7 @@ def bits_multiplied(monkeypatch, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("group", "group_reduce", "lengths", "at_once", "options"),
+    ("group", "group_reduce", "lengths", "most_blocks", "options"),
     [
         (1, "max", [200, 0, 1, 64, 65, 129], 12, {}),
         (2, "max", [700, 300], 12, {"first_page": 1}),
@@ -63,8 +63,8 @@ def bits_multiplied(monkeypatch, tmp_path_factory):
         grid(5, "softmax", [130], 4, {"scale": 0.3}),
     ],
 )
-def test_scores_are_those_of_the_reference(bits_multiplied, group, group_reduce, lengths, at_once, options):
-    launched = bits_multiplied(at_once)
+def test_scores_are_those_of_the_reference(bits_multiplied, group, group_reduce, lengths, most_blocks, options):
+    launched = bits_multiplied(most_blocks)
     coded = make_coded(lengths, group=group, dtype=torch.bfloat16, **SERVED)
     coded.encode(impl="reference")
     for row, (count, *_) in enumerate(coded.coded.tolist()):
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_reference(bits_multiplied, group, group_reduce,
     arguments = {**coded.metadata, **coded.ends(), **coded.options, **options, "group_reduce": group_reduce}
     ours, theirs = (code_scores(coded.rows.query, **arguments, impl=impl).float() for impl in ("triton", "reference"))
     assert len(launched) == 1
-    assert launched[0][0] * launched[0][1] <= max(at_once, 2 * len(lengths))
+    assert launched[0][0] * launched[0][1] <= max(most_blocks, 2 * len(lengths))
     exists = theirs != -INF
     assert ((ours != -INF) == exists).all()
     assert (ours == theirs).float().mean() > 0.99
@@ -109,7 +109,7 @@ def test_without_the_compiler_tritons_kernel_scans(monkeypatch, caplog):
 
     monkeypatch.setattr(bit_scan, "ClusterKernel", fail)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(bit_scan, "blocks_at_once", lambda *_, **shape: 8)
+    monkeypatch.setattr(bit_scan, "blocks_of", lambda *_, **shape: 8)
     bit_scan._kernel.cache_clear()
     coded = make_coded([200], group=2, **SERVED)
     coded.encode(impl="reference")
@@ -123,13 +123,13 @@ def test_without_the_compiler_tritons_kernel_scans(monkeypatch, caplog):
 
 def test_the_launch_choice_gives_the_blocks(monkeypatch):
     shape = {"pairs": 8, "group": 4, "tokens": 4096}
-    assert bit_scan.blocks_at_once(torch.device("cpu"), **shape) == 0
+    assert bit_scan.blocks_of(torch.device("cpu"), **shape) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(bit_scan, "multiprocessors", lambda device: 132)
     with tuning.forced(bit_scan={"per_multiprocessor": 8}):
-        assert bit_scan.blocks_at_once(torch.device("cuda"), **shape) == 1056
+        assert bit_scan.blocks_of(torch.device("cuda"), **shape) == 1056
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-        assert bit_scan.blocks_at_once(torch.device("cuda"), **shape) == 0
+        assert bit_scan.blocks_of(torch.device("cuda"), **shape) == 0
 
 
 def test_channels_are_doubled_as_the_query_is_stored():

@@ -41,13 +41,13 @@ def scan(
         return None
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, heads, columns = batch * kv_heads, codes.device, prepared.sizes["HEADS"], prepared.sizes["GROUP"]
-    at_once = blocks_at_once(device, pairs=pairs, group=heads, tokens=num_tokens)
-    kernel = _kernel(device, heads, prepared.softmax) if at_once and pairs * num_tokens else None
+    most_blocks = blocks_of(device, pairs=pairs, group=heads, tokens=num_tokens)
+    kernel = _kernel(device, heads, prepared.softmax) if most_blocks and pairs * num_tokens else None
     if kernel is None:
         return None
-    # No more blocks than run at once: a last block that starts late would double the time.
+    # No more blocks than the choice has: they end together, and one more would start when the others end.
     pages = cdiv(num_tokens, PAGE)
-    block_pages = cdiv(pages, max(1, at_once // pairs))
+    block_pages = cdiv(pages, max(1, most_blocks // pairs))
     blocks = cdiv(pages, block_pages)
     scores = torch.empty((batch, kv_heads, num_tokens), dtype=torch.float16, device=device)
     estimates = block_lse = None
@@ -81,7 +81,7 @@ def serves(prepared: Prepared, codes: torch.Tensor) -> bool:
     )
 
 
-def blocks_at_once(device: torch.device, *, pairs: int, group: int, tokens: int) -> int:
+def blocks_of(device: torch.device, *, pairs: int, group: int, tokens: int) -> int:
     """Return how many blocks the launch choice has; 0 where it is Triton's kernel, and on other devices."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return 0

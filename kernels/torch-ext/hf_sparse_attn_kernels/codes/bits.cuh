@@ -97,3 +97,44 @@ DEVICE void multiply_planes(int (&v)[2][LANE_HEADS], const u32 (&words)[4], cons
   }
 }
 
+// Of a line's best scores, add the offset of the token that this lane keeps, that of row t % 2.
+DEVICE float score_of_lane(const float (&best)[2], const u32 (&factors)[2], float offset_scale, int t) {
+  const int u = t % 2;
+  float score = u ? best[1] : best[0];
+  if (GROUP > 1) score = fmaxf(score, shuffle_xor(u ? best[0] : best[1], 1));
+  return fmaf(half((u ? factors[1] : factors[0]) >> 16), offset_scale, score);
+}
+
+// The log-sum-exp of a lane's heads.
+typedef MaxSum LaneLse[SETS][LANE_HEADS];
+
+// Add the exponentials of four of a lane's tokens.
+DEVICE void add_exponentials(LaneLse& lse, const float (&estimates)[SETS][LANE_HEADS][4]) {
+#pragma unroll
+  for (int set = 0; set < SETS; set++)
+#pragma unroll
+    for (int j = 0; j < LANE_HEADS; j++) {
+      const float(&z)[4] = estimates[set][j];
+      MaxSum& sum = lse[set][j];
+      const float top = fmaxf(sum.max, fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])));
+      sum.sum = sum.sum * exp2_fast(sum.max - top) + (exp2_fast(z[0] - top) + exp2_fast(z[1] - top)) +
+                (exp2_fast(z[2] - top) + exp2_fast(z[3] - top));
+      sum.max = top;
+    }
+}
+
+// Merge the lanes of a warp, and store the result for each head that the row has.
+template <int COUNT>
+DEVICE void store_warp_lse(MaxSum (&warp_lse)[COUNT], LaneLse& lse, int lane) {
+#pragma unroll
+  for (int set = 0; set < SETS; set++)
+#pragma unroll
+    for (int j = 0; j < LANE_HEADS; j++) {
+      MaxSum& sum = lse[set][j];
+#pragma unroll
+      for (int mask = 2; mask < 32; mask *= 2)
+        sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
+      const int head = head_of(set, j, lane % 4);
+      if (lane < 2 && head < COUNT) warp_lse[head] = sum;
+    }
+}

@@ -228,7 +228,7 @@ DEVICE void count_key(Shared& s, u32 key) { add_shared((u32*)((u8*)s.histogram +
 // Estimate the scores of a page: for the maximum store the keys, for softmax all estimates, and add up their exponentials.
 DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Codes& page, const Planes& planes,
                        const Linear& linear, int local, const float* page_scores, u16* keys, u32* estimates,
-                       MaxSum (&lse)[SETS][LANE_HEADS]) {
+                       LaneLse& lse) {
   const int u = at.t % 2, first = local * PAGE + at.t / 2 * 8 + at.g;      // and 16 more in row 1, and 32 more
   float centre[SETS][LANE_HEADS], kept[SETS][LANE_HEADS][4], mine[2];
 #pragma unroll
@@ -267,9 +267,7 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
         }
       }
     }
-    mine[k] = u ? best[1] : best[0];                      // a lane keeps the token of row t % 2
-    if (GROUP > 1) mine[k] = fmaxf(mine[k], shuffle_xor(u ? best[0] : best[1], 1));
-    mine[k] = fmaf(half((u ? page.factors[k][1] : page.factors[k][0]) >> 16), a.offset_scale, mine[k]);
+    mine[k] = score_of_lane(best, page.factors[k], a.offset_scale, at.t);
   }
   if (!SOFTMAX) {
     const int token = first + 16 * u, sinks = a.sink_tokens - at.first_page * PAGE;
@@ -282,19 +280,7 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
     keys[token] = (u16)low, keys[token + 32] = (u16)high;
     count_key(s, low), count_key(s, high);
   }
-  if (SOFTMAX) {
-#pragma unroll
-    for (int set = 0; set < SETS; set++)
-#pragma unroll
-      for (int j = 0; j < LANE_HEADS; j++) {
-        const float(&z)[4] = kept[set][j];
-        MaxSum& sum = lse[set][j];
-        const float top = fmaxf(sum.max, fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])));
-        sum.sum = sum.sum * exp2_fast(sum.max - top) + (exp2_fast(z[0] - top) + exp2_fast(z[1] - top)) +
-                  (exp2_fast(z[2] - top) + exp2_fast(z[3] - top));
-        sum.max = top;
-      }
-  }
+  if (SOFTMAX) add_exponentials(lse, kept);
 }
 
 DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_scores, u16* keys, u32* estimates) {
@@ -347,7 +333,7 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
   load_planes(planes, s.planes, at.g, at.t);
   Linear linear;
   load_linear(linear, s, at);
-  MaxSum lse[SETS][LANE_HEADS];
+  LaneLse lse;
 #pragma unroll
   for (int set = 0; set < SETS; set++)
 #pragma unroll
@@ -362,18 +348,7 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
       load_codes(pages[i], codes + i * CODES_STEP, factors + i * FACTORS_STEP, local + AHEAD * WARPS < at.pages);
     }
   }
-  if (SOFTMAX) {
-#pragma unroll
-    for (int set = 0; set < SETS; set++)
-#pragma unroll
-      for (int j = 0; j < LANE_HEADS; j++) {
-        MaxSum& sum = lse[set][j];
-#pragma unroll
-        for (int mask = 2; mask < 32; mask *= 2) sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
-        const int head = LANE_HEADS == 1 ? at.t % 2 : head_of(set, j, at.t);
-        if (at.lane < 2 && head < GROUP) s.warp_lse[at.warp][head] = sum;
-      }
-  }
+  if (SOFTMAX) store_warp_lse(s.warp_lse[at.warp], lse, at.lane);
 }
 
 // Reduce the estimates of two tokens over the heads: add up the weights, and store the keys of their natural logarithms.

@@ -76,7 +76,7 @@ struct Head {
 // Estimate the scores of a page.
 DEVICE void score_page(const Arguments& a, const Place& at, const Codes& codes, const Centre& centre,
                        const Planes& planes, const Head& head, int page, u16* scores, u32* estimates,
-                       MaxSum (&lse)[SETS][LANE_HEADS]) {
+                       LaneLse& lse) {
   const int u = at.t % 2, first = page * PAGE + at.t / 2 * 8 + at.g;       // and 16 more in row 1, and 32 more
   float kept[SETS][LANE_HEADS][4], mine[2];
 #pragma unroll
@@ -106,40 +106,19 @@ DEVICE void score_page(const Arguments& a, const Place& at, const Codes& codes, 
         }
       }
     }
-    mine[k] = u ? best[1] : best[0];                      // a lane keeps the token of row t % 2
-    if (GROUP > 1) mine[k] = fmaxf(mine[k], shuffle_xor(u ? best[0] : best[1], 1));
-    mine[k] = fmaf(half((u ? codes.factors[k][1] : codes.factors[k][0]) >> 16), a.offset_scale, mine[k]);
+    mine[k] = score_of_lane(best, codes.factors[k], a.offset_scale, at.t);
   }
   if (!SOFTMAX) {
     const u32 both = page < a.first_page ? ABSENT << 16 | ABSENT : to_finite_half2(mine[0], mine[1]);
     scores[first + 16 * u] = (u16)both, scores[first + 16 * u + 32] = (u16)(both >> 16);
     return;
   }
-#pragma unroll
-  for (int set = 0; set < SETS; set++)
-#pragma unroll
-    for (int j = 0; j < LANE_HEADS; j++) {
-      const float(&z)[4] = kept[set][j];
-      MaxSum& sum = lse[set][j];
-      const float top = fmaxf(sum.max, fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3])));
-      sum.sum = sum.sum * exp2_fast(sum.max - top) + (exp2_fast(z[0] - top) + exp2_fast(z[1] - top)) +
-                (exp2_fast(z[2] - top) + exp2_fast(z[3] - top));
-      sum.max = top;
-    }
+  add_exponentials(lse, kept);
 }
 
 // Store the log-sum-exp of the block's estimates.
-DEVICE void store_lse(Shared& s, const Arguments& a, const Place& at, MaxSum (&lse)[SETS][LANE_HEADS]) {
-#pragma unroll
-  for (int set = 0; set < SETS; set++)
-#pragma unroll
-    for (int j = 0; j < LANE_HEADS; j++) {
-      MaxSum& sum = lse[set][j];
-#pragma unroll
-      for (int mask = 2; mask < 32; mask *= 2)
-        sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
-      if (at.lane < 2) s.warp_lse[at.warp][head_of(set, j, at.t)] = sum;
-    }
+DEVICE void store_lse(Shared& s, const Arguments& a, const Place& at, LaneLse& lse) {
+  store_warp_lse(s.warp_lse[at.warp], lse, at.lane);
   sync_block();
   if (at.tid >= COLUMNS) return;
   MaxSum all = s.warp_lse[0][at.tid];
@@ -184,7 +163,7 @@ KERNEL(scan_codes)(const Arguments a) {
   Planes planes;
   load_planes(planes, s.planes, at.g, at.t);
   Head head;
-  MaxSum lse[SETS][LANE_HEADS];
+  LaneLse lse;
 #pragma unroll
   for (int set = 0; set < SETS; set++)
 #pragma unroll
