@@ -2,33 +2,71 @@
 
 import ctypes
 import subprocess
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from hf_sparse_attn_kernels._nvrtc import PACKAGE
 
 HEADER = Path(__file__).with_name("device.h")
 OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 
 
-def compile_for_cpu(
-    sources: tuple[str, ...], macros: tuple[tuple[str, int], ...], name: str, folder: Path
-) -> Callable[[tuple[int, int], int, int, bytes], None]:
-    """Compile a kernel of a few device functions, and return it with the call of a `ClusterKernel`."""
-    texts = [HEADER.read_text(), *((PACKAGE / source).read_text() for source in sources if source != "_cluster.cuh")]
-    texts.append(f"""
-extern "C" void run(const char* bytes, int blocks_x, int blocks_y) {{
+class CpuKernel:
+    """A kernel that takes the place of a `ClusterKernel`, and runs its clusters on the CPU, one after another.
+
+    Parameters
+    ----------
+    sources, macros, name
+        As for `ClusterKernel`.
+    """
+
+    def __init__(self, sources: tuple[str, ...], macros: tuple[tuple[str, int], ...], name: str) -> None:
+        files = [HEADER, *(PACKAGE / source for source in sources if source != "_cluster.cuh")]
+        texts = [file.read_text() for file in files]
+        texts.append(f"""
+extern "C" void run(const char* bytes, int clusters_x, int blocks_y) {{
   Arguments arguments;
   memcpy(&arguments, bytes, sizeof(arguments));
-  run_grid({name}, arguments, blocks_x, blocks_y);
+  run_grid({name}, arguments, clusters_x, blocks_y);
 }}""")
-    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    source.write_text("\n".join(texts))
-    defined = [f"-D{macro}={value}" for macro, value in macros]
-    subprocess.run(["c++", *OPTIONS, *defined, "-o", str(library), str(source)], check=True)
-    run = ctypes.CDLL(str(library)).run
+        defined = [f"-D{macro}={value}" for macro, value in macros]
+        with TemporaryDirectory() as folder:
+            source, library = Path(folder, f"{name}.cpp"), Path(folder, f"{name}.so")
+            source.write_text("\n".join(texts))
+            subprocess.run(["c++", *OPTIONS, *defined, "-o", str(library), str(source)], check=True)
+            self._run = ctypes.CDLL(str(library)).run
 
-    def launch(blocks: tuple[int, int], shared: int, stream: int, arguments: bytes) -> None:
-        run(ctypes.c_char_p(arguments), *blocks)
+    def max_clusters(self, shared: int) -> int:
+        """Return a number that serves every test."""
+        return 1024
 
-    return launch
+    def __call__(self, clusters: tuple[int, int], shared: int, stream: int, arguments: bytes) -> None:
+        """Run clusters in x and y."""
+        self._run(ctypes.c_char_p(arguments), *clusters)
+
+
+compiled_for_cpu = cache(CpuKernel)
+
+
+@contextmanager
+def clusters_on_cpu(module: ModuleType, name: str) -> Iterator[None]:
+    """Let a step's implementation on clusters, a kernel of this name, serve tensors of the CPU."""
+
+    def kernel_of(device: torch.device, size: int, threads: int, *shape: Any) -> CpuKernel:
+        return compiled_for_cpu(module.SOURCES, module.kernel_macros(size, threads, *shape), name)
+
+    module._plan.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_kernel", kernel_of)
+        patch.setattr(module, "unlaunchable", lambda *_: None, raising=False)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        yield
+    module._plan.cache_clear()

@@ -3,6 +3,7 @@
 import logging
 import re
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hf_sparse_attn_kernels import (
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.psa import cluster
 
+from tests.ops.emulation import clusters_on_cpu
 from tests.ops.helpers import IMPLS, check_schema, device, grid
 from tests.ops.pages.steps import new_tokens, prefilled
 
@@ -183,7 +185,7 @@ def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
 def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, monkeypatch):
     group, pages, microbatch, size, threads = shape
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cluster, "kernel_of", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
+    monkeypatch.setattr(cluster, "_kernel", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
     cluster._plan.cache_clear()
     plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads, 0)
     cluster._plan.cache_clear()
@@ -243,10 +245,21 @@ def test_the_enumeration_of_stages_agrees_with_the_kernels():
     assert [name.strip().lower() for name in listed.split(",")] == ["start", *cluster.STAGES]
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
+CLUSTERS = [
+    {"cluster": 3, "threads": 256},
+    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
+    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
+]
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def on_clusters():
+    """Clusters on the CPU where there is no CUDA device."""
+    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "progressive_step"):
+        yield
+
+
+@pytest.mark.usefixtures("on_clusters")
 @pytest.mark.parametrize("choice", CLUSTERS, ids=lambda choice: "x".join(map(str, choice.values())))
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "options"),

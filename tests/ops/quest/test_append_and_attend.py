@@ -1,14 +1,15 @@
 """A whole decode step of Quest as one op, by each implementation."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hf_sparse_attn_kernels import _op, append_and_attend, append_and_select, select_blocks, sparse_decode, use_impl
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels.quest import reference
-from hf_sparse_attn_kernels.quest.cluster import limit
+from hf_sparse_attn_kernels.quest import cluster, reference
 
+from tests.ops.emulation import clusters_on_cpu
 from tests.ops.helpers import IMPLS, check_schema, device, int32
 from tests.ops.pages.steps import new_tokens, prefilled
 
@@ -95,7 +96,7 @@ def test_a_stride_beyond_32_bits_is_an_error():
     page_min = arguments["page_min"]
     # Such a buffer would take gigabytes, so this one has one page, and only the limits are asked.
     arguments["page_min"] = page_min.as_strided((*page_min.shape[:2], 1, 128), (*page_min.stride()[:2], 1 << 32, 1))
-    error = limit(**arguments, group_reduce="softmax", num_pages=None, statistic="minmax", by_name=True)
+    error = cluster.limit(**arguments, group_reduce="softmax", num_pages=None, statistic="minmax", by_name=True)
     assert str(error) == (
         "page_min has stride 4294967296 in dimension 2; allowed for impl='cluster': at most 4294967295"
     )
@@ -150,10 +151,21 @@ def test_a_compiled_step_runs_on_clusters_by_default(monkeypatch):
     assert ran == ["limit", "cluster"]
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
+CLUSTERS = [
+    {"cluster": 3, "threads": 256},
+    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
+    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
+]
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def on_clusters():
+    """Clusters on the CPU where there is no CUDA device."""
+    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "quest_step"):
+        yield
+
+
+@pytest.mark.usefixtures("on_clusters")
 @pytest.mark.parametrize("choice", CLUSTERS, ids=lambda choice: "x".join(map(str, choice.values())))
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "group_reduce"),

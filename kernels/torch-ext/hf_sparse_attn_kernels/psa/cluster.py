@@ -200,7 +200,7 @@ def _plan(
         cluster,
         threads,
         lambda size: _room(size, threads, group, pages, microbatch),
-        lambda size: kernel_of(device, size, threads, group, reduction, clocks),
+        lambda size: _kernel(device, size, threads, group, reduction, clocks),
     )
 
 
@@ -225,10 +225,7 @@ def local_pages_of(pages: int, cluster: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def kernel_of(
-    device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int
-) -> ClusterKernel:
-    """Return the kernel of a shape, with or without clocks."""
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, reduction: int, clocks: int) -> ClusterKernel:
     macros = kernel_macros(cluster, threads, group, reduction, clocks)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "progressive_step", cluster=cluster, threads=threads)
