@@ -20,6 +20,7 @@ OWN_TESTS = (
     "code_scan",
     "softmax_scan",
     "bit_scan",
+    "token_choice",
 )
 """Launches whose candidates are tested next to the ops."""
 CANDIDATES = [

@@ -39,6 +39,7 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "code_scan": (CODES, "code_scores", "max"),
     "softmax_scan": (CODES, "keycodes_step", "softmax"),
     "bit_scan": (CODES, "keycodes_step", "softmax"),
+    "token_choice": (CODES, "keycodes_step", "softmax"),
     "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
     "code_step": (CODE_CLUSTERS, "code_step", "softmax, clusters"),
 }

@@ -45,6 +45,9 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     # Blocks of the scan in CUDA C++ for each multiprocessor, or 0 for Triton's, as on devices that were not measured.
     "bit_scan": {"per_multiprocessor": 0},
+    # Blocks in the cluster of each row and KV head that chooses tokens, or 0 for Triton's two launches, as on devices
+    # that were not measured; threads in a block.
+    "token_choice": {"cluster": 0, "threads": 512},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
     # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
@@ -196,6 +199,10 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         )
     ],
     "bit_scan": [{"per_multiprocessor": per_multiprocessor} for per_multiprocessor in (0, 4, 8, 12, 16, 24)],
+    "token_choice": [
+        {"cluster": cluster, "threads": threads}
+        for cluster, threads in ((0, 512), (16, 512), (8, 512), (4, 512), (2, 512), (16, 1024), (4, 1024), (2, 1024))
+    ],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}
         for cluster, threads in (*product((2, 3, 4, 5, 8, 12, 16), (256, 512)), (0, 512))

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import cluster
 
 from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
+from tests.ops.emulation import clusters_on_cpu
 from tests.ops.helpers import IMPLS, check_schema, device
 
 BUDGET = {"max_tokens": 80, "sink_tokens": 4}
@@ -213,7 +215,18 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     assert scales == pytest.approx([0.5, 0.5 / math.log(2), 0.5 / math.log(2) * 128**0.5])
 
 
-CLUSTERS = [{"cluster": 8, "threads": 512}, {"cluster": 3, "threads": 256}, {"cluster": 2, "threads": 512}]
+@pytest.fixture
+def on_clusters():
+    """Clusters on the CPU where there is no CUDA device."""
+    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "key_codes_step"):
+        yield
+
+
+CLUSTERS = [
+    {"cluster": 3, "threads": 256},
+    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
+    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
+]
 
 
 def _check_choice(found, exact, arguments):
@@ -232,7 +245,7 @@ def _check_choice(found, exact, arguments):
             torch.testing.assert_close(extra.sort()[0], missing.sort()[0], rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("on_clusters")
 @pytest.mark.parametrize("choice", CLUSTERS, ids=lambda choice: "x".join(map(str, choice.values())))
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "group_reduce", "max_tokens", "correction"),
@@ -277,11 +290,24 @@ def test_clusters_choose_and_write_what_the_reference_does(
     torch.testing.assert_close(found[1], lse, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.gpu
-def test_clusters_choose_the_lower_token_among_equal_ones():
-    arguments = _arguments([3200], kv_heads=1, group=4, **SERVED) | {"max_tokens": 70, "scale": 0.0}
-    chosen = append_and_attend_tokens(**arguments, impl="cluster")[2]
-    assert chosen.tolist() == [[[*range(69), 3200]]]
+@pytest.mark.usefixtures("on_clusters")
+@pytest.mark.parametrize("max_tokens", [70, 1200])
+def test_clusters_choose_the_lower_token_among_equal_ones(max_tokens):
+    arguments = _arguments([6400], kv_heads=1, group=4, **SERVED) | {"max_tokens": max_tokens, "scale": 0.0}
+    with tuning.forced(code_step={"cluster": 2, "threads": 256}):
+        chosen = append_and_attend_tokens(**arguments, impl="cluster")[2]
+    assert chosen.tolist() == [[[*range(max_tokens - 1), 6400]]]
+
+
+@pytest.mark.usefixtures("on_clusters")
+@pytest.mark.parametrize("near", [200, 256, 257, 400])  # as a warp lists, and more
+def test_clusters_choose_tokens_that_lie_together(near):
+    """A warp looks through all of its keys where more may be chosen than it lists."""
+    arguments = _arguments([6400], kv_heads=1, group=1, **SERVED) | {"max_tokens": near + 1, "sink_tokens": 0}
+    arguments["factors"][:, :, 900 : 900 + near, 1] = 100.0  # all of one warp
+    with tuning.forced(code_step={"cluster": 2, "threads": 256}):
+        chosen = append_and_attend_tokens(**arguments, impl="cluster")[2]
+    assert chosen.tolist() == [[[*range(900, 900 + near), 6400]]]
 
 
 @pytest.mark.gpu

@@ -12,14 +12,14 @@ from hf_sparse_attn_kernels.codes import bit_scan
 from hf_sparse_attn_kernels.codes.scores import plan
 
 from tests.ops.codes.inputs import HALF, INF, make_coded
-from tests.ops.emulation import compile_for_cpu
+from tests.ops.emulation import compiled_for_cpu
 from tests.ops.helpers import device, grid
 
 SERVED = {"head_dim": 128, "page_size": 64}
 
 
 @pytest.fixture
-def bits_multiplied(monkeypatch, tmp_path_factory):
+def bits_multiplied(monkeypatch):
     """Have the kernel serve what it can, in as many blocks; returns the list of its launches' blocks."""
     launched = []
 
@@ -27,8 +27,7 @@ def bits_multiplied(monkeypatch, tmp_path_factory):
         if device.type == "cuda":
             kernel = build(device, heads, softmax)
         else:
-            macros = bit_scan.kernel_macros(heads, softmax)
-            kernel = compile_for_cpu(bit_scan.SOURCES, macros, "scan_codes", tmp_path_factory.mktemp("kernel"))
+            kernel = compiled_for_cpu(bit_scan.SOURCES, bit_scan.kernel_macros(heads, softmax), "scan_codes")
 
         def launch(blocks, *others):
             launched.append(blocks)

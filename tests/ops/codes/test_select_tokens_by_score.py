@@ -40,7 +40,7 @@ def _check(scores, lengths, *, max_tokens, **options):
                 assert counts[row, head].item() == len(expected), impl
 
 
-def _scores(rows, width, values=10_000, seed=0):
+def make_scores(rows, width, values=10_000, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, 2, width, generator=generator) * values).round() / values
 
@@ -57,13 +57,13 @@ def _scores(rows, width, values=10_000, seed=0):
 )
 def test_matches_brute_force(lengths, width, max_tokens, sink_tokens, page_size):
     for values in (10_000, 3):  # few values: many ties
-        scores = _scores(len(lengths), width, values)
+        scores = make_scores(len(lengths), width, values)
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
 
 
-def _awkward_scores(width):
+def awkward_scores(width):
     """Ties, NaN and few candidates over the borders of programs."""
-    scores = _scores(2, width)
+    scores = make_scores(2, width)
     scores[0, 0] = (2 * scores[0, 0]).round()
     scores[0, 1] = 1.0
     scores[1, 0, ::3] = NAN
@@ -83,7 +83,7 @@ def _awkward_scores(width):
 )
 def test_rows_of_several_programs(monkeypatch, width, max_tokens, span, sampled, deviations):
     divide(monkeypatch, span=span, at_once=256, sampled=sampled, deviations=deviations)
-    scores = _awkward_scores(width)
+    scores = awkward_scores(width)
     for lengths in ([width, 300], [span + 1, width - 1], [0, span]):
         _check(scores, lengths, max_tokens=max_tokens, sink_tokens=3, page_size=32)
 
@@ -92,7 +92,7 @@ def test_rows_of_several_programs(monkeypatch, width, max_tokens, span, sampled,
 def test_a_sample_that_leaves_too_few_candidates(monkeypatch, width, at_once):
     """All tokens are searched then, in several parts or one."""
     divide(monkeypatch, span=512, at_once=at_once, sampled=32, deviations=-100.0)
-    _check(_awkward_scores(width), [width, 900], max_tokens=100, sink_tokens=3, page_size=16)
+    _check(awkward_scores(width), [width, 900], max_tokens=100, sink_tokens=3, page_size=16)
 
 
 def test_every_candidate_reaches_the_bound(monkeypatch):
@@ -114,8 +114,8 @@ def test_more_candidates_than_a_program_holds(monkeypatch):
 def test_most_tokens_are_always_chosen(monkeypatch):
     """No group of neighbours can be sampled."""
     divide(monkeypatch, span=256, at_once=256, sampled=32)
-    _check(_scores(1, 600), [600], max_tokens=650, sink_tokens=570, page_size=16)
-    _check(_scores(1, 600), [596], max_tokens=590, sink_tokens=5, page_size=576)
+    _check(make_scores(1, 600), [600], max_tokens=650, sink_tokens=570, page_size=16)
+    _check(make_scores(1, 600), [596], max_tokens=590, sink_tokens=5, page_size=576)
 
 
 def test_every_score_of_float16():

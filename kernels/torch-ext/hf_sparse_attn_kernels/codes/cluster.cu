@@ -1,14 +1,13 @@
 // KeyCodes' decode step in one launch: a cluster of CLUSTER blocks for each row and KV head appends the token, estimates
 // the scores of all coded tokens, chooses among them, attends and merges, and codes the page that the token has filled.
-// Compiled with _cluster.cuh, codes/bits.cuh and _cluster_step.cuh before it and these macros: CLUSTER (2 to 16), THREADS
-// (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE (0: softmax, 2: max),
-// LEAST_SQUARES (0 or 1: the factor of a page's codes), FIXED_BYTES (set apart for Shared); for benchmarks CLOCKS, see
-// MARK.
+// Compiled with _cluster.cuh, codes/bits.cuh, _cluster_step.cuh and codes/choice.cuh before it and these macros: CLUSTER
+// (2 to 16), THREADS (of a block, 256 or 512), BLOCKS (that a multiprocessor has registers for), GROUP (1 to 8), REDUCE
+// (0: softmax, 2: max), LEAST_SQUARES (0 or 1: the factor of a page's codes), FIXED_BYTES (set apart for Shared); for
+// benchmarks CLOCKS, see MARK.
 //
 // Each block has pages that follow one another, so that the chosen tokens of the blocks in turn are in ascending order.
 // The product of a code and a rotated query, in whole numbers of 6 bits, is the sum over the planes of the query's bits
-// of the bits that both have: products of bits on the tensor cores. Scores are float16, so two rounds of counts, of the
-// upper 9 bits and of the lower 7, find the least chosen score.
+// of the bits that both have: products of bits on the tensor cores.
 
 struct Arguments {
   const u16 *query, *new_key, *new_value;                          // bf16
@@ -37,16 +36,13 @@ constexpr int UNITS = 16256, ROTATED_UNITS = 31;
 constexpr bool SOFTMAX = REDUCE == 0 && GROUP > 1;
 constexpr int AHEAD = GROUP > 4 ? 3 : 4;                  // pages that a warp loads ahead
 constexpr int MOST_READ = 4096, MOST_EACH = (MOST_READ / 16 + CLUSTER - 1) / CLUSTER * 16;
-constexpr int BINS = 512, LOWER_BINS = 128;               // of the upper 9 bits of a key, of the others
-constexpr int STEP = 8 * 32;                              // tokens that a warp looks through at once
-constexpr u32 FORCED = 0;                                 // key of a sink token, the best
 constexpr float ROTATION = 0.08838834764831845f;          // magnitude of the rotation's elements
 constexpr float MOST_HALF = 65504.f, LEAST_HALF = 0.00006103515625f;
 
 enum class Stage { START, QUERY, CENTRES, SCAN, EXCHANGE, KEYS, EDGE, LIST, ATTEND, MERGE, WRITE, CODE };  // STAGES in cluster.py
 
 struct Shared {
-  Words4 counts_in[CLUSTER][BINS / 8], lower_counts_in[CLUSTER][LOWER_BINS / 8];   // u16 of each block's bins
+  Choice choice;
   Words4 output_in[CLUSTER][QUADS_EACH];
   alignas(16) s8 parts[8 * SETS][HEAD_DIM];               // the query in whole numbers: of each head 128ths, and the rest
   alignas(16) u16 query[GROUP][HEAD_DIM + 8];
@@ -55,9 +51,6 @@ struct Shared {
   MaxSum warp_lse[WARPS][GROUP], lse_in[CLUSTER][GROUP], warp_output[WARPS][GROUP], sums_in[CLUSTER][GROUP];
   float centre_unit[GROUP], slope[GROUP], lse[GROUP];
   int sum[GROUP];                                         // of the rotated query
-  alignas(16) u32 histogram[BINS];
-  int warp_total[WARPS], above_of[CLUSTER], level_of[CLUSTER];
-  int edge, above, level;
   int tokens[MOST_EACH];                                  // that this block attends to
 };
 
@@ -216,15 +209,6 @@ DEVICE void load_linear(Linear& of, const Shared& s, const Place& at) {
     }
 }
 
-// Whole numbers in the descending order of two float16 scores; -0 ties with 0. NaN has 0, so that all of them tie.
-DEVICE u32 keys_of(u32 scores) {
-  const u32 negative = (scores >> 15 & 0x00010001u) * 0xFFFFu, magnitude = scores & 0x7FFF7FFFu;
-  return 0x7FFF7FFFu - (magnitude & ~negative) + (magnitude & negative);
-}
-
-// Count a key in the first round. Two rounds' bins are its upper 9 bits, and its lower 7.
-DEVICE void count_key(Shared& s, u32 key) { add_shared((u32*)((u8*)s.histogram + (key >> 5 & ~3u))); }
-
 // Estimate the scores of a page: for the maximum store the keys, for softmax all estimates, and add up their exponentials.
 DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Codes& page, const Planes& planes,
                        const Linear& linear, int local, const float* page_scores, u16* keys, u32* estimates,
@@ -278,7 +262,7 @@ DEVICE void score_page(Shared& s, const Arguments& a, const Place& at, const Cod
       high = token + 32 < sinks ? FORCED : high;
     }
     keys[token] = (u16)low, keys[token + 32] = (u16)high;
-    count_key(s, low), count_key(s, high);
+    count_key(s.choice, low), count_key(s.choice, high);
   }
   if (SOFTMAX) add_exponentials(lse, kept);
 }
@@ -305,10 +289,7 @@ DEVICE void estimate(Shared& s, const Arguments& a, Place& at, float* page_score
   for (int i = 0; i < AHEAD; i++)
     load_codes(pages[i], codes + i * CODES_STEP, factors + i * FACTORS_STEP, at.warp + i * WARPS < at.pages);
 
-#pragma unroll 1
-  for (int i = at.tid; i < BINS; i += THREADS) s.histogram[i] = 0;
-#pragma unroll 1
-  for (int i = at.tid; i < CLUSTER; i += THREADS) s.above_of[i] = 0;
+  clear_counts(s.choice, at);
 #pragma unroll 1
   for (int i = 2 * GROUP * HEAD_DIM + at.tid; i < 8 * SETS * HEAD_DIM; i += THREADS) s.parts[i / HEAD_DIM][i % HEAD_DIM] = 0;
 #pragma unroll 1
@@ -370,28 +351,16 @@ DEVICE void reduce_tokens(Shared& s, const Arguments& a, const Place& at, const 
       }
     }
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float top = fmaxf(z[i][0] - lse[0], LOW), others[GROUP], sum = 1.f;   // the greatest weight, divided by itself
-#pragma unroll
-    for (int h = 1; h < GROUP; h++) {
-      const float weight = z[i][h] - lse[h];
-      others[h] = fminf(top, weight), top = fmaxf(top, weight);
-    }
-#pragma unroll
-    for (int h = 1; h < GROUP; h++) sum += exp2_fast(others[h] - top);
-    score[i] = (top + log2_fast(sum)) * LN_2;
-  }
+  for (int i = 0; i < 2; i++) score[i] = log_of_weights(z[i], lse);
   u32 both = keys_of(to_finite_half2(score[0], score[1]));
   const int sinks = a.sink_tokens - at.first_page * PAGE;
   if (local < sinks) both &= 0xFFFF0000u;
   if (local + 1 < sinks) both &= 0x0000FFFFu;
   *(u32*)&keys[local] = both;
-  count_key(s, both & 0xFFFF), count_key(s, both >> 16);
+  count_key(s.choice, both & 0xFFFF), count_key(s.choice, both >> 16);
 }
 
 // ---- the choice
-
-DEVICE u32 half_word(const Words4& v, int i) { return v.x[i / 2] >> (16 * (i % 2)) & 0xFFFF; }
 
 // Number n of the chosen tokens.
 DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int token) {
@@ -401,83 +370,13 @@ DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int toke
 
 // Choose tokens, and send number n of them to block n % CLUSTER; return their count.
 DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* keys) {
-  const int tokens = at.pages * PAGE, count = min(at.scored, a.max_tokens), newest = at.scored - at.candidates;
-  const int need = count - newest;
-  find_edge<BINS>(s, at, s.counts_in, &s.barriers[EVEN_COUNTS], 0, need);
-  const int edge = s.edge, above = s.above;
-#pragma unroll 1
-  for (int i = at.tid; i < LOWER_BINS; i += THREADS) s.histogram[i] = 0;   // which was sent
-  sync_block();
-#pragma unroll 1
-  for (int first = 8 * at.tid; first < tokens; first += 8 * THREADS) {
-    const Words4 eight = *(const Words4*)&keys[first];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 key = half_word(eight, i);
-      if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
-    }
-  }
-  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &s.barriers[ODD_COUNTS], 0, need - above);
-  const u32 last = (u32)edge << 7 | (u32)s.edge;          // the key at which the choice ends
-  const int ties = max(need - above - s.above, 0);        // chosen tokens with it
+  const int count = min(at.scored, a.max_tokens), newest = at.scored - at.candidates, need = count - newest;
+  Among among;
+  const Last last = find_last(s.choice, at, keys, need, s.barriers, among);
   MARK(Stage::EDGE);
-
-  const int span = (tokens + WARPS * STEP - 1) / (WARPS * STEP) * STEP, begin = at.warp * span;
-  u32 counts = 0;                                         // of the warp's tokens before the last key, and with it
-#pragma unroll 1
-  for (int first = begin + 8 * at.lane; first < min(begin + span, tokens); first += STEP) {
-    const Words4 eight = *(const Words4*)&keys[first];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 key = half_word(eight, i);
-      counts += (key < last) + ((u32)(key == last) << 16);
-    }
-  }
-  counts = warp_sum(counts);
-  if (at.lane == 0) s.warp_total[at.warp] = counts;
-  sync_block();
-  const int level = at.lane < CLUSTER ? s.level_of[at.lane] : 0;
-  int before = level;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = shuffle_up(before, distance);
-    if (at.lane >= distance) before += other;
-  }
-  const int taken = clamp(ties - (before - level), 0, level), own_ties = shuffle(taken, at.rank);
-  int place = warp_sum(at.lane < at.rank ? s.above_of[at.lane] + taken : 0);
-  counts = warp_sum(at.lane < at.warp ? s.warp_total[at.lane] : 0);
-#pragma unroll 1
-  for (int first = begin; first < min(begin + span, tokens); first += STEP) {
-    const int mine = first + 8 * at.lane;
-    const Words4 eight = mine < tokens ? *(const Words4*)&keys[mine] : Words4{{~0u, ~0u, ~0u, ~0u}};   // absent
-    u32 of_lane = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u32 key = half_word(eight, i);
-      of_lane += (key < last) + ((u32)(key == last) << 16);
-    }
-    u32 up_to = of_lane;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const u32 other = shuffle_up((int)up_to, distance);
-      if (at.lane >= distance) up_to += other;
-    }
-    u32 earlier = counts + up_to - of_lane;
-    if (of_lane)
-#pragma unroll 1
-      for (int i = 0; i < 8; i++) {
-        const u32 key = keys[mine + i];
-        const int tied = (int)(earlier >> 16);
-        if (key < last || (key == last && tied < own_ties))
-          emit(s, a, at, place + (int)(earlier & 0xFFFF) + min(tied, own_ties), at.first_page * PAGE + mine + i);
-        earlier += (key < last) + ((u32)(key == last) << 16);
-      }
-    counts += (u32)shuffle((int)up_to, 31);
-  }
+  emit_chosen(s.choice, at, among, last, [&](int n, int place) { emit(s, a, at, n, at.first_page * PAGE + place); });
   if (at.rank == CLUSTER - 1 && at.tid < newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);
-  if (at.rank == 0)
-#pragma unroll 1
-    for (int i = count + at.tid; i < a.max_tokens; i += THREADS) a.block_indices[(long long)at.pair * a.max_tokens + i] = -1;
+  if (at.rank == 0) write_absent(a, at, count);
   if (at.tid == 0) arm_barrier(&s.barriers[CHOICE], 4 * (at.rank < count ? (count - at.rank + CLUSTER - 1) / CLUSTER : 0));
   return count;
 }

@@ -21,13 +21,13 @@ from .._cluster import (
 )
 from .._triton import cdiv
 from .._tuning import choice
+from .choose import MOST_LOCAL_PAGES, choice_bytes
 from .rotation import rotation_levels
 
-SOURCES = ("_cluster.cuh", "codes/bits.cuh", "_cluster_step.cuh", "codes/cluster.cu")
+SOURCES = ("_cluster.cuh", "codes/bits.cuh", "_cluster_step.cuh", "codes/choice.cuh", "codes/cluster.cu")
 REDUCTIONS = {"softmax": 0, "max": 2}  # by their numbers in the kernel
-HEAD_DIM, PAGE, BITS, BINS, LOWER_BINS, PLANES = 128, 64, 1, 512, 128, 6
+HEAD_DIM, PAGE, BITS, PLANES = 128, 64, 1, 6
 MOST_GROUP, MOST_TOKENS = 8, 4096
-MOST_LOCAL_PAGES = 65535 // PAGE  # of a block, whose counts have 16 bits
 ARGUMENTS = struct.Struct("19P13q6i3f4x")
 STAGES = ("query", "centres", "scan", "exchange", "keys", "edge", "list", "attend", "merge", "write", "code")
 """Stages of the kernel, whose clocks a benchmark may ask for: the kernel's own enumeration starts with their start."""
@@ -246,7 +246,7 @@ def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
     """Return the bytes set apart for the kernel's struct `Shared`, which asserts that it fits."""
     warps, columns = threads // 32, 8 * cdiv(group, 4)
     arrays = (
-        cluster * (BINS + LOWER_BINS) * 2,  # counts_in, lower_counts_in
+        choice_bytes(cluster, warps),
         cluster * cdiv(group * HEAD_DIM // 4, cluster) * 16,  # output_in
         columns * HEAD_DIM,  # parts
         group * (HEAD_DIM + 8) * 2,  # query
@@ -254,8 +254,6 @@ def _fixed_shared_bytes(cluster: int, threads: int, group: int) -> int:
         5 * 8,  # barriers
         8 * group * (2 * warps + 2 * cluster),  # warp_lse, lse_in, warp_output, sums_in
         4 * group * 4,  # centre_unit, slope, lse, sum
-        BINS * 4,  # histogram
-        4 * (warps + 2 * cluster + 3),  # warp_total, above_of, level_of, edge, above, level
         cdiv(MOST_TOKENS // 16, cluster) * 16 * 4,  # tokens
     )
     return cdiv(sum(arrays) + 64, 128) * 128  # with the struct's padding

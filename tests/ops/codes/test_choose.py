@@ -1,0 +1,104 @@
+"""The choice of tokens on clusters: on the device, or on the CPU with a thread for every thread of a cluster."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import select_tokens_by_score
+from hf_sparse_attn_kernels.codes import choose
+from hf_sparse_attn_kernels.codes.prepared import Scanned
+
+from tests.ops.codes.test_select_tokens_by_score import awkward_scores, make_scores
+from tests.ops.emulation import clusters_on_cpu
+from tests.ops.helpers import device, grid, int32
+
+CHOICE = {"cluster": 2, "threads": 256}
+
+
+@pytest.fixture(autouse=True)
+def on_clusters():
+    """Clusters on the CPU where there is no CUDA device."""
+    with nullcontext() if device.type == "cuda" else clusters_on_cpu(choose, "choose_by_score"):
+        yield
+
+
+def _choose(scanned, lengths, config=CHOICE, **options):
+    starts = [5 * row for row in range(len(lengths))]
+    bounds = int32(starts), int32([start + length for start, length in zip(starts, lengths, strict=True)])
+    with tuning.forced(token_choice=config):
+        found = choose.choose(scanned, bounds, **options)
+    assert found is not None
+    return found, bounds
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "max_tokens", "sink_tokens", "page_size", "config"),
+    [
+        ([0, 1, 16, 17, 63, 111], 112, 40, 4, 16, CHOICE),
+        ([700, 63], 704, 100, 0, 64, {"cluster": 3, "threads": 256}),
+        ([640, 641, 630], 656, 52, 4, 48, CHOICE),
+        ([90], 80, 200, 30, 16, {"cluster": 1, "threads": 256}),
+        ([5000], 5000, 700, 9, 16, {"cluster": 3, "threads": 512}),
+        grid([333], 336, 17, 1, 16, CHOICE),
+    ],
+)
+def test_matches_the_reference(lengths, width, max_tokens, sink_tokens, page_size, config):
+    options = {"max_tokens": max_tokens, "sink_tokens": sink_tokens, "page_size": page_size}
+    for values in (10_000, 3):  # few values: many ties
+        scores = make_scores(len(lengths), width, values).half().to(device)
+        found, bounds = _choose(Scanned(scores), lengths, config, **options)
+        expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_ties_nan_and_infinite_scores():
+    scores = awkward_scores(1504).half().to(device)
+    options = {"max_tokens": 300, "sink_tokens": 3, "page_size": 16}
+    found, bounds = _choose(Scanned(scores), [1504, 1400], **options)
+    expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4, 5, 8])
+def test_estimates_are_reduced_over_the_heads_by_softmax(heads):
+    lengths, width, per_block = [1300, 700, 1], 1408, 256
+    columns, pages = 4 if heads <= 4 else 8, [(max(length - 1, 0)) // 64 for length in lengths]
+    generator = torch.Generator().manual_seed(heads)
+    estimates = (torch.randn(6, width, columns, generator=generator) * 8).half()
+    estimates[..., heads:] = float("nan")
+    lse = torch.full((6, width // per_block + 1, columns), float("nan"))
+    scores = torch.full((3, 2, width), -float("inf"))
+    for pair in range(6):
+        end = 64 * pages[pair // 2]
+        own = estimates[pair, :end, :heads].double() * torch.log(torch.tensor(2.0, dtype=torch.float64))
+        for block in range(-(-end // per_block)):
+            part = own[block * per_block : (block + 1) * per_block]
+            lse[pair, block, :heads] = (part.logsumexp(0) / torch.log(torch.tensor(2.0))).float()
+        if end:
+            scores[pair // 2, pair % 2, :end] = (own - own.logsumexp(0)).logsumexp(1).float()
+        estimates[pair, end:] = float("nan")
+    empty = torch.full((3, 2, width), float("nan"), dtype=torch.float16, device=device)
+    scanned = Scanned(empty, estimates.to(device), lse.to(device), per_block, heads)
+    options = {"max_tokens": 200, "sink_tokens": 4, "page_size": 64}
+    found, bounds = _choose(scanned, lengths, **options)
+    scores = scores.half().to(device)
+    expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
+    assert torch.equal(found[1], expected[1])
+    for ours, right, of_pair in zip(*(each.flatten(0, 1) for each in (found[0], expected[0], scores)), strict=True):
+        assert ours[ours >= 0].diff().gt(0).all()
+        extra, missing = (
+            of_pair[sorted(set(one.tolist()) - set(other.tolist()))] for one, other in ((ours, right), (right, ours))
+        )
+        assert len(extra) == len(missing) <= 2
+        torch.testing.assert_close(extra.sort()[0], missing.sort()[0], rtol=2e-3, atol=1e-6)
+
+
+def test_what_it_does_not_serve_is_left_to_triton():
+    options = {"max_tokens": 100, "sink_tokens": 4, "page_size": 16}
+    bounds = int32([0]), int32([200])
+    with tuning.forced(token_choice=CHOICE):
+        assert choose.choose(Scanned(make_scores(1, 204).half().to(device)), bounds, **options) is None
+        scanned = Scanned(make_scores(1, 200).half().to(device))._replace(heads=9)
+        assert choose.choose(scanned, bounds, **options) is None
+    assert choose.choose(Scanned(make_scores(1, 200).half()), bounds, **options) is None or device.type == "cuda"
