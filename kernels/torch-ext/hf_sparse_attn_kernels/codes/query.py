@@ -19,7 +19,8 @@ def score_centres(
     centre_scale_ptr,  # float16 [pairs, pages]
     page_scores_ptr,  # [pairs, pages, GROUP], -inf for absent heads and before the first page; written
     pair,
-    page,  # [BLOCK_N], of the pair
+    first_tile,  # of BLOCK_N pages
+    step,
     first_page,
     end,
     pages,
@@ -30,27 +31,31 @@ def score_centres(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SHARED_CENTRE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store the scaled products of a group's queries with the centres of the pages before `end`."""
+    """Store the scaled products of a group's queries with the centres of each `step`-th tile of pages before `end`."""
     dims = tl.arange(0, BLOCK_D)
+    heads = tl.arange(0, GROUP)
     parts, unit = load_in_units(
         query_ptr, query_ptr, query_stride_h, query_stride_d, HEADS, 2 * GROUP, HEAD_DIM, False, BLOCK_D
     )
-    centre = pair + page * 0 if SHARED_CENTRE else pair * pages + page
-    at = centres_ptr + centre[:, None] * HEAD_DIM + dims[None, :]
-    levels = tl.load(at, mask=(page < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
-    centre_scale = tl.load(centre_scale_ptr + centre, mask=page < end, other=0.0).to(tl.float32)
-    scores = whole_products(levels, parts) * (unit * scale)[None, :] * centre_scale[:, None]
-    heads = tl.arange(0, GROUP)
-    scores = tl.where((page >= first_page)[:, None] & (heads < HEADS)[None, :], scores, float("-inf"))
-    at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
-    tl.store(at, scores, mask=(page < end)[:, None])
+    for tile in tl.range(first_tile, tl.cdiv(end, BLOCK_N), step):
+        page = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        centre = pair + page * 0 if SHARED_CENTRE else pair * pages + page
+        at = centres_ptr + centre[:, None] * HEAD_DIM + dims[None, :]
+        levels = tl.load(at, mask=(page < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+        centre_scale = tl.load(centre_scale_ptr + centre, mask=page < end, other=0.0).to(tl.float32)
+        scores = whole_products(levels, parts) * (unit * scale)[None, :] * centre_scale[:, None]
+        scores = tl.where((page >= first_page)[:, None] & (heads < HEADS)[None, :], scores, float("-inf"))
+        at = page_scores_ptr + (pair * pages + page)[:, None] * GROUP + heads[None, :]
+        tl.store(at, scores, mask=(page < end)[:, None])
 
 
 @triton.jit
 def prepare_query(
     program,
+    programs,  # of the pair
     pair,
     scored,  # pages of the row before that of its newest token
     query_ptr,  # of the row and its first query head in the group
@@ -80,7 +85,7 @@ def prepare_query(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Rotate query heads, the first programs of a pair, or score the centres of BLOCK_N pages, the others."""
+    """Rotate query heads, the first programs of a pair, or score the centres of tiles of BLOCK_N pages, the others."""
     AT_ONCE: tl.constexpr = GROUP if GROUP < MOST_HEADS else MOST_HEADS
     ROTATING: tl.constexpr = GROUP // AT_ONCE
     if program < ROTATING:
@@ -107,14 +112,15 @@ def prepare_query(
             candidates = tl.maximum(scored - first_page, 0).to(tl.int64)
             centres = tl.minimum(candidates, 1) if SHARED_CENTRE else candidates
             tl.atomic_add(counter_ptr + 2, candidates * PAGE_BYTES + centres * (HEAD_DIM + 2), sem="relaxed")
-    elif (program - ROTATING) * BLOCK_N < scored:
+    else:
         score_centres(
             query_ptr,
             centres_ptr,
             centre_scale_ptr,
             page_scores_ptr,
             pair,
-            (program - ROTATING) * BLOCK_N + tl.arange(0, BLOCK_N),
+            program - ROTATING,
+            programs - ROTATING,
             first_page,
             scored,
             pages,
@@ -125,6 +131,7 @@ def prepare_query(
             GROUP,
             HEAD_DIM,
             SHARED_CENTRE,
+            BLOCK_N,
             BLOCK_D,
         )
 
@@ -164,13 +171,14 @@ def prepare_query_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Prepare the queries; grid (programs that rotate + tiles of pages, pairs)."""
+    """Prepare the queries; grid (programs that rotate + programs that score, pairs)."""
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
     row = pair // kv_heads
     length = tl.minimum(tl.load(end_ptr + row) - tl.load(start_ptr + row), num_tokens)
     prepare_query(
         tl.program_id(0),
+        tl.num_programs(0),
         pair,
         tl.maximum(length - 1, 0) // PAGE_SIZE,
         query_ptr + row * query_stride_b + pair % kv_heads * HEADS * query_stride_h,

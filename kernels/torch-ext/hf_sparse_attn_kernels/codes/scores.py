@@ -23,6 +23,7 @@ LEAST_REDUCED, MOST_REDUCED = 2048, 8192  # estimates that a program reduces
 MOST_LSE = 8192  # numbers of the scan's programs that a later one loads at once
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
+SCORING_PROGRAMS = 4  # for each multiprocessor
 
 
 def plan(
@@ -68,9 +69,11 @@ def plan(
     )
 
 
-def tiles_of_pages(num_tokens: int, page_size: int) -> int:
-    """Return how many programs score the centres of a pair."""
-    return cdiv(cdiv(num_tokens, page_size), PAGES_AT_ONCE)
+def scoring_programs(prepared: Prepared, num_tokens: int) -> int:
+    """Return how many programs score the centres of a pair: of all pairs, about as many as run at once."""
+    tiles = cdiv(cdiv(num_tokens, prepared.sizes["PAGE_SIZE"]), PAGES_AT_ONCE)
+    at_once = SCORING_PROGRAMS * multiprocessors(prepared.parts.device)
+    return min(tiles, cdiv(at_once, max(len(prepared.parts), 1)))
 
 
 def code_scores(
@@ -100,7 +103,7 @@ def code_scores(
     kv_heads, (pairs, pages, _) = codes.shape[1], prepared.page_scores.shape
     head_dim = query.shape[2]
     levels, rotation_unit = rotation_levels(head_dim, query.device)
-    prepare_query_kernel[(prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
+    prepare_query_kernel[(prepared.programs + scoring_programs(prepared, num_tokens), pairs)](
         query,
         prepared.slopes if query_centre is None else query_centre,
         levels,

@@ -12,7 +12,7 @@ from .encode import encode_options, encode_page
 from .prepared import PAGES_AT_ONCE
 from .query import prepare_query
 from .rotation import rotation, rotation_levels
-from .scores import LEAST_DEPTH, plan, scan, tiles_of_pages
+from .scores import LEAST_DEPTH, plan, scan, scoring_programs
 from .select import choose
 
 MOST_REGISTERS = 112
@@ -77,8 +77,8 @@ def append_and_prepare_kernel(
 ):
     """Append a token and code the page that it fills, or prepare the query.
 
-    The grid is (1 + programs that rotate + tiles of pages, pairs). Program 0 appends. No other reads what it writes:
-    the page of the newest token is no candidate, full or not.
+    The grid is (1 + programs that rotate + programs that score, pairs). Program 0 appends. No other reads what it
+    writes: the page of the newest token is no candidate, full or not.
     """
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(1).to(tl.int64)
@@ -129,6 +129,7 @@ def append_and_prepare_kernel(
     else:
         prepare_query(
             program - 1,
+            tl.num_programs(0) - 1,
             pair,
             tl.maximum(tl.minimum(length, num_tokens) - 1, 0) // PAGE_SIZE,
             query_ptr + row * query_stride_b + head * HEADS * query_stride_h,
@@ -194,7 +195,7 @@ def append_and_select_tokens(
     pairs, pages, _ = prepared.page_scores.shape
     coding = encode_options(head_dim, page_size, max_pages=1)
     levels, rotation_unit = rotation_levels(head_dim, query.device)
-    append_and_prepare_kernel[(1 + prepared.programs + tiles_of_pages(num_tokens, page_size), pairs)](
+    append_and_prepare_kernel[(1 + prepared.programs + scoring_programs(prepared, num_tokens), pairs)](
         query,
         new_key,
         new_value,
