@@ -97,6 +97,8 @@ def read_speed(path: Path) -> dict[str, Any]:
 def _kernel_part(report: Record) -> list[str]:
     settings = report["settings"]
     steps = [entry for entry in report["entries"] if (entry["op"], entry["variant"]) == STEP and entry["times"]]
+    if not steps:
+        return []
     rows = [[*shape_cells(shape_of(entry)), *step_cells(entry)] for entry in steps]
     ratios = {way: step_ratios(report, way) for way in ("layers", "replay")}
     shapes = {shape_of(entry).configuration: shape_of(entry) for entry in steps}
