@@ -193,7 +193,7 @@ def test_clusters_choose_and_write_what_the_reference_does(choice, lengths, kv_h
             assert torch.equal(tensor, right), name
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("on_clusters")
 def test_a_long_row_whose_pages_do_not_divide_among_the_blocks():
     arguments = _arguments([131_000], kv_heads=1, group=1, head_dim=128, dtype=torch.bfloat16) | {"max_blocks": 128}
     ours, expected = _copy(arguments), _copy(arguments)
@@ -206,14 +206,33 @@ def test_a_long_row_whose_pages_do_not_divide_among_the_blocks():
     torch.testing.assert_close(found[0].float(), exact[0].float(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.gpu
-def test_clusters_choose_the_lower_page_among_equal_ones():
+@pytest.mark.usefixtures("on_clusters")
+@pytest.mark.parametrize("choice", CLUSTERS, ids=lambda choice: "x".join(map(str, choice.values())))
+def test_clusters_choose_the_lower_page_among_equal_ones(choice):
     arguments = _arguments([3200], kv_heads=1, group=4, head_dim=128, dtype=torch.bfloat16)
     for name in STATE[2:]:
         arguments[name].fill_(1)
     arguments["keys"][:, :, :3200] = 1.0
     arguments["new_key"] = torch.ones_like(arguments["new_key"])
-    assert append_and_attend(**arguments, impl="cluster")[2].tolist() == [[[0, 1, 2, 3, 200]]]
+    with tuning.forced(cluster_step=choice):
+        assert append_and_attend(**arguments, impl="cluster")[2].tolist() == [[[0, 1, 2, 3, 200]]]
+
+
+@pytest.mark.usefixtures("on_clusters")
+@pytest.mark.parametrize("near", [250, 256, 258, 310])  # half of them as many as a warp lists, and more
+@pytest.mark.parametrize("missing", [0, 20])
+def test_clusters_choose_pages_that_lie_together(near, missing):
+    """A warp looks through all of its pages where the choice is among more than it lists."""
+    arguments = _arguments([40960], kv_heads=1, group=1, head_dim=128, dtype=torch.bfloat16)
+    arguments |= {"sink_blocks": 0, "max_blocks": near - missing + 1}
+    first = 320  # the first of the blocks' second warps
+    for name in ("page_min", "page_max"):
+        arguments[name].zero_()
+        arguments[name][:, :, first : first + near] = 100
+    arguments["query"] = torch.ones_like(arguments["query"])
+    with tuning.forced(cluster_step={"cluster": 2, "threads": 256}):
+        chosen = append_and_attend(**arguments, impl="cluster")[2]
+    assert chosen.tolist() == [[[*range(first, first + near - missing), 2560]]]
 
 
 @pytest.mark.gpu
