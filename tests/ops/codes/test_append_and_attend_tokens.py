@@ -4,7 +4,6 @@ import logging
 import math
 import re
 import struct
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import cluster
 
 from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
-from tests.ops.emulation import clusters_on_cpu
+from tests.ops.emulation import CLUSTERS, clusters_fixture
 from tests.ops.helpers import IMPLS, check_schema, device
 
 BUDGET = {"max_tokens": 80, "sink_tokens": 4}
@@ -215,18 +214,7 @@ def test_a_launch_packs_the_members_of_the_kernels_struct(monkeypatch):
     assert scales == pytest.approx([0.5, 0.5 / math.log(2), 0.5 / math.log(2) * 128**0.5])
 
 
-@pytest.fixture
-def on_clusters():
-    """Clusters on the CPU where there is no CUDA device."""
-    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "key_codes_step"):
-        yield
-
-
-CLUSTERS = [
-    {"cluster": 3, "threads": 256},
-    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
-    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
-]
+on_clusters = clusters_fixture(cluster, "key_codes_step")
 
 
 def _check_choice(found, exact, arguments):

@@ -1,7 +1,5 @@
 """The choice of tokens on clusters: on the device, or on the CPU with a thread for every thread of a cluster."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
@@ -10,17 +8,14 @@ from hf_sparse_attn_kernels.codes import choose
 from hf_sparse_attn_kernels.codes.prepared import Scanned
 
 from tests.ops.codes.test_select_tokens_by_score import awkward_scores, make_scores
-from tests.ops.emulation import clusters_on_cpu
+from tests.ops.emulation import clusters_fixture
 from tests.ops.helpers import device, grid, int32
 
 CHOICE = {"cluster": 2, "threads": 256}
 
 
-@pytest.fixture(autouse=True)
-def on_clusters():
-    """Clusters on the CPU where there is no CUDA device."""
-    with nullcontext() if device.type == "cuda" else clusters_on_cpu(choose, "choose_by_score"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_clusters")
+on_clusters = clusters_fixture(choose, "choose_by_score")
 
 
 def _choose(scanned, lengths, config=CHOICE, **options):

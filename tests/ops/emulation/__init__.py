@@ -3,7 +3,7 @@
 import ctypes
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +55,35 @@ extern "C" void run(const char* bytes, int clusters_x, int blocks_y) {{
 compiled_for_cpu = cache(CpuKernel)
 
 
+CLUSTERS = [
+    {"cluster": 3, "threads": 256},
+    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
+    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
+]
+"""Launch choices to test a step with; the CPU takes seconds for a large cluster."""
+
+
+def clusters_fixture(module: ModuleType, name: str) -> Any:
+    """Return a fixture, `on_clusters`: where there is no CUDA device a kernel of this name runs on the CPU.
+
+    Parameters
+    ----------
+    module : module
+        The implementation of an op on clusters.
+    name : str
+        The name of its kernel.
+    """
+
+    @pytest.fixture
+    def on_clusters() -> Iterator[None]:
+        with nullcontext() if torch.cuda.is_available() else _on_cpu(module, name):
+            yield
+
+    return on_clusters
+
+
 @contextmanager
-def clusters_on_cpu(module: ModuleType, name: str) -> Iterator[None]:
+def _on_cpu(module: ModuleType, name: str) -> Iterator[None]:
     """Let a step's implementation on clusters, a kernel of this name, serve tensors of the CPU."""
 
     def kernel_of(device: torch.device, size: int, threads: int, *shape: Any) -> CpuKernel:

@@ -3,7 +3,6 @@
 import logging
 import re
 import struct
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from hf_sparse_attn_kernels import (
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.psa import cluster
 
-from tests.ops.emulation import clusters_on_cpu
+from tests.ops.emulation import CLUSTERS, clusters_fixture
 from tests.ops.helpers import IMPLS, check_schema, device, grid
 from tests.ops.pages.steps import new_tokens, prefilled
 
@@ -245,18 +244,7 @@ def test_the_enumeration_of_stages_agrees_with_the_kernels():
     assert [name.strip().lower() for name in listed.split(",")] == ["start", *cluster.STAGES]
 
 
-CLUSTERS = [
-    {"cluster": 3, "threads": 256},
-    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
-    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture
-def on_clusters():
-    """Clusters on the CPU where there is no CUDA device."""
-    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "progressive_step"):
-        yield
+on_clusters = clusters_fixture(cluster, "progressive_step")
 
 
 @pytest.mark.usefixtures("on_clusters")

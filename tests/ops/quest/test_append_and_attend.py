@@ -1,7 +1,6 @@
 """A whole decode step of Quest as one op, by each implementation."""
 
 import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hf_sparse_attn_kernels import _op, append_and_attend, append_and_select, se
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.quest import cluster, reference
 
-from tests.ops.emulation import clusters_on_cpu
+from tests.ops.emulation import CLUSTERS, clusters_fixture
 from tests.ops.helpers import IMPLS, check_schema, device, int32
 from tests.ops.pages.steps import new_tokens, prefilled
 
@@ -151,18 +150,7 @@ def test_a_compiled_step_runs_on_clusters_by_default(monkeypatch):
     assert ran == ["limit", "cluster"]
 
 
-CLUSTERS = [
-    {"cluster": 3, "threads": 256},
-    pytest.param({"cluster": 8, "threads": 512}, marks=pytest.mark.gpu),
-    pytest.param({"cluster": 2, "threads": 512}, marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture
-def on_clusters():
-    """Clusters on the CPU where there is no CUDA device."""
-    with nullcontext() if device.type == "cuda" else clusters_on_cpu(cluster, "quest_step"):
-        yield
+on_clusters = clusters_fixture(cluster, "quest_step")
 
 
 @pytest.mark.usefixtures("on_clusters")
