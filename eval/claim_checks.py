@@ -214,6 +214,7 @@ def tokenselect_infinitebench(root: Path) -> Iterator[Check]:
 def tokenselect_ruler(root: Path) -> Iterator[Check]:
     """Yield TokenSelect's lead over InfLLM on RULER at 8,192 and 16,384 tokens."""
     folder = "tables/tokenselect-2-qwen2.5-coder-1.5b/01-ruler"
+    budgets: tuple[tuple[int, dict[str, Any], int], ...]
     budgets = ((2688, {"token_budget": 2688}, 2816), (8320, {"variant": "k=4096, n_local=4096"}, 8448))
     of_paper = {8192: (81.81 - 36.09, 90.22 - 52.10), 16384: (68.68 - 29.36, 82.06 - 40.53)}
     for length, leads in of_paper.items():
