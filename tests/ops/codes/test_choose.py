@@ -13,7 +13,6 @@ from tests.ops.helpers import device, grid, int32
 
 CHOICE = {"cluster": 2, "threads": 256}
 
-
 pytestmark = pytest.mark.usefixtures("on_clusters")
 on_clusters = clusters_fixture(choose, "choose_by_score")
 
@@ -92,8 +91,11 @@ def test_estimates_are_reduced_over_the_heads_by_softmax(heads):
 def test_what_it_does_not_serve_is_left_to_triton():
     options = {"max_tokens": 100, "sink_tokens": 4, "page_size": 16}
     bounds = int32([0]), int32([200])
+    scores = make_scores(1, 200).half().to(device)
+    unaligned = scores.new_empty(401)[1:].view(1, 2, 200).copy_(scores)
+    refused = (Scanned(make_scores(1, 204).half().to(device)), Scanned(scores)._replace(heads=9), Scanned(unaligned))
     with tuning.forced(token_choice=CHOICE):
-        assert choose.choose(Scanned(make_scores(1, 204).half().to(device)), bounds, **options) is None
-        scanned = Scanned(make_scores(1, 200).half().to(device))._replace(heads=9)
-        assert choose.choose(scanned, bounds, **options) is None
-    assert choose.choose(Scanned(make_scores(1, 200).half()), bounds, **options) is None or device.type == "cuda"
+        assert choose.choose(Scanned(scores), bounds, **options) is not None
+        for scanned in refused:
+            assert choose.choose(scanned, bounds, **options) is None
+    assert choose.choose(Scanned(scores.cpu()), tuple(each.cpu() for each in bounds), **options) is None

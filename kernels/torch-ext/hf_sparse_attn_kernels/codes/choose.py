@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import MOST_SHARED, ClusterKernel, Plan, Room, plan_launch
+from .._cluster import ALIGNMENT, MOST_SHARED, ClusterKernel, Plan, Room, plan_launch
 from .._triton import cdiv
 from .._tuning import choice
 from .prepared import Scanned
@@ -40,7 +40,7 @@ def choose(
     """
     scores = scanned.scores
     batch, kv_heads, num_tokens = scores.shape
-    if scanned.heads > MOST_GROUP or num_tokens % NEIGHBOURS:
+    if scanned.heads > MOST_GROUP or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
         return None
     plan = plan_of(scores.device, scanned, batch * kv_heads, num_tokens)
     if plan is None:
