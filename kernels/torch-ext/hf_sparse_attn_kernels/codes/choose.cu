@@ -38,10 +38,10 @@ struct Shared {
   Choice choice;
   Words4 counts_in[CLUSTER][BINS / 8];                    // of listed tokens, in the first round
   u64 barriers[BARRIERS];
-  float lse[GROUP];
-  Query query;                                            // for PROVISIONAL
+  float lse[GROUP], stand_ins[GROUP];
+  Query query;                                            // for PROVISIONAL, as stand_ins
   int listed[WARPS];                                      // how many each warp has listed, or would with more room
-  u32 limit;
+  int edge;                                               // the sample's bin with the last one
 };
 
 struct Place {
@@ -55,6 +55,7 @@ struct Place {
 DEVICE void merge_lse(Shared& s, const Arguments& a, const Place& at, int h) {
   const int blocks = (at.candidates + a.tokens_of_scan_block - 1) / a.tokens_of_scan_block;   // that found estimates
   const float* of_pair = a.scan_lse + (long long)at.pair * a.scan_blocks * COLUMNS;
+  if (BY == PROVISIONAL && at.lane == 0) s.stand_ins[h] = a.stand_ins[(long long)at.pair * COLUMNS + h];
   MaxSum all{LOW, 0.f};
 #pragma unroll 4
   for (int i = at.lane; i < blocks; i += 32) all = merge(all, MaxSum{of_pair[i * COLUMNS + h], 1.f});
@@ -97,8 +98,31 @@ DEVICE void load_lse(float (&lse)[GROUP], const Shared& s) {
   for (int h = 0; h < GROUP; h++) lse[h] = BY == ESTIMATES ? s.lse[h] : 0.f;
 }
 
-// Find a key that more tokens lie below than are to be chosen, as the keys of a sample say, one token a thread from as
-// many equal parts of the row. All blocks find the same.
+// The score of a key, as float16: NaN for a key that no score has.
+DEVICE u32 score_of_key(u32 key) { return key < 0x7FFF ? 0x7FFF - key : 0x8000 | (key - 0x7FFF); }
+
+// The least score that has a key less than `limit`.
+DEVICE u32 least_score(u32 limit) { return limit > 0xFBFF ? 0xFC00 : score_of_key(limit - 1); }
+
+// A key that no chosen token's provisional score reaches, if the last one by these has a key of bin `edge`: its score is
+// at least that bin's least and the least error of a stand-in, and no other's exceeds its provisional one by more than the
+// greatest.
+DEVICE u32 provisional_limit(const Shared& s, int edge) {
+  float least = -LOW, most = LOW;
+#pragma unroll
+  for (int h = 0; h < GROUP; h++) {
+    const float error = s.stand_ins[h] - s.lse[h];
+    least = fminf(least, error), most = fmaxf(most, error);
+  }
+  const float score = half(score_of_key(((u32)edge << 7) + 127));
+  const float rounding = 0.05f + 0.002f * (fabsf(score) + fmaxf(fabsf(least), fabsf(most)));
+  const float bound = score - (most - least) - rounding;
+  if (!(bound > -MOST_LOGARITHM)) return ABSENT;          // where a logarithm may be that of 0, or NaN
+  return (keys_of(to_finite_half2(bound, bound)) & 0xFFFF) + 1;
+}
+
+// Find a key that those of all chosen tokens are less than, as the keys of a sample say, one token a thread from as many
+// equal parts of the row. All blocks find the same.
 DEVICE u32 limit_by_sample(Shared& s, const Arguments& a, const Place& at, int need) {
   constexpr int BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
   const int sinks = min(a.sink_tokens, at.candidates), tokens = at.candidates - sinks;
@@ -127,19 +151,13 @@ DEVICE u32 limit_by_sample(Shared& s, const Arguments& a, const Place& at, int n
   int before = sum_before(s.choice, at, sum);
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {
-    if (before < rank && rank <= before + count[i]) s.limit = min((u32)(at.tid * BINS_EACH + i + 1) << 7, ABSENT);
+    if (before < rank && rank <= before + count[i]) s.edge = at.tid * BINS_EACH + i;
     before += count[i];
   }
   sync_block();
   clear_counts(s.choice, at);
-  return s.limit;
+  return BY == PROVISIONAL ? provisional_limit(s, s.edge) : min((u32)(s.edge + 1) << 7, ABSENT);
 }
-
-// The score of a key, as float16: NaN for a key that no score has.
-DEVICE u32 score_of_key(u32 key) { return key < 0x7FFF ? 0x7FFF - key : 0x8000 | (key - 0x7FFF); }
-
-// The least score that has a key less than `limit`.
-DEVICE u32 least_score(u32 limit) { return limit > 0xFBFF ? 0xFC00 : score_of_key(limit - 1); }
 
 // Which tokens of a load have scores of at least the two of `least`, a bit each.
 DEVICE u32 find_listed(const u32 (&scores)[EACH / 2], u32 least) {
@@ -229,23 +247,6 @@ DEVICE void list_fewer(Shared& s, const Place& at, const u16* keys, u32 limit, A
     among.count = count;
   }
   if (at.lane == 0) s.listed[at.warp] = among.fits ? among.count : MOST_LISTED + 1;
-}
-
-// A key that no chosen token's provisional score reaches, if the last one by these has a key of bin `edge`: its score is
-// at least that bin's least and the least error of a stand-in, and no other's exceeds its provisional one by more than the
-// greatest.
-DEVICE u32 provisional_limit(const Shared& s, const Arguments& a, const Place& at, int edge) {
-  float least = -LOW, most = LOW;
-#pragma unroll
-  for (int h = 0; h < GROUP; h++) {
-    const float error = a.stand_ins[(long long)at.pair * COLUMNS + h] - s.lse[h];
-    least = fminf(least, error), most = fmaxf(most, error);
-  }
-  const float score = half(score_of_key(((u32)edge << 7) + 127));
-  const float rounding = 0.05f + 0.002f * (fabsf(score) + fmaxf(fabsf(least), fabsf(most)));
-  const float bound = score - (most - least) - rounding;
-  if (!(bound > -MOST_LOGARITHM)) return ABSENT;          // where a logarithm may be that of 0, or NaN
-  return (keys_of(to_finite_half2(bound, bound)) & 0xFFFF) + 1;
 }
 
 // Give the listed tokens of all warps, or all tokens, the keys of their scores, and count them. The warps take turns.
@@ -341,7 +342,7 @@ DEVICE Last find_last_listed(Shared& s, const Arguments& a, const Place& at, u16
   find_edge<BINS>(choice, at, s.counts_in, &s.barriers[barrier_of(exchange)], parity_of(exchange), need);
   bool certain = need <= 0 || (choice.level > 0 && (choice.edge + 1) << 7 <= limit) || limit == ABSENT;
   if (BY == PROVISIONAL && need > 0) {
-    const u32 fewer = provisional_limit(s, a, at, choice.edge);
+    const u32 fewer = provisional_limit(s, choice.edge);
     certain = certain && fewer <= limit;
     if (certain) {
       sync_block();                                       // no counts are read any more

@@ -30,7 +30,7 @@ MOST_LOCAL_PAGES = 65535 // PAGE
 """Pages of a block, whose counts have 16 bits."""
 NEIGHBOURS = 8
 """Scores that a thread loads at once: 16 bytes."""
-DEVIATIONS, LEAST_RANK = 4, 8
+DEVIATIONS, LEAST_RANK = 4, 4
 """Standard deviations by which the sample's rank exceeds the expected one, and by how much it does besides."""
 ARGUMENTS = struct.Struct("13P8if4x")
 
@@ -183,5 +183,5 @@ def _fixed_shared_bytes(cluster: int, threads: int) -> int:
     warps = threads // 32
     query = MOST_GROUP * (PLANES * HEAD_DIM // 8 + 8)
     choice = choice_bytes(cluster, warps, lists_apart=True)
-    parts = choice + cluster * BINS * 2 + 5 * 8 + 4 * MOST_GROUP + query + 4 * warps + 4
+    parts = choice + cluster * BINS * 2 + 5 * 8 + 8 * MOST_GROUP + query + 4 * warps + 4
     return cdiv(parts + 64, 128) * 128  # with padding
