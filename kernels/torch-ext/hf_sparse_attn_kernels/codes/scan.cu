@@ -25,6 +25,7 @@ struct Arguments {
 };
 
 constexpr u32 ABSENT = 0xFC00;                            // -inf
+constexpr int STAND_INS = 3;
 
 struct Place {
   int tid, lane, warp, g, t;                              // lane = 4 g + t, as the tensor cores number rows and columns
@@ -34,66 +35,144 @@ struct Place {
 struct Shared {
   Query query;
   MaxSum warp_lse[WARPS][HEADS];
+  MaxSum stand_ins[STAND_INS][HEADS];                     // for PROVISIONAL: what is added up
 };
 
-// Find a stand-in for the log-sum-exp of each of a lane's heads, which no block knows before all have ended: that of the
-// products with the centres of a sample of the row's pages. All warps of a pair find the same.
-DEVICE void find_stand_ins(OfHeads& found, const float* page_scores, const Place& at, int pages) {
-  float all[COLUMNS];
-  const float* of_page = page_scores + (long long)at.lane * pages / 32 * COLUMNS;
+// Estimates of a lane's heads and its tokens of a page.
+typedef float Estimates[SETS][LANE_HEADS][4];
+
+// Estimate the scores of a page; `packed` has those of one or two heads as float16.
+DEVICE void estimate_page(Estimates& z, u32 (&packed)[SETS][4], const Arguments& a, const Place& at, const Codes& codes,
+                          const Centre& centre, const Planes& planes, const Head& head) {
+  const Centre* const centres[2] = {&centre, &centre};
 #pragma unroll
-  for (int h = 0; h < COLUMNS; h++) {
-    MaxSum sum{h < PRESENT ? of_page[h] : 0.f, 1.f};
+  for (int k = 0; k < 2; k++) {
+    const float factor[2] = {half(codes.factors[k][0]), half(codes.factors[k][1])};
 #pragma unroll
-    for (int mask = 1; mask < 32 && h < PRESENT; mask *= 2)
-      sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
-    all[h] = sum.max + log2_fast(sum.sum);
+    for (int set = 0; set < SETS; set++) {
+      float found[2][LANE_HEADS];
+      estimate(found, codes.words[k], factor, planes, head, centres, set, at.t);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u32 both = packed[set][2 * k + r] = with_offset(found[r], codes.factors[k][r], a.offset_scale);
+#pragma unroll
+        for (int j = 0; j < LANE_HEADS; j++) z[set][j][2 * k + r] = half(both >> (16 * j));
+      }
+    }
   }
+}
+
+DEVICE void clear_lse(LaneLse& lse) {
+#pragma unroll
+  for (int set = 0; set < SETS; set++)
+#pragma unroll
+    for (int j = 0; j < LANE_HEADS; j++) lse[set][j] = MaxSum{LOW, 0.f};
+}
+
+// Find a stand-in for the log-sum-exp of each of a lane's heads, which no block knows before all have ended: that of the
+// first and of the last coded page, where most of a head's weight may lie, and of 32 other pages' centres. All blocks of a
+// pair find the same.
+DEVICE void find_stand_ins(OfHeads& found, Shared& s, const Arguments& a, const Place& at, const Planes& planes,
+                           const Head& head, const float* page_scores, int pages) {
+#pragma unroll 1
+  for (int part = at.warp; part < STAND_INS; part += WARPS) {
+    if (part < 2) {
+      const int page = part * (pages - 1);
+      const long long first = ((long long)at.pair * a.max_pages + page) * PAGE;
+      Codes codes = {};
+      Centre centre = {};
+      load_codes(codes, a.codes + first * BYTES + at.lane * 4, (const u8*)(a.factors + first + at.t / 2 * 8 + at.g), true);
+      load_centre(centre, page_scores, at.t, page, true);
+      Estimates z;
+      u32 packed[SETS][4];
+      LaneLse lse;
+      clear_lse(lse);
+      estimate_page(z, packed, a, at, codes, centre, planes, head);
+      add_exponentials(lse, z);
+      store_warp_lse(s.stand_ins[part], lse, at.lane);
+      continue;
+    }
+    const float* of_page = page_scores + (long long)at.lane * pages / 32 * COLUMNS;
+    const float tokens = log2_fast((float)PAGE / 32.f * (float)pages);   // that each of them stands for
+#pragma unroll
+    for (int h = 0; h < PRESENT; h++) {
+      MaxSum sum{of_page[h] + tokens, 1.f};
+#pragma unroll
+      for (int mask = 1; mask < 32; mask *= 2)
+        sum = merge(sum, MaxSum{shuffle_xor(sum.max, mask), shuffle_xor(sum.sum, mask)});
+      if (at.lane == 0) s.stand_ins[part][h] = sum;
+    }
+  }
+  sync_block();
 #pragma unroll
   for (int set = 0; set < SETS; set++)
 #pragma unroll
     for (int j = 0; j < LANE_HEADS; j++) {
-      const int even = head_of(set, j, 0), odd = head_of(set, j, 1);
-      found[set][j] = at.t % 2 ? all[odd] : all[even];
+      const int h = min(head_of(set, j, at.t), PRESENT - 1);
+      const MaxSum all = merge(merge(s.stand_ins[0][h], s.stand_ins[1][h]), s.stand_ins[2][h]);
+      found[set][j] = all.max + log2_fast(fmaxf(all.sum, 1e-30f));
     }
 }
 
-// Estimate the scores of a page.
-DEVICE void score_page(const Arguments& a, const Place& at, const Codes& codes, const Centre& centre,
-                       const Planes& planes, const Head& head, const OfHeads& stand_ins, int page, u16* scores,
-                       u32* estimates, LaneLse& lse) {
-  const int u = at.t % 2, first = page * PAGE + at.t / 2 * 8 + at.g;       // and 16 more in row 1, and 32 more
+// The greatest estimates of a page's tokens, of which this lane keeps two.
+DEVICE void find_greatest(float (&mine)[2], const Arguments& a, const Place& at, const Codes& codes, const Centre& centre,
+                          const Planes& planes, const Head& head) {
   const Centre* const centres[2] = {&centre, &centre};
-  float kept[SETS][LANE_HEADS][4], mine[2];
 #pragma unroll
   for (int k = 0; k < 2; k++) {
     const float factor[2] = {half(codes.factors[k][0]), half(codes.factors[k][1])};
-    float best[2], weight[2] = {};
+    float best[2];
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       float z[2][LANE_HEADS];
       estimate(z, codes.words[k], factor, planes, head, centres, set, at.t);
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        if (RESULT == GREATEST) {
+      for (int r = 0; r < 2; r++)
 #pragma unroll
-          for (int j = 0; j < LANE_HEADS; j++) best[r] = set + j == 0 ? z[r][j] : fmaxf(best[r], z[r][j]);
-          continue;
-        }
-        const u32 both = with_offset(z[r], codes.factors[k][r], a.offset_scale);
-        if (RESULT == ESTIMATES) estimates[(first + 32 * k + 16 * r) * (COLUMNS / 2) + 2 * set + u] = both;
-#pragma unroll
-        for (int j = 0; j < LANE_HEADS; j++) {
-          kept[set][j][2 * k + r] = half(both >> (16 * j));
-          weight[r] += exp2_fast(fminf(kept[set][j][2 * k + r] - stand_ins[set][j], MOST_LOGARITHM));
-        }
-      }
+        for (int j = 0; j < LANE_HEADS; j++) best[r] = set + j == 0 ? z[r][j] : fmaxf(best[r], z[r][j]);
     }
-    if (RESULT == GREATEST) mine[k] = score_of_lane(best, codes.factors[k], a.offset_scale, at.t);
-    if (RESULT == PROVISIONAL) mine[k] = log2_fast((u ? weight[1] : weight[0]) + shuffle_xor(u ? weight[0] : weight[1], 1));
+    mine[k] = score_of_lane(best, codes.factors[k], a.offset_scale, at.t);
   }
-  if (RESULT != GREATEST) add_exponentials(lse, kept);
-  if (RESULT == ESTIMATES) return;
+}
+
+// The provisional scores of a page's tokens, of which this lane keeps two.
+DEVICE void find_provisional(float (&mine)[2], const Estimates& z, const OfHeads& stand_ins, int t) {
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    float weight[2] = {};
+#pragma unroll
+    for (int set = 0; set < SETS; set++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int j = 0; j < LANE_HEADS; j++)
+          weight[r] += exp2_fast(fminf(z[set][j][2 * k + r] - stand_ins[set][j], MOST_LOGARITHM));
+    mine[k] = log2_fast((t % 2 ? weight[1] : weight[0]) + shuffle_xor(t % 2 ? weight[0] : weight[1], 1));
+  }
+}
+
+// Estimate the scores of a page, and store what is found.
+DEVICE void score_page(const Arguments& a, const Place& at, const Codes& codes, const Centre& centre,
+                       const Planes& planes, const Head& head, const OfHeads& stand_ins, int page, u16* scores,
+                       u32* estimates, LaneLse& lse) {
+  const int u = at.t % 2, first = page * PAGE + at.t / 2 * 8 + at.g;       // and 16 more in row 1, and 32 more
+  float mine[2];
+  if (RESULT == GREATEST) {
+    find_greatest(mine, a, at, codes, centre, planes, head);
+  } else {
+    Estimates z;
+    u32 packed[SETS][4];
+    estimate_page(z, packed, a, at, codes, centre, planes, head);
+    add_exponentials(lse, z);
+    if (RESULT == ESTIMATES) {
+#pragma unroll
+      for (int set = 0; set < SETS; set++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) estimates[(first + 16 * i) * (COLUMNS / 2) + 2 * set + u] = packed[set][i];
+      return;
+    }
+    find_provisional(mine, z, stand_ins, at.t);
+  }
   const u32 both = page < a.first_page ? ABSENT << 16 | ABSENT : to_finite_half2(mine[0], mine[1]);
   scores[first + 16 * u] = (u16)both, scores[first + 16 * u + 32] = (u16)(both >> 16);
 }
@@ -158,14 +237,11 @@ KERNEL(scan_codes)(const Arguments a) {
   load_head(head, s.query, at.t);
   OfHeads stand_ins = {};
   if (RESULT == PROVISIONAL && first_page < end_page) {
-    find_stand_ins(stand_ins, page_scores, at, coded_pages);
+    find_stand_ins(stand_ins, s, a, at, planes, head, page_scores, coded_pages);
     if (block_x() == 0 && at.warp == 0 && at.lane < 2) store_stand_ins(a, at, stand_ins);
   }
   LaneLse lse;
-#pragma unroll
-  for (int set = 0; set < SETS; set++)
-#pragma unroll
-    for (int j = 0; j < LANE_HEADS; j++) lse[set][j] = MaxSum{LOW, 0.f};
+  clear_lse(lse);
   u16* scores = a.scores + (long long)at.pair * a.num_tokens;
   u32* estimates = a.estimates + (long long)at.pair * a.num_tokens * (COLUMNS / 2);
 #pragma unroll 1
