@@ -154,11 +154,9 @@ def _fits(launch: str, layer: Any, choice: dict[str, int]) -> bool:
 
 def _fastest(candidates: list[dict[str, int]], times: list[float]) -> dict[str, int]:
     """Return the fastest candidate, or separate launches if clusters are hardly faster."""
-    best = min(range(len(times)), key=times.__getitem__)
-    for candidate, time in zip(candidates, times, strict=True):
-        if candidate.get("cluster") == 0 and time <= AS_FAST * times[best]:
-            return candidate
-    return candidates[best]
+    if SEPARATE_LAUNCHES in candidates and times[candidates.index(SEPARATE_LAUNCHES)] <= AS_FAST * min(times):
+        return SEPARATE_LAUNCHES
+    return candidates[min(range(len(times)), key=times.__getitem__)]
 
 
 def timed_entry(launch: str) -> Entry:

@@ -46,7 +46,6 @@ DEVICE float shuffle_up(float value, int distance) { return __shfl_up_sync(~0u, 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 as_bits(float value) { return __float_as_uint(value); }
 DEVICE int count_bits(u32 word) { return __popc(word); }
-DEVICE int first_bit(u32 word) { return __ffs(word) - 1; }
 
 DEVICE float exp2_fast(float x) {
   float result;
@@ -82,20 +81,6 @@ DEVICE u32 to_half2_below_infinity(float low, float high) {
 DEVICE float half(u32 bits) {
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"((u16)bits));
-  return result;
-}
-
-// For each of two float16: all bits where `a` is at least `b`, none where it is less or either is NaN.
-DEVICE u32 reach_half2(u32 a, u32 b) {
-  u32 result;
-  asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
-// Two float16, -inf for NaN.
-DEVICE u32 without_nan(u32 halves) {
-  u32 result;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0xFC00FC00));
   return result;
 }
 

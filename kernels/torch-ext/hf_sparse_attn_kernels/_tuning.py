@@ -47,7 +47,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "bit_scan": {"per_multiprocessor": 0},
     # Blocks in the cluster of each row and KV head that chooses tokens, or 0 for Triton's two launches, as on devices
     # that were not measured; threads in a block.
-    "token_choice": {"cluster": 0, "threads": 512, "provisional": 0},
+    "token_choice": {"cluster": 0, "threads": 512},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
     # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
@@ -200,11 +200,8 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     ],
     "bit_scan": [{"per_multiprocessor": per_multiprocessor} for per_multiprocessor in (0, 4, 8, 12, 16, 24)],
     "token_choice": [
-        {"cluster": cluster, "threads": threads, "provisional": provisional}
-        for cluster, threads, provisional in (
-            (0, 512, 0),
-            *product((16, 8, 4, 2), (512, 1024), (0, 1)),
-        )
+        {"cluster": cluster, "threads": threads}
+        for cluster, threads in ((0, 512), (16, 512), (8, 512), (4, 512), (2, 512), (16, 1024), (4, 1024), (2, 1024))
     ],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}

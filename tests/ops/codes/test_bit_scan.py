@@ -23,11 +23,11 @@ def bits_multiplied(monkeypatch):
     """Have the kernel serve what it can, in as many blocks; returns the list of its launches' blocks."""
     launched = []
 
-    def kernel_for(device, heads, result):
+    def kernel_for(device, heads, softmax):
         if device.type == "cuda":
-            kernel = build(device, heads, result)
+            kernel = build(device, heads, softmax)
         else:
-            kernel = compiled_for_cpu(bit_scan.SOURCES, bit_scan.kernel_macros(heads, result), "scan_codes")
+            kernel = compiled_for_cpu(bit_scan.SOURCES, bit_scan.kernel_macros(heads, softmax), "scan_codes")
 
         def launch(blocks, *others):
             launched.append(blocks)

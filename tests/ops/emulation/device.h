@@ -83,7 +83,6 @@ static To bits_of(From value) {
 DEVICE float as_float(u32 bits) { return bits_of<float>(bits); }
 DEVICE u32 as_bits(float value) { return bits_of<u32>(value); }
 DEVICE int count_bits(u32 word) { return __builtin_popcount(word); }
-DEVICE int first_bit(u32 word) { return __builtin_ffs(word) - 1; }
 DEVICE float half(u32 bits) { return (float)bits_of<_Float16>((u16)bits); }
 DEVICE u32 half_bits(float value) { return bits_of<u16>((_Float16)value); }
 DEVICE u32 to_finite_half2(float low, float high) {
@@ -91,13 +90,6 @@ DEVICE u32 to_finite_half2(float low, float high) {
 }
 DEVICE u32 to_half2_below_infinity(float low, float high) {
   return half_bits(min(low, 65504.f)) | half_bits(min(high, 65504.f)) << 16;
-}
-DEVICE u32 reach_half2(u32 a, u32 b) {
-  return (half(a) >= half(b) ? 0xFFFFu : 0) | (half(a >> 16) >= half(b >> 16) ? 0xFFFF0000u : 0);
-}
-DEVICE u32 without_nan(u32 halves) {
-  const auto each = [](u32 bits) { return half(bits) == half(bits) ? bits & 0xFFFF : 0xFC00; };
-  return each(halves) | each(halves >> 16) << 16;
 }
 DEVICE u32 bf16_bits(float value) {
   const u32 bits = as_bits(value);

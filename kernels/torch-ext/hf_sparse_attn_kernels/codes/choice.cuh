@@ -1,5 +1,5 @@
 // The choice of tokens by float16 scores, exact, by a cluster of blocks that each have the keys of some tokens in shared
-// memory. After _cluster_step.cuh, with PAGE. Macros: GROUP; LISTS_APART, where lists and counts have memory of their own.
+// memory. After _cluster_step.cuh, with PAGE. Macro: GROUP.
 //
 // Two rounds of counts, of the upper 9 bits of the keys and of the lower 7, find the least chosen score. Between them each
 // warp lists those of its tokens that the first round leaves, so that the rest looks at few. Blocks, and warps, have
@@ -9,20 +9,11 @@ constexpr int BINS = 512, LOWER_BINS = 128;               // of the two rounds
 constexpr int MOST_LISTED = 256, LISTED_PAGES = 4;        // tokens that a warp lists, and pages whose keys it loads at once
 constexpr u32 FORCED = 0, ABSENT = 0xFFFF;                // keys of a sink token, the best, and of none
 
-// Exchanges of counts take turns with two barriers, since a block may be one ahead of another.
-DEVICE int barrier_of(int exchange) { return exchange % 2 ? ODD_COUNTS : EVEN_COUNTS; }
-DEVICE int parity_of(int exchange) { return exchange / 2 % 2; }
-
 struct Choice {
-#ifdef LISTS_APART
-  Words4 counts_in[CLUSTER][BINS / 8];
-  u16 listed[WARPS][MOST_LISTED];
-#else
   union {
     Words4 counts_in[CLUSTER][BINS / 8];                  // u16 of each block's bins, in the first round
     u16 listed[WARPS][MOST_LISTED];                       // after it
   };
-#endif
   Words4 lower_counts_in[CLUSTER][LOWER_BINS / 8];
   alignas(16) u32 histogram[BINS];
   int warp_total[WARPS], above_of[CLUSTER], level_of[CLUSTER];
@@ -70,27 +61,10 @@ struct Among {
   DEVICE u32 key(int i) const { return i < count ? keys[place(i)] : ABSENT; }
 };
 
-// The block's pages that a warp has.
-struct Pages { int begin, end; };
-
-template <class Place>
-DEVICE Pages pages_of(const Place& at, int warp) {
-  const int each = (at.pages + WARPS - 1) / WARPS, begin = min(warp * each, at.pages);
-  return Pages{begin, min(begin + each, at.pages)};
-}
-
-// A warp's tokens of which `count` are listed, or would be if there was room.
-template <class Place>
-DEVICE Among among_listed(const Choice& s, const Place& at, const u16* keys, int warp, int count) {
-  const Pages pages = pages_of(at, warp);
-  const bool fits = count <= MOST_LISTED;
-  return Among{s.listed[warp], keys, pages.begin * PAGE, fits ? count : (pages.end - pages.begin) * PAGE, fits};
-}
-
 // List the tokens of the warp's pages whose keys are less than `limit`.
 template <class Place>
 DEVICE Among list_tokens(Choice& s, const Place& at, const u16* keys, u32 limit) {
-  const auto [begin, end] = pages_of(at, at.warp);
+  const int each = (at.pages + WARPS - 1) / WARPS, begin = min(at.warp * each, at.pages), end = min(begin + each, at.pages);
   const u32 lanes_before = (1u << at.lane) - 1;
   u16* listed = s.listed[at.warp];
   int count = 0;
@@ -112,7 +86,8 @@ DEVICE Among list_tokens(Choice& s, const Place& at, const u16* keys, u32 limit)
     }
   }
   sync_warp();
-  return among_listed(s, at, keys, at.warp, count);
+  const bool fits = count <= MOST_LISTED;
+  return Among{listed, keys, begin * PAGE, fits ? count : (end - begin) * PAGE, fits};
 }
 
 struct Last {
@@ -120,29 +95,22 @@ struct Last {
   int ties;                                               // how many tokens with it are chosen
 };
 
-// Among the listed tokens find the `need`-th, which has a key of bin `edge` of the first round, and `above` before it.
+// Find the `need`-th token, whose keys are counted, and a warp's tokens that may be chosen. Uses two barriers.
 template <class Place>
-DEVICE Last find_among(Choice& s, const Place& at, const Among& among, int edge, int above, int need, u64* barriers,
-                       int exchange) {
-#pragma unroll 1
-  for (int i = at.lane; i < among.count; i += 32) {
-    const u32 key = among.key(i);
-    if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
-  }
-  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &barriers[barrier_of(exchange)], parity_of(exchange), need - above);
-  return Last{(u32)edge << 7 | (u32)s.edge, max(need - above - s.above, 0)};
-}
-
-// Find the `need`-th token, whose keys are counted, and a warp's tokens that may be chosen, by two exchanges of counts.
-template <class Place>
-DEVICE Last find_last(Choice& s, const Place& at, const u16* keys, int need, u64* barriers, int exchange, Among& among) {
-  find_edge<BINS>(s, at, s.counts_in, &barriers[barrier_of(exchange)], parity_of(exchange), need);
+DEVICE Last find_last(Choice& s, const Place& at, const u16* keys, int need, u64* barriers, Among& among) {
+  find_edge<BINS>(s, at, s.counts_in, &barriers[EVEN_COUNTS], 0, need);
   const int edge = s.edge, above = s.above;
 #pragma unroll 1
   for (int i = at.tid; i < LOWER_BINS; i += THREADS) s.histogram[i] = 0;   // which was sent
   sync_block();                                           // no counts are read any more
   among = list_tokens(s, at, keys, min((u32)(edge + 1) << 7, ABSENT));
-  return find_among(s, at, among, edge, above, need, barriers, exchange + 1);
+#pragma unroll 1
+  for (int i = at.lane; i < among.count; i += 32) {
+    const u32 key = among.key(i);
+    if ((int)(key >> 7) == edge) add_shared(&s.histogram[key & 127]);
+  }
+  find_edge<LOWER_BINS>(s, at, s.lower_counts_in, &barriers[ODD_COUNTS], 0, need - above);
+  return Last{(u32)edge << 7 | (u32)s.edge, max(need - above - s.above, 0)};
 }
 
 // Call emit(n, place) for the tokens of the block that are chosen: number n of the row, by their places in the block.

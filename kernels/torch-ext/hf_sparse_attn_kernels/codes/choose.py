@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import struct
-from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -12,39 +11,19 @@ import torch
 from .._cluster import ALIGNMENT, MOST_SHARED, ClusterKernel, Plan, Room, plan_launch
 from .._triton import cdiv
 from .._tuning import choice
-from .bit_scan import estimate_macros
-from .prepared import Prepared, Scanned
+from .prepared import Scanned
 
-SOURCES = (
-    "_cluster.cuh",
-    "codes/bits.cuh",
-    "codes/estimates.cuh",
-    "_cluster_step.cuh",
-    "codes/choice.cuh",
-    "codes/choose.cu",
-)
-HEAD_DIM, PAGE, PLANES, BINS, LOWER_BINS, MOST_LISTED = 128, 64, 6, 512, 128, 256
+SOURCES = ("_cluster.cuh", "codes/bits.cuh", "_cluster_step.cuh", "codes/choice.cuh", "codes/choose.cu")
+HEAD_DIM, PAGE, BINS, LOWER_BINS, MOST_LISTED = 128, 64, 512, 128, 256
 MOST_GROUP, REGISTERS_FOR = 8, 1024
 """Query heads of a group, and threads that a multiprocessor has registers for."""
 MOST_LOCAL_PAGES = 65535 // PAGE
 """Pages of a block, whose counts have 16 bits."""
 NEIGHBOURS = 8
 """Scores that a thread loads at once: 16 bytes."""
-DEVIATIONS, LEAST_RANK = 4, 4
-"""Standard deviations by which the sample's rank exceeds the expected one, and by how much it does besides."""
-ARGUMENTS = struct.Struct("13P8if4x")
+ARGUMENTS = struct.Struct("7P7i4x")
 
 logger = logging.getLogger(__name__)
-
-
-class By(IntEnum):
-    """What is known of a token; choose.cu has the same numbers."""
-
-    SCORES = 0
-    ESTIMATES = 1
-    """Of all heads of a group."""
-    PROVISIONAL = 2
-    """A score with stand-ins for the log-sum-exp of the heads."""
 
 
 def choose(
@@ -61,16 +40,14 @@ def choose(
     """
     scores = scanned.scores
     batch, kv_heads, num_tokens = scores.shape
-    is_large = scanned.estimates is not None and scanned.heads > MOST_GROUP
-    if is_large or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
+    if scanned.heads > MOST_GROUP or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
         return None
     plan = plan_of(scores.device, scanned, batch * kv_heads, num_tokens)
     if plan is None:
         return None
     indices = torch.empty((batch, kv_heads, max_tokens), dtype=torch.int32, device=scores.device)
     counts = torch.empty((batch, kv_heads), dtype=torch.int32, device=scores.device)
-    again: tuple[torch.Tensor | None, ...] = (None,) * 6 if scanned.again is None else scanned.again[:6]
-    tensors = (scores, scanned.estimates, scanned.program_lse, *again, *row_bounds, indices, counts)
+    tensors = (scores, scanned.estimates, scanned.program_lse, *row_bounds, indices, counts)
     arguments = ARGUMENTS.pack(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         kv_heads,
@@ -80,8 +57,6 @@ def choose(
         page_size,
         scanned.programs,
         scanned.tokens_per_program,
-        0 if scanned.again is None else scanned.again.codes.shape[2] // PAGE,
-        0.0 if scanned.again is None else scanned.again.offset_scale,
     )
     plan.kernel((1, batch * kv_heads), plan.shared, torch.cuda.current_stream(scores.device).cuda_stream, arguments)
     return indices, counts
@@ -89,26 +64,11 @@ def choose(
 
 def plan_of(device: torch.device, scanned: Scanned, pairs: int, tokens: int) -> Plan | None:
     """Return how the choice is launched, or None where the launch choice is Triton's kernels, or there is no room."""
-    by = By.SCORES if scanned.estimates is None else By.ESTIMATES
-    return _plan_by(device, scanned.heads, By.PROVISIONAL if scanned.again else by, pairs, tokens)
-
-
-def takes_provisional(prepared: Prepared, num_tokens: int) -> bool:
-    """Return whether the launch choice is to choose by provisional scores of so many tokens, and there is room."""
-    pairs, device = len(prepared.parts), prepared.parts.device
-    heads = prepared.sizes["HEADS"]
-    if not prepared.softmax or heads > MOST_GROUP or num_tokens % NEIGHBOURS:
-        return False
-    if not choice_of(device, pairs, heads, num_tokens)["provisional"]:
-        return False
-    return _plan_by(device, heads, By.PROVISIONAL, pairs, num_tokens) is not None
-
-
-def _plan_by(device: torch.device, group: int, by: By, pairs: int, tokens: int) -> Plan | None:
-    config = choice_of(device, pairs, group, tokens)
+    config = choice_of(device, pairs, scanned.heads, tokens)
     if not config["cluster"]:
         return None
-    plan = _plan(device, 1 if by == By.SCORES else group, by, tokens, config["cluster"], config["threads"])
+    softmax = scanned.estimates is not None
+    plan = _plan(device, scanned.heads if softmax else 1, softmax, tokens, config["cluster"], config["threads"])
     return plan if isinstance(plan, Plan) else None
 
 
@@ -118,13 +78,15 @@ def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict
 
 
 @lru_cache(maxsize=1024)
-def _plan(device: torch.device, group: int, by: By, tokens: int, cluster: int, threads: int) -> Plan | RuntimeError:
+def _plan(
+    device: torch.device, group: int, softmax: bool, tokens: int, cluster: int, threads: int
+) -> Plan | RuntimeError:
     plan = plan_launch(
         device,
         cluster,
         threads,
         lambda size: _room(size, threads, tokens),
-        lambda size: _kernel(device, size, threads, group, by),
+        lambda size: _kernel(device, size, threads, group, softmax),
     )
     if not isinstance(plan, Plan):
         logger.debug("tokens are chosen by Triton's kernels: %s", plan)
@@ -143,34 +105,30 @@ def _room(cluster: int, threads: int, tokens: int) -> Room | RuntimeError:
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, cluster: int, threads: int, group: int, by: By) -> ClusterKernel:
-    macros = kernel_macros(cluster, threads, group, by)
+def _kernel(device: torch.device, cluster: int, threads: int, group: int, softmax: bool) -> ClusterKernel:
+    macros = kernel_macros(cluster, threads, group, softmax)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "choose_by_score", cluster=cluster, threads=threads)
 
 
-def kernel_macros(cluster: int, threads: int, group: int, by: By) -> tuple[tuple[str, int], ...]:
+def kernel_macros(cluster: int, threads: int, group: int, softmax: bool) -> tuple[tuple[str, int], ...]:
     """Return the macros that the kernel is compiled with."""
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
         "BLOCKS": REGISTERS_FOR // threads,
         "GROUP": group,
-        "LISTS_APART": 1,
-        "BY": int(by),
-        "DEVIATIONS": DEVIATIONS,
-        "LEAST_RANK": LEAST_RANK,
+        "COLUMNS": 4 if group <= 4 else 8,
+        "SOFTMAX": int(softmax),
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads),
-        **estimate_macros(group),
     }
     return tuple(macros.items())
 
 
-def choice_bytes(cluster: int, warps: int, *, lists_apart: bool = False) -> int:
+def choice_bytes(cluster: int, warps: int) -> int:
     """Return the bytes of the kernels' struct `Choice`."""
-    counts_in, listed = cluster * BINS * 2, warps * MOST_LISTED * 2
     arrays = (
-        counts_in + listed if lists_apart else max(counts_in, listed),
+        max(cluster * BINS * 2, warps * MOST_LISTED * 2),  # counts_in, listed
         cluster * LOWER_BINS * 2,  # lower_counts_in
         BINS * 4,  # histogram
         4 * (warps + 2 * cluster + 3),  # warp_total, above_of, level_of, edge, above, level
@@ -180,8 +138,4 @@ def choice_bytes(cluster: int, warps: int, *, lists_apart: bool = False) -> int:
 
 def _fixed_shared_bytes(cluster: int, threads: int) -> int:
     """Return the bytes set apart for the kernel's struct `Shared`, which asserts that it fits."""
-    warps = threads // 32
-    query = MOST_GROUP * (PLANES * HEAD_DIM // 8 + 8)
-    choice = choice_bytes(cluster, warps, lists_apart=True)
-    parts = choice + cluster * BINS * 2 + 5 * 8 + 8 * MOST_GROUP + query + 4 * warps + 4
-    return cdiv(parts + 64, 128) * 128  # with padding
+    return cdiv(choice_bytes(cluster, threads // 32) + 5 * 8 + 4 * MOST_GROUP + 64, 128) * 128  # with padding

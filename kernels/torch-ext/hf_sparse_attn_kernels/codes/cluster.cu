@@ -372,7 +372,7 @@ DEVICE void emit(Shared& s, const Arguments& a, const Place& at, int n, int toke
 DEVICE int choose(Shared& s, const Arguments& a, const Place& at, const u16* keys) {
   const int count = min(at.scored, a.max_tokens), newest = at.scored - at.candidates, need = count - newest;
   Among among;
-  const Last last = find_last(s.choice, at, keys, need, s.barriers, 0, among);
+  const Last last = find_last(s.choice, at, keys, need, s.barriers, among);
   MARK(Stage::EDGE);
   emit_chosen(s.choice, at, among, last, [&](int n, int place) { emit(s, a, at, n, at.first_page * PAGE + place); });
   if (at.rank == CLUSTER - 1 && at.tid < newest) emit(s, a, at, need + at.tid, at.candidates + at.tid);

@@ -33,35 +33,18 @@ class Prepared(NamedTuple):
         return cdiv(self.parts.shape[1], HEADS_AT_ONCE)
 
 
-class Again(NamedTuple):
-    """What tokens with provisional scores are estimated from again."""
-
-    stand_ins: torch.Tensor
-    """float32 [pairs, group], base 2: what provisional scores have for the log-sum-exp of every head."""
-    codes: torch.Tensor
-    factors: torch.Tensor
-    parts: torch.Tensor
-    """Of `Prepared`, like the next."""
-    slopes: torch.Tensor
-    page_scores: torch.Tensor
-    offset_scale: float
-
-
 class Scanned(NamedTuple):
     """What a scan found: the scores, or for a reduction by softmax what they are to be reduced from."""
 
     scores: torch.Tensor
-    """float16 [batch, kv_heads, num_tokens]; without values as long as there are estimates. Provisional ones are
-    logarithms to the base of 2."""
+    """float16 [batch, kv_heads, num_tokens]; without values as long as there are estimates."""
     estimates: torch.Tensor | None = None
     """float16 [pairs, num_tokens, group], base 2."""
     program_lse: torch.Tensor | None = None
     """float32 [pairs, programs, group], base 2: the log-sum-exp of a program's estimates."""
     tokens_per_program: int = 0
     heads: int = 1
-    """Query heads of a group, the first ones of the estimates', which may be more."""
-    again: Again | None = None
-    """For provisional scores."""
+    """Query heads of a group, the first ones of the estimates'."""
 
     @property
     def group(self) -> int:

@@ -140,14 +140,9 @@ def scan(
     row_bounds: tuple[torch.Tensor, torch.Tensor],
     num_tokens: int,
     first_page: int = 0,
-    *,
-    provisional: bool = False,
 ) -> Scanned:
-    """Launch the scan, of products of bits where it serves the call, else `scan_codes_kernel`.
-
-    With `provisional` the former leaves provisional scores by softmax, with all that the choice needs of the others.
-    """
-    scanned = bit_scan.scan(prepared, codes, factors, row_bounds, num_tokens, first_page, provisional)
+    """Launch the scan, of products of bits where it serves the call, else `scan_codes_kernel`."""
+    scanned = bit_scan.scan(prepared, codes, factors, row_bounds, num_tokens, first_page)
     if scanned is not None:
         return scanned
     batch, kv_heads, capacity = codes.shape[:3]
@@ -199,7 +194,7 @@ def scan(
         **launch_options(device),
     )
     if not prepared.softmax:
-        return Scanned(scores, heads=sizes["HEADS"])
+        return Scanned(scores)
     return Scanned(scores, estimates, program_lse, tokens_per_program, sizes["HEADS"])
 
 

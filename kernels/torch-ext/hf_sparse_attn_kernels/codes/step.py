@@ -8,7 +8,6 @@ import triton.language as tl
 
 from .._check import check_triton
 from .._triton import launch_options, next_power_of_2, wait_for_previous_kernel
-from .choose import takes_provisional
 from .encode import encode_options, encode_page
 from .prepared import PAGES_AT_ONCE
 from .query import prepare_query
@@ -238,6 +237,5 @@ def append_and_select_tokens(
         **prepared.sizes,
         **launch_options(query.device),
     )
-    provisional = takes_provisional(prepared, num_tokens)
-    scanned = scan(prepared, codes, factors, row_bounds, num_tokens, provisional=provisional)
+    scanned = scan(prepared, codes, factors, row_bounds, num_tokens)
     return choose(scanned, row_bounds, max_tokens=max_tokens, sink_tokens=sink_tokens, page_size=page_size)
