@@ -68,6 +68,7 @@ def run(
         expected = session.expected_seconds(wanted)
         if expected is not None:
             on_start(expected)
+        session.complete_records()
         started = time.perf_counter()
         session.measure(wanted, on_record)
         seconds = time.perf_counter() - started

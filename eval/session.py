@@ -76,6 +76,29 @@ class Session:
         if finished < total:
             on_record(total, total, None)
 
+    def complete_records(self) -> None:
+        """Say of records that are older than the field ``truncated`` whether their prompts were cut.
+
+        Their samples are built again for that. They are the records' if all prompts and questions of a task and length
+        have as many tokens; else the records stay as they are.
+        """
+        if not self.processes.is_main:
+            return
+        older: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+        for record in self.store.records():
+            if record["error"] is None and record.get("truncated") is None:
+                older.setdefault((record["task"], record["length"]), []).append(record)
+        for (task, length), records in older.items():
+            ids = {record["sample_id"] for record in records}
+            items = [
+                item for item in self.items if (item.task, item.length) == (task, length) and item.sample_id in ids
+            ]
+            samples = {item.sample_id: _built(item) for item in items}
+            pairs = [(record, samples.get(record["sample_id"])) for record in records]
+            if all(sample is not None and _is_of(sample, record) for record, sample in pairs):
+                for record, sample in pairs:
+                    self.store.append(record | {"truncated": sample is not None and sample.truncated})
+
     def _units(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> list[Unit]:
         """Divide records over units of work; for several processes into more of them, with the longest first.
 
@@ -157,6 +180,20 @@ def open_session(
         engine = Engine(model, prepared.tokenizer, config)
         provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
         yield Session(config, prepared.items, patchable, engine, store, processes, provenance)
+
+
+def _built(item: Item) -> Sample | None:
+    """Return an item's sample, or None if it cannot be built any more."""
+    try:
+        return item.build()
+    except Exception:  # as in a run, one bad sample must not end it
+        return None
+
+
+def _is_of(sample: Sample, record: dict[str, Any]) -> bool:
+    """Return whether prompt and question of a sample have as many tokens as a record says."""
+    question = len(sample.question_ids)
+    return (record["prompt_tokens"], record["question_tokens"]) == (len(sample.material_ids) + question, question)
 
 
 def _without(done: set[RecordKey], item: Item, variants: Sequence[Variant]) -> list[Variant]:

@@ -237,6 +237,21 @@ def test_finished_run_is_not_run_again(tmp_path, loaded, model_dir):
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_records_older_than_a_field_are_completed_where_the_samples_are_theirs(
+    tmp_path, loaded, model_dir, monkeypatch, changed
+):
+    summary = go(tmp_path, loaded, model_dir)
+    rows = tmp_path / "rows.jsonl"
+    whole = read_records(rows)
+    older = [{name: value for name, value in record.items() if name != "truncated"} for record in whole]
+    older[1]["prompt_tokens"] += changed
+    rows.write_text("".join(json.dumps(record) + "\n" for record in older))
+    monkeypatch.setattr(Engine, "run", lambda engine, jobs: iter(jobs))  # there are none
+    assert go(tmp_path, loaded, model_dir)["date"] == summary["date"]
+    assert read_records(rows) == (older if changed else whole)
+
+
 def test_a_summary_names_the_machines_that_measured_its_records(tmp_path, loaded, model_dir):
     here = go(tmp_path, loaded, model_dir)["device"]
     rows = tmp_path / "rows.jsonl"
