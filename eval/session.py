@@ -82,8 +82,15 @@ class Session:
         Their samples are built again for that. They are the records' if all prompts and questions of a task and length
         have as many tokens; else the records stay as they are.
         """
-        if not self.processes.is_main:
-            return
+        failed = None
+        if self.processes.is_main:
+            try:
+                self._complete_records()
+            except EvalError as error:
+                failed = error
+        self.processes.agree(failed)
+
+    def _complete_records(self) -> None:
         older: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
         for record in self.store.records():
             if record["error"] is None and record.get("truncated") is None:
