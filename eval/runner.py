@@ -68,7 +68,6 @@ def run(
         expected = session.expected_seconds(wanted)
         if expected is not None:
             on_start(expected)
-        session.complete_records()
         started = time.perf_counter()
         session.measure(wanted, on_record)
         seconds = time.perf_counter() - started
@@ -76,7 +75,8 @@ def run(
         summary: dict[str, Any] = {}
         if processes.is_main:
             engine, items = session.engine, session.items
-            records = session.store.merge([key_of(item, variant) for item in items for variant in variants])
+            order = [key_of(item, variant) for item in items for variant in variants]
+            records = session.store.merge(order, session.completed)
             times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
             summary = {
                 "config": config.as_json(),

@@ -76,35 +76,24 @@ class Session:
         if finished < total:
             on_record(total, total, None)
 
-    def complete_records(self) -> None:
-        """Say of records that are older than the field ``truncated`` whether their prompts were cut.
+    def completed(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the records; those older than the field ``truncated`` say now whether their prompts were cut.
 
         Their samples are built again for that. They are the records' if all prompts and questions of a task and length
         have as many tokens; else the records stay as they are.
         """
-        failed = None
-        if self.processes.is_main:
-            try:
-                self._complete_records()
-            except EvalError as error:
-                failed = error
-        self.processes.agree(failed)
-
-    def _complete_records(self) -> None:
-        older: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
-        for record in self.store.records():
-            if record["error"] is None and record.get("truncated") is None:
-                older.setdefault((record["task"], record["length"]), []).append(record)
-        for (task, length), records in older.items():
-            ids = {record["sample_id"] for record in records}
-            items = [
-                item for item in self.items if (item.task, item.length) == (task, length) and item.sample_id in ids
-            ]
-            samples = {item.sample_id: _built(item) for item in items}
-            pairs = [(record, samples.get(record["sample_id"])) for record in records]
-            if all(sample is not None and _is_of(sample, record) for record, sample in pairs):
-                for record, sample in pairs:
-                    self.store.append(record | {"truncated": sample is not None and sample.truncated})
+        older = {record_key(record): record for record in records if _is_older(record)}
+        of_samples = {key[:3] for key in older}
+        samples = {
+            key: _built(item) for item in self.items if (key := (item.task, item.length, item.sample_id)) in of_samples
+        }
+        changed = {key[:2] for key, record in older.items() if not _is_of(samples.get(key[:3]), record)}
+        found = {
+            key: {"truncated": sample.truncated}
+            for key in older
+            if (sample := samples.get(key[:3])) is not None and key[:2] not in changed
+        }
+        return [record | found.get(record_key(record), {}) for record in records]
 
     def _units(self, wanted: Sequence[tuple[Item, Sequence[Variant]]]) -> list[Unit]:
         """Divide records over units of work; for several processes into more of them, with the longest first.
@@ -197,8 +186,15 @@ def _built(item: Item) -> Sample | None:
         return None
 
 
-def _is_of(sample: Sample, record: dict[str, Any]) -> bool:
+def _is_older(record: dict[str, Any]) -> bool:
+    """Return whether a record of an answered sample does not say whether its prompt was cut."""
+    return record["error"] is None and record.get("truncated") is None
+
+
+def _is_of(sample: Sample | None, record: dict[str, Any]) -> bool:
     """Return whether prompt and question of a sample have as many tokens as a record says."""
+    if sample is None:
+        return False
     question = len(sample.question_ids)
     return (record["prompt_tokens"], record["question_tokens"]) == (len(sample.material_ids) + question, question)
 

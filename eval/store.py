@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,17 @@ class Store:
         except OSError as error:
             raise EvalError(f"{self.own_file} cannot be written: {error}; the records so far are kept") from error
 
-    def merge(self, order: Sequence[RecordKey]) -> list[dict[str, Any]]:
-        """Write all records to ``rows.jsonl``, in ``order`` (others after them), and remove the processes' files."""
+    def merge(
+        self,
+        order: Sequence[RecordKey],
+        completed: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = list,
+    ) -> list[dict[str, Any]]:
+        """Write all records to ``rows.jsonl``, in ``order`` (others after them), and remove the processes' files.
+
+        ``completed`` may add to the records what older ones do not say.
+        """
         rank = {key: number for number, key in enumerate(order)}
-        records = sorted(self.records(), key=lambda record: rank.get(record_key(record), len(rank)))
+        records = sorted(completed(self.records()), key=lambda record: rank.get(record_key(record), len(rank)))
         path = self.folder / "rows.jsonl"
         try:
             write_lines(path, map(encode_record, records))
