@@ -178,6 +178,8 @@ DEVICE void add_global(u64* address, u64 value) {
 
 DEVICE void add_shared(u32* address) { atomicAdd(address, 1u); }
 DEVICE int take_place(int* next) { return atomicAdd(next, 1); }
+// Bits from the i-th on, all in one word.
+DEVICE void set_bits(u32* words, u32 i, u32 bits) { atomicOr(&words[i / 32], bits << i % 32); }
 
 // ---- the kernel before this one, and the one after it
 

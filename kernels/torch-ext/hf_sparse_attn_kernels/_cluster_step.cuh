@@ -77,6 +77,37 @@ DEVICE int sum_before(Shared& s, const Place& at, int value) {
   return sum + warp_sum(at.lane < at.warp ? s.warp_total[at.lane] : 0) - value;
 }
 
+// Find the bin in which the `need`-th member lies: s.edge, with s.above before it and s.level in it, if there are as many.
+// The bins of a thread follow those of the threads before, and have so many.
+template <int COUNT, class Shared, class Place>
+DEVICE void find_bin(Shared& s, const Place& at, const int (&count)[COUNT], int need) {
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) sum += count[i];
+  int before = sum_before(s, at, sum);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    if (before < need && need <= before + count[i]) s.edge = at.tid * COUNT + i, s.above = before, s.level = count[i];
+    before += count[i];
+  }
+  sync_block();
+}
+
+// The same for the BINS bins of this block's histogram.
+template <int BINS, class Shared, class Place>
+DEVICE void find_bin(Shared& s, const Place& at, const u32* histogram, int need) {
+  constexpr int BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
+  int count[BINS_EACH];
+  if (at.tid == 0) s.edge = s.above = s.level = 0;
+  sync_block();                                           // the histogram is complete
+#pragma unroll
+  for (int i = 0; i < BINS_EACH; i++) {
+    const int bin = at.tid * BINS_EACH + i;
+    count[i] = bin < BINS ? (int)histogram[bin] : 0;
+  }
+  find_bin(s, at, count, need);
+}
+
 // Send this block's histogram of BINS bins to all blocks, add theirs up, and find the bin in which the `need`-th member
 // lies: s.edge, with s.above before it and s.level in it; of each block, s.above_of (added up) and s.level_of. The bins
 // arrive in `counts_in`, by the barrier's phase of this parity.
@@ -86,22 +117,15 @@ DEVICE void find_edge(Shared& s, const Place& at, Words4 (&counts_in)[CLUSTER][B
   constexpr int VECTORS = BINS / 8, BINS_EACH = BINS / THREADS > 0 ? BINS / THREADS : 1;
   send_counts<BINS>(s, at, counts_in, barrier);
   wait_barrier(barrier, parity);
-  int count[BINS_EACH], sum = 0;
+  int count[BINS_EACH];
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {
     count[i] = 0;
     const int bin = at.tid * BINS_EACH + i;
 #pragma unroll
     for (int c = 0; c < CLUSTER; c++) count[i] += bin < BINS ? ((const u16*)counts_in[c])[bin] : 0;
-    sum += count[i];
   }
-  int before = sum_before(s, at, sum);
-#pragma unroll
-  for (int i = 0; i < BINS_EACH; i++) {
-    if (before < need && need <= before + count[i]) s.edge = at.tid * BINS_EACH + i, s.above = before, s.level = count[i];
-    before += count[i];
-  }
-  sync_block();
+  find_bin(s, at, count, need);
 #pragma unroll 1
   for (int c = at.warp; c < CLUSTER; c += WARPS) {
     int above = 0;

@@ -45,9 +45,10 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "softmax_scan": {"block_t": 256, "per_multiprocessor": 8, "warps": 2, "stages": 3},
     # Blocks of the scan in CUDA C++ for each multiprocessor, or 0 for Triton's, as on devices that were not measured.
     "bit_scan": {"per_multiprocessor": 0},
-    # Blocks in the cluster of each row and KV head that chooses tokens, or 0 for Triton's two launches, as on devices
-    # that were not measured; threads in a block.
-    "token_choice": {"cluster": 0, "threads": 512},
+    # Threads in a block of the first of two launches in CUDA C++ that choose tokens, or 0 for what follows, which also
+    # serves what they do not: blocks in the cluster of each row and KV head, or 0 for Triton's two launches, as on
+    # devices that were not measured; threads in a block.
+    "token_choice": {"keep": 0, "cluster": 0, "threads": 512},
     # Blocks in the cluster of each row and KV head, or 0 for separate launches, as on devices that were not measured;
     # threads in a block. For Quest's step, for KeyCodes', and for PSA's, which has not been measured.
     "cluster_step": {"cluster": 0, "threads": 512},
@@ -200,8 +201,14 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     ],
     "bit_scan": [{"per_multiprocessor": per_multiprocessor} for per_multiprocessor in (0, 4, 8, 12, 16, 24)],
     "token_choice": [
-        {"cluster": cluster, "threads": threads}
-        for cluster, threads in ((0, 512), (16, 512), (8, 512), (4, 512), (2, 512), (16, 1024), (4, 1024), (2, 1024))
+        {"cluster": cluster, "threads": threads, "keep": keep}
+        for cluster, threads, keep in (
+            (0, 512, 0),
+            *((cluster, 512, 0) for cluster in (16, 8, 4, 2)),
+            *((cluster, 1024, 0) for cluster in (16, 8, 4, 2)),
+            (0, 512, 512),
+            (0, 512, 1024),
+        )
     ],
     "cluster_step": [
         {"cluster": cluster, "threads": threads}

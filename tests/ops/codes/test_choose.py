@@ -4,17 +4,33 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import select_tokens_by_score
-from hf_sparse_attn_kernels.codes import choose
+from hf_sparse_attn_kernels.codes import choose, keep
 from hf_sparse_attn_kernels.codes.prepared import Scanned
 
 from tests.ops.codes.test_select_tokens_by_score import awkward_scores, make_scores
-from tests.ops.emulation import clusters_fixture
+from tests.ops.emulation import clusters_fixture, compiled_for_cpu
 from tests.ops.helpers import device, grid, int32
 
-CHOICE = {"cluster": 2, "threads": 256}
+CHOICE = {"cluster": 2, "threads": 256, "keep": 0}
 
 pytestmark = pytest.mark.usefixtures("on_clusters")
 on_clusters = clusters_fixture(choose, "choose_by_score")
+KEEPING = {"cluster": 2, "threads": 256, "keep": 256}
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    """Launch two or three blocks for each row and KV head; on the CPU where there is no device."""
+    monkeypatch.setattr(keep, "multiprocessors", lambda device: 1)
+    if not torch.cuda.is_available():
+
+        def kernel_of(device, name, *shape):
+            return compiled_for_cpu(keep.SOURCES[name], keep.kernel_macros(name, *shape), name)
+
+        monkeypatch.setattr(keep, "_kernel", kernel_of)
+        monkeypatch.setattr(keep, "CHOOSING_THREADS", 256)
+    else:
+        keep._kernel.cache_clear()
 
 
 def _choose(scanned, lengths, config=CHOICE, **options):
@@ -30,10 +46,10 @@ def _choose(scanned, lengths, config=CHOICE, **options):
     ("lengths", "width", "max_tokens", "sink_tokens", "page_size", "config"),
     [
         ([0, 1, 16, 17, 63, 111], 112, 40, 4, 16, CHOICE),
-        ([700, 63], 704, 100, 0, 64, {"cluster": 3, "threads": 256}),
+        ([700, 63], 704, 100, 0, 64, {"cluster": 3, "threads": 256, "keep": 0}),
         ([640, 641, 630], 656, 52, 4, 48, CHOICE),
-        ([90], 80, 200, 30, 16, {"cluster": 1, "threads": 256}),
-        ([5000], 5000, 700, 9, 16, {"cluster": 3, "threads": 512}),
+        ([90], 80, 200, 30, 16, {"cluster": 1, "threads": 256, "keep": 0}),
+        ([5000], 5000, 700, 9, 16, {"cluster": 3, "threads": 512, "keep": 0}),
         grid([333], 336, 17, 1, 16, CHOICE),
     ],
 )
@@ -54,9 +70,75 @@ def test_ties_nan_and_infinite_scores():
     assert all(map(torch.equal, found, expected))
 
 
+def _sampled_places(candidates):
+    """The first tokens of the pairs that the kernel's sample has."""
+    numbers, bits = torch.arange(1024), (1 << 32) - 1
+    mixed = numbers * 0x9E3779B1 & bits
+    mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & bits
+    pairs = candidates // 2
+    return 2 * ((numbers * pairs + ((mixed >> 22) * pairs >> 10)) // 1024)
+
+
+def _among_the_sample(places, width, generator):
+    scores = torch.rand(width, generator=generator) - 9
+    scores[places[torch.randperm(len(places), generator=generator)[:200]]] += 7
+    return scores
+
+
+SAMPLED_SCORES = {
+    "normal": lambda places, width, generator: torch.randn(width, generator=generator),
+    "heavy tails": lambda places, width, generator: torch.randn(width, generator=generator) ** 5,
+    "equal": lambda places, width, generator: torch.full((width,), -3.0),
+    "three values": lambda places, width, generator: torch.randint(3, (width,), generator=generator),
+    "the best lie together": lambda places, width, generator: torch.arange(width) / 500 - 30,
+    "a sample of the best": _among_the_sample,
+    "few far above the rest": lambda places, width, generator: (
+        torch.where(torch.rand(width, generator=generator) < 0.05, 100.0, -9.0) + torch.rand(width, generator=generator)
+    ),
+    "infinite": lambda places, width, generator: torch.full((width,), -float("inf")),
+    "NaN among few": lambda places, width, generator: torch.where(
+        torch.rand(width, generator=generator) < 0.05, 1.0, torch.nan
+    ),
+}
+"""Scores of a row, given the tokens of the sample, by what they are like."""
+
+
+@pytest.mark.parametrize("kind", SAMPLED_SCORES)
+@pytest.mark.usefixtures("keeping")
+def test_a_sample_leaves_few_tokens(kind):
+    generator, width = torch.Generator().manual_seed(0), 12_000
+    places = _sampled_places(11_712)
+    rows = [SAMPLED_SCORES[kind](places, width, generator).float() for _ in range(2)]
+    scores = torch.stack(rows).half()[None].to(device)
+    # A sample would leave most of the tokens for the second budget, and in this row for the third.
+    for max_tokens, sink_tokens in ((400, 4), (2000, 0), (1480, 0), (300, 130)):
+        options = {"max_tokens": max_tokens, "sink_tokens": sink_tokens, "page_size": 64}
+        found, bounds = _choose(Scanned(scores), [11_750], KEEPING, **options)
+        expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.parametrize("kind", ["normal", "three values", "the best lie together"])
+def test_full_lists(kind, monkeypatch):
+    monkeypatch.setattr(keep, "MOST_KEPT", 512)
+    monkeypatch.setattr(keep, "ROOM", 1024)
+    test_a_sample_leaves_few_tokens(kind)
+
+
 @pytest.mark.parametrize("heads", [2, 3, 4, 5, 8])
 def test_estimates_are_reduced_over_the_heads_by_softmax(heads):
-    lengths, width, per_block = [1300, 700, 1], 1408, 256
+    _check_estimates([1300, 700, 1], 1408, heads)
+
+
+@pytest.mark.parametrize("heads", [4, 7])
+@pytest.mark.usefixtures("keeping")
+def test_a_sample_leaves_few_estimates(heads):
+    _check_estimates([9600, 7000, 2000], 9728, heads, KEEPING)
+
+
+def _check_estimates(lengths, width, heads, config=CHOICE):
+    per_block = 256
     columns, pages = 4 if heads <= 4 else 8, [(max(length - 1, 0)) // 64 for length in lengths]
     generator = torch.Generator().manual_seed(heads)
     estimates = (torch.randn(6, width, columns, generator=generator) * 8).half()
@@ -75,7 +157,7 @@ def test_estimates_are_reduced_over_the_heads_by_softmax(heads):
     empty = torch.full((3, 2, width), float("nan"), dtype=torch.float16, device=device)
     scanned = Scanned(empty, estimates.to(device), lse.to(device), per_block, heads)
     options = {"max_tokens": 200, "sink_tokens": 4, "page_size": 64}
-    found, bounds = _choose(scanned, lengths, **options)
+    found, bounds = _choose(scanned, lengths, config, **options)
     scores = scores.half().to(device)
     expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
     assert torch.equal(found[1], expected[1])

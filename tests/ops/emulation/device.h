@@ -213,6 +213,7 @@ DEVICE void prefetch_l2(const void*, u32) {}
 DEVICE void add_global(u64* address, u64 value) { __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 DEVICE void add_shared(u32* address) { __atomic_fetch_add(address, 1, __ATOMIC_RELAXED); }
 DEVICE int take_place(int* next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
+DEVICE void set_bits(u32* words, u32 i, u32 bits) { __atomic_fetch_or(&words[i / 32], bits << i % 32, __ATOMIC_RELAXED); }
 
 // ---- barriers in shared memory, and stores to another block's
 

@@ -1,4 +1,7 @@
-"""Launcher of the choice of tokens on thread-block clusters: for compute capability 9.0 and later."""
+"""Launcher of the choice of tokens in CUDA C++, on thread-block clusters or in two launches.
+
+For compute capability 9.0 and later.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import torch
 from .._cluster import ALIGNMENT, MOST_SHARED, ClusterKernel, Plan, Room, plan_launch
 from .._triton import cdiv
 from .._tuning import choice
+from . import keep
+from .keep import COMMON, PAGE
 from .prepared import Scanned
 
-SOURCES = ("_cluster.cuh", "codes/bits.cuh", "_cluster_step.cuh", "codes/choice.cuh", "codes/choose.cu")
-HEAD_DIM, PAGE, BINS, LOWER_BINS, MOST_LISTED = 128, 64, 512, 128, 256
+SOURCES = (*COMMON, "codes/choose.cu")
+HEAD_DIM, BINS, LOWER_BINS, MOST_LISTED = 128, 512, 128, 256
 MOST_GROUP, REGISTERS_FOR = 8, 1024
 """Query heads of a group, and threads that a multiprocessor has registers for."""
 MOST_LOCAL_PAGES = 65535 // PAGE
@@ -34,7 +39,7 @@ def choose(
     sink_tokens: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Launch the kernel, or return None for a call that it does not serve, or that Triton's kernels serve faster.
+    """Launch the kernels, or return None for a call that they do not serve, or that Triton's kernels serve faster.
 
     Arguments and results are those of `select.choose`.
     """
@@ -42,7 +47,13 @@ def choose(
     batch, kv_heads, num_tokens = scores.shape
     if scanned.heads > MOST_GROUP or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
         return None
-    plan = plan_of(scores.device, scanned, batch * kv_heads, num_tokens)
+    config = choice_of(scores.device, batch * kv_heads, scanned.heads, num_tokens)
+    if config["keep"]:
+        options = {"max_tokens": max_tokens, "sink_tokens": sink_tokens, "page_size": page_size}
+        chosen = keep.choose(scanned, row_bounds, threads=config["keep"], **options)
+        if chosen is not None:
+            return chosen
+    plan = plan_of(scores.device, scanned, num_tokens, config)
     if plan is None:
         return None
     indices = torch.empty((batch, kv_heads, max_tokens), dtype=torch.int32, device=scores.device)
@@ -62,9 +73,8 @@ def choose(
     return indices, counts
 
 
-def plan_of(device: torch.device, scanned: Scanned, pairs: int, tokens: int) -> Plan | None:
+def plan_of(device: torch.device, scanned: Scanned, tokens: int, config: dict[str, int]) -> Plan | None:
     """Return how the choice is launched, or None where the launch choice is Triton's kernels, or there is no room."""
-    config = choice_of(device, pairs, scanned.heads, tokens)
     if not config["cluster"]:
         return None
     softmax = scanned.estimates is not None

@@ -23,7 +23,7 @@ LEAST_REDUCED, MOST_REDUCED = 2048, 8192  # estimates that a program reduces
 MOST_LSE = 8192  # numbers of the scan's programs that a later one loads at once
 LEAST_COLUMNS = 8  # of a product
 LEAST_GROUP = 4
-SCORING_PROGRAMS = 4  # for each multiprocessor
+SCORING_PROGRAMS = 3  # for each multiprocessor
 
 
 def plan(

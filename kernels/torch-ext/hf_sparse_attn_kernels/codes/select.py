@@ -8,7 +8,7 @@ is rare, or with more than a program holds at once, which ties and large budgets
 
 Scores that are still estimates of several heads are reduced by the first launch.
 
-Where it was measured to be faster, one launch on thread-block clusters takes the place of both.
+Where it was measured to be faster, a launch on thread-block clusters or two in CUDA C++ take the place of both.
 """
 
 from __future__ import annotations
