@@ -175,9 +175,10 @@ def test_what_it_does_not_serve_is_left_to_triton():
     bounds = int32([0]), int32([200])
     scores = make_scores(1, 200).half().to(device)
     unaligned = scores.new_empty(401)[1:].view(1, 2, 200).copy_(scores)
-    refused = (Scanned(make_scores(1, 204).half().to(device)), Scanned(scores)._replace(heads=9), Scanned(unaligned))
+    of_nine = Scanned(scores, scores.new_zeros(2, 200, 16), scores.new_zeros(2, 1, 16).float(), 256, heads=9)
+    refused = (Scanned(make_scores(1, 204).half().to(device)), of_nine, Scanned(unaligned))
     with tuning.forced(token_choice=CHOICE):
-        assert choose.choose(Scanned(scores), bounds, **options) is not None
+        assert choose.choose(Scanned(scores, heads=9), bounds, **options) is not None
         for scanned in refused:
             assert choose.choose(scanned, bounds, **options) is None
     assert choose.choose(Scanned(scores.cpu()), tuple(each.cpu() for each in bounds), **options) is None

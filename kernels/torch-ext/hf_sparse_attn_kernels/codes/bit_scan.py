@@ -66,7 +66,7 @@ def scan(
     )
     kernel((blocks, pairs), SHARED, _stream(device), arguments)
     if estimates is None:
-        return Scanned(scores)
+        return Scanned(scores, heads=heads)
     return Scanned(scores, estimates, block_lse, block_pages * PAGE, heads)
 
 

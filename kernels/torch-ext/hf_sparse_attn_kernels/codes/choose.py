@@ -45,7 +45,8 @@ def choose(
     """
     scores = scanned.scores
     batch, kv_heads, num_tokens = scores.shape
-    if scanned.heads > MOST_GROUP or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
+    estimates = 1 if scanned.estimates is None else scanned.heads
+    if estimates > MOST_GROUP or num_tokens % NEIGHBOURS or scores.data_ptr() % ALIGNMENT:
         return None
     config = choice_of(scores.device, batch * kv_heads, scanned.heads, num_tokens)
     if config["keep"]:

@@ -44,7 +44,7 @@ class Scanned(NamedTuple):
     """float32 [pairs, programs, group], base 2: the log-sum-exp of a program's estimates."""
     tokens_per_program: int = 0
     heads: int = 1
-    """Query heads of a group, the first ones of the estimates'."""
+    """Query heads of a group, the first ones of the estimates'; 1 if the scores are all that is known."""
 
     @property
     def group(self) -> int:

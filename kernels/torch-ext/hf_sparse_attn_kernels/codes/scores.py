@@ -194,7 +194,7 @@ def scan(
         **launch_options(device),
     )
     if not prepared.softmax:
-        return Scanned(scores)
+        return Scanned(scores, heads=sizes["HEADS"])
     return Scanned(scores, estimates, program_lse, tokens_per_program, sizes["HEADS"])
 
 
