@@ -19,8 +19,9 @@ from op_bench.cluster_compile import compile_kernels
 from op_bench.dense import fast_backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.quest_entries import check_step, run_step, take_newest_token_away
-from op_bench.shapes import CLUSTER_SHAPES, CLUSTER_TUNED_SHAPES, QUICK_CLUSTER_SHAPES, Shape
-from op_bench.workload import Layer, layer_bytes, make_layer
+from op_bench.shapes import CLUSTER_SHAPES, CLUSTER_TUNED_SHAPES, QUICK_CLUSTER_SHAPES, TEXT_SHAPES, Shape
+from op_bench.text_like import on_text
+from op_bench.workload import Layer, layer_bytes, make_layer, summarize
 
 KIND = "int8"
 """Kind of the page bounds: clusters serve no other."""
@@ -207,3 +208,4 @@ CLUSTERS = Family(
     more_tuned=CLUSTER_TUNED_SHAPES,
     setup=partial(compile_chosen, cluster, CLUSTER_SHAPES),
 )
+CLUSTERS_ON_TEXT = on_text(CLUSTERS, TEXT_SHAPES, summarize)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from op_bench.registry import CLUSTER_STEPS, CODE_STEPS
 from op_bench.results import Record, shape_of
+from op_bench.shapes import Shape
 from op_bench.tables import by_shape, measured_with, shape_cells, table
+from op_bench.text_like import SUFFIX
 
 Step = tuple[str, str]
 """Op and variant of an entry."""
@@ -20,6 +24,19 @@ COLUMNS = (
     "which",
     "host: clusters, µs",
     "host: separate launches, µs",
+)
+TEXT_COLUMNS = (
+    "by default, µs",
+    "at random, µs",
+    "ratio",
+    "separate launches, µs",
+    "at random, µs",
+    "ratio",
+)
+TEXT = (
+    "The keys above are drawn at random, so the chosen ones lie anywhere. In a text a first token has much weight, the "
+    "last ones and some passages have, and tokens that follow one another are alike. These are times of the same steps "
+    "with such keys, which a choice that takes samples, or divides the row between blocks, could take badly:\n"
 )
 QUEST_STAGES = (
     "The stages: `query` loads the query and makes whole numbers of it; `scores` scores pages and appends the "
@@ -49,19 +66,22 @@ def code_step_part(report: Record) -> list[str]:
 def _step_part(report: Record, title: str, steps: dict[str, tuple[Step, Step]], described: str) -> list[str]:
     """Return a table for each pair of entries, on clusters and as separate launches, each after its heading."""
     measured = sorted((entry for entry in report["entries"] if entry["times"]), key=by_shape)
-    tables, timed, clocked = [], [], []
+    tables, timed, clocked, of_text = [], [], [], []
     for heading, both in steps.items():
-        clusters, launches = (
-            {shape_of(entry): entry for entry in measured if (entry["op"], entry["variant"]) == step} for step in both
-        )
-        shapes = [shape for shape in clusters if shape in launches]
-        if not shapes:
+        pairs = _measured_both(measured, both)
+        if not pairs:
             continue
-        rows = [[*shape_cells(shape), *_cells(clusters[shape], launches[shape])] for shape in shapes]
+        rows = [[*shape_cells(shape), *_cells(*pair)] for shape, pair in pairs.items()]
         tables += [heading] if heading else []
         tables.append(table((*NAMES, *COLUMNS), rows))
-        timed += [by_way[shape] for shape in shapes for by_way in (clusters, launches)]
-        clocked += [clusters[shape] for shape in shapes if clusters[shape].get("stages")]
+        timed += [entry for pair in pairs.values() for entry in pair]
+        clocked += [clusters for clusters, _ in pairs.values() if clusters.get("stages")]
+        text = _measured_both(measured, tuple((op, variant + SUFFIX) for op, variant in both))
+        rows = [
+            [*shape_cells(shape), *_text_cells(*pair, *pairs[shape])] for shape, pair in text.items() if shape in pairs
+        ]
+        if rows:
+            of_text += [*([heading] if heading else []), table((*NAMES, *TEXT_COLUMNS), rows)]
     if not tables:
         return []
     return [
@@ -72,8 +92,27 @@ def _step_part(report: Record, title: str, steps: dict[str, tuple[Step, Step]], 
         "attention's time over the step's. The host's time is that of one uncompiled call.\n",
         f"Measured with {measured_with(report, timed)}.\n",
         *tables,
+        *((TEXT, *of_text) if of_text else ()),
         *(_stage_part(clocked, described) if clocked else ()),
     ]
+
+
+def _measured_both(measured: Sequence[Record], both: Sequence[Step]) -> dict[Shape, tuple[Record, ...]]:
+    """Return the entries of two steps by shape, where both were measured."""
+    first, second = (
+        {shape_of(entry): entry for entry in measured if (entry["op"], entry["variant"]) == step} for step in both
+    )
+    return {shape: (first[shape], second[shape]) for shape in first if shape in second}
+
+
+def _text_cells(*entries: Record) -> list[str]:
+    """Return cells of a step with keys as in a text, by default and as separate launches; then come those at random."""
+    cells = []
+    for entry, random in zip(entries[:2], entries[2:], strict=True):
+        time, of_random = (each["times"]["layers"]["median"] for each in (entry, random))
+        ratio = f"{entry['against']['layers']['ratio']:.2f}" if entry["against"] else "-"
+        cells += [f"{time:.1f}", f"{of_random:.1f}", ratio]
+    return cells
 
 
 def _cells(clusters: Record, launches: Record) -> list[str]:

@@ -13,10 +13,11 @@ from hf_sparse_attn_kernels.codes import cluster
 from op_bench import oracle
 from op_bench.cluster_entries import cluster_details, compile_chosen, host_times
 from op_bench.code_entries import check_step, run_step, step_bytes
-from op_bench.code_workload import CodedLayer, code_layer_bytes, make_code_layer
+from op_bench.code_workload import CodedLayer, code, code_layer_bytes, make_code_layer
 from op_bench.dense import fast_backends
 from op_bench.entry import Entry, Family, Outputs
-from op_bench.shapes import CODE_STEP_SHAPES, CODE_STEP_TUNED_SHAPES, QUICK_CODE_SHAPES
+from op_bench.shapes import CODE_STEP_SHAPES, CODE_STEP_TUNED_SHAPES, QUICK_CODE_SHAPES, TEXT_SHAPES
+from op_bench.text_like import on_text
 
 REDUCTIONS = ("softmax", "max")
 """Reductions over a group; the first is the method's default, whose stages are clocked."""
@@ -108,3 +109,4 @@ CODE_CLUSTERS = Family(
         compile_chosen, cluster, CODE_STEP_SHAPES, [cluster.REDUCTIONS[group_reduce] for group_reduce in REDUCTIONS]
     ),
 )
+CODE_CLUSTERS_ON_TEXT = on_text(CODE_CLUSTERS, TEXT_SHAPES, code)

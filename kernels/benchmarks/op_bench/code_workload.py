@@ -145,9 +145,14 @@ def make_code_layer(
         coded=torch.zeros(pair, dtype=torch.int32, device=device),
         query_centre=normal(*pair, shape.head_dim, dtype=torch.float32),
     )
+    code(layer, impl)
+    return layer
+
+
+def code(layer: CodedLayer, impl: str | None) -> None:
+    """Code all pages of a layer, and from the codes compute scores and a selection."""
     layer.spoil()
     layer.encode(0, None, impl)
     layer.scores = ops.code_scores(layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, impl=impl)
     selection = ops.select_tokens_by_score(layer.scores, **layer.row_bounds, **layer.choice, impl=impl)
     layer.block_indices, layer.block_counts = selection
-    return layer

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from op_bench.cluster_entries import CLUSTERS
+from op_bench.cluster_entries import CLUSTERS, CLUSTERS_ON_TEXT
 from op_bench.code_entries import CODES
-from op_bench.code_step_entries import CODE_CLUSTERS, STEPS
+from op_bench.code_step_entries import CODE_CLUSTERS, CODE_CLUSTERS_ON_TEXT, STEPS
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
 from op_bench.load_entries import LOADS
@@ -45,7 +45,9 @@ FAMILIES: tuple[Family, ...] = (
     KEPT,
     LOADS,
     CLUSTERS,
+    CLUSTERS_ON_TEXT,
     CODE_CLUSTERS,
+    CODE_CLUSTERS_ON_TEXT,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 

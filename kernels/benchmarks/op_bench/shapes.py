@@ -162,6 +162,13 @@ CLUSTER_SHAPES = (
     *_shapes(28, 4, 128, 1, (128,)),
     *_shapes(32, 8, 128, 8, (128,)),
 )
+TEXT_SHAPES = (
+    *_shapes(32, 8, 128, 1, (128, 512)),
+    *_shapes(32, 32, 128, 1, (128,)),
+    *_shapes(28, 4, 128, 1, (128,)),
+    *_shapes(32, 8, 128, 8, (128,)),
+)
+"""Shapes at which whole steps are measured with keys as in a text, too."""
 QUICK_CLUSTER_SHAPES = (Shape(32, 8, 128, 1, 131072),)
 CLUSTER_TUNED_SHAPES = (
     *_shapes(32, 8, 128, 32, (8, 32)),

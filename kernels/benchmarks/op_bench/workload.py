@@ -161,14 +161,21 @@ def make_layer(
         counter=torch.zeros(4, dtype=torch.int64, device=device),
         finished=torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device),
     )
+    summarize(layer, impl)
+    return layer
+
+
+def summarize(layer: Layer, impl: str | None) -> None:
+    """Compute the page bounds of a layer's keys, and from those in bf16 scores and a selection."""
+    shape, settings = layer.shape, layer.settings
     row_bounds = (layer.seq_start, layer.seq_end)
     for kind, bounds in layer.bounds.items():
         layer.context_bounds(kind, shape.length, impl)
         levels = (bounds.page_min, bounds.page_max)
         page = {"page_size": settings.page_size, "statistic": STATISTICS[kind], "impl": impl}
-        ops.page_bounds(keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
-    if "bf16" not in kinds:
-        return layer
+        ops.page_bounds(layer.keys, *levels, *row_bounds, num_new=1, **bounds.exponents, **page)
+    if "bf16" not in layer.bounds:
+        return
     levels = (layer.bounds["bf16"].page_min, layer.bounds["bf16"].page_max)
     layer.scores = ops.page_scores(layer.query, *levels, *row_bounds, page_size=settings.page_size, impl=impl)
     layer.block_indices, layer.block_counts = ops.select_blocks(
@@ -178,4 +185,3 @@ def make_layer(
         **settings.budget,
         impl=impl,
     )
-    return layer
