@@ -103,6 +103,18 @@ SAMPLED_SCORES = {
 """Scores of a row, given the tokens of the sample, by what they are like."""
 
 
+@pytest.mark.parametrize("kind", ["normal", "equal", "the best lie together", "few far above the rest"])
+def test_tokens_that_lie_together(kind):
+    generator, width = torch.Generator().manual_seed(0), 12_000
+    rows = [SAMPLED_SCORES[kind](_sampled_places(11_712), width, generator).float() for _ in range(2)]
+    scores = torch.stack(rows).half()[None].to(device)
+    for max_tokens in (1400, 4000):  # a warp has 750 tokens, and room for 256 of them
+        options = {"max_tokens": max_tokens, "sink_tokens": 4, "page_size": 64}
+        found, bounds = _choose(Scanned(scores), [11_750], **options)
+        expected = select_tokens_by_score(scores, *bounds, impl="reference", **options)
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("kind", SAMPLED_SCORES)
 @pytest.mark.usefixtures("keeping")
 def test_a_sample_leaves_few_tokens(kind):

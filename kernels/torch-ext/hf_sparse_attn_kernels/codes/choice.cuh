@@ -2,8 +2,9 @@
 // memory. After _cluster_step.cuh, with PAGE. Macro: GROUP.
 //
 // Two rounds of counts, of the upper 9 bits of the keys and of the lower 7, find the least chosen score. Between them each
-// warp lists those of its tokens that the first round leaves, so that the rest looks at few. Blocks, and warps, have
-// tokens that follow one another: the chosen ones of the blocks in turn are in ascending order.
+// warp lists those of its tokens that the first round leaves, so that the rest looks at few. If they lie together, so that a
+// warp has no room for its own, all warps' lists become one, and each takes a part of it. Blocks, and warps, have tokens
+// that follow one another: the chosen ones of the blocks in turn are in ascending order.
 
 constexpr int BINS = 512, LOWER_BINS = 128;               // of the two rounds
 constexpr int MOST_LISTED = 256, LISTED_PAGES = 4;        // tokens that a warp lists, and pages whose keys it loads at once
@@ -51,7 +52,7 @@ DEVICE void clear_counts(Choice& s, const Place& at) {
 // Count a key in the first round.
 DEVICE void count_key(Choice& s, u32 key) { add_shared((u32*)((u8*)s.histogram + (key >> 5 & ~3u))); }
 
-// A warp's tokens that the choice is among, in ascending order: listed, or, if they are too many for that, all it has.
+// A warp's tokens that the choice is among, in ascending order: listed, or, if the block has too many for that, all it has.
 struct Among {
   const u16 *listed, *keys;
   int first, count;                                       // listed or all
@@ -61,33 +62,49 @@ struct Among {
   DEVICE u32 key(int i) const { return i < count ? keys[place(i)] : ABSENT; }
 };
 
-// List the tokens of the warp's pages whose keys are less than `limit`.
-template <class Place>
-DEVICE Among list_tokens(Choice& s, const Place& at, const u16* keys, u32 limit) {
-  const int each = (at.pages + WARPS - 1) / WARPS, begin = min(at.warp * each, at.pages), end = min(begin + each, at.pages);
-  const u32 lanes_before = (1u << at.lane) - 1;
-  u16* listed = s.listed[at.warp];
+// Write the places of those tokens of a warp's pages whose keys are less than `limit`, up to `room`. Returns how many there
+// are.
+DEVICE int write_places(int lane, const u16* keys, u32 limit, int begin, int end, u16* listed, int room)
+{
+  const u32 lanes_before = (1u << lane) - 1;
   int count = 0;
 #pragma unroll 1
   for (int page = begin; page < end; page += LISTED_PAGES) {
     u32 pairs[LISTED_PAGES];                              // keys of two tokens
 #pragma unroll
     for (int k = 0; k < LISTED_PAGES; k++)
-      pairs[k] = page + k < end ? *(const u32*)&keys[(page + k) * PAGE + 2 * at.lane] : ~0u;
+      pairs[k] = page + k < end ? *(const u32*)&keys[(page + k) * PAGE + 2 * lane] : ~0u;
 #pragma unroll
     for (int k = 0; k < LISTED_PAGES; k++) {
-      const int place = (page + k) * PAGE + 2 * at.lane;
+      const int place = (page + k) * PAGE + 2 * lane;
       const bool low = (pairs[k] & 0xFFFF) < limit, high = pairs[k] >> 16 < limit;
       const u32 lows = warp_ballot(low), highs = warp_ballot(high);
       const int n = count + count_bits(lows & lanes_before) + count_bits(highs & lanes_before);
-      if (low && n < MOST_LISTED) listed[n] = (u16)place;
-      if (high && n + low < MOST_LISTED) listed[n + low] = (u16)(place + 1);
+      if (low && n < room) listed[n] = (u16)place;
+      if (high && n + low < room) listed[n + low] = (u16)(place + 1);
       count += count_bits(lows) + count_bits(highs);
     }
   }
-  sync_warp();
-  const bool fits = count <= MOST_LISTED;
-  return Among{listed, keys, begin * PAGE, fits ? count : (end - begin) * PAGE, fits};
+  return count;
+}
+
+// List the tokens of the block's pages whose keys are less than `limit`.
+template <class Place>
+DEVICE Among list_tokens(Choice& s, const Place& at, const u16* keys, u32 limit) {
+  const int each = (at.pages + WARPS - 1) / WARPS, begin = min(at.warp * each, at.pages), end = min(begin + each, at.pages);
+  const int count = write_places(at.lane, keys, limit, begin, end, s.listed[at.warp], MOST_LISTED);
+  if (at.lane == 0) s.warp_total[at.warp] = count;
+  sync_block();
+  const int of_lane = at.lane < WARPS ? s.warp_total[at.lane] : 0, total = warp_sum(of_lane);
+  if (warp_ballot(of_lane > MOST_LISTED) == 0 || total > WARPS * MOST_LISTED) {
+    const bool fits = count <= MOST_LISTED;
+    return Among{s.listed[at.warp], keys, begin * PAGE, fits ? count : (end - begin) * PAGE, fits};
+  }
+  u16* all = s.listed[0];
+  write_places(at.lane, keys, limit, begin, end, all + warp_sum(at.lane < at.warp ? of_lane : 0), WARPS * MOST_LISTED);
+  sync_block();
+  const int share = (total + 32 * WARPS - 1) / (32 * WARPS) * 32, first = min(at.warp * share, total);
+  return Among{all + first, keys, 0, min(share, total - first), true};
 }
 
 struct Last {
