@@ -11,7 +11,7 @@ from hf_sparse_attn_kernels.codes import cluster
 from op_bench import cluster_entries, code_step_entries, performance, results
 from op_bench.cluster_tables import code_step_part
 from op_bench.code_entries import run_step
-from op_bench.code_step_entries import CODE_CLUSTERS, STEPS, step_fits
+from op_bench.code_step_entries import CODE_CLUSTERS, CODE_CLUSTERS_ON_TEXT, STEPS, step_fits
 from op_bench.code_workload import make_code_layer
 from op_bench.measure import check_entry
 from op_bench.oracle import Mismatch
@@ -53,7 +53,7 @@ def test_a_step_that_does_not_append_fails(layer):
 
 
 def test_the_op_is_measured_where_key_codes_and_clusters_are():
-    assert matching_entries(["code_step"]) == list(CODE_CLUSTERS.entries)
+    assert matching_entries(["code_step"]) == [*CODE_CLUSTERS.entries, *CODE_CLUSTERS_ON_TEXT.entries]
     assert {KEYCODES_STEP[1], *CODE_STEPS} == {"softmax", "max"}
     assert set(CLUSTER_SHAPES) < set(CODE_CLUSTERS.shapes) < set(CODE_SHAPES)
     tuned = {*CODE_CLUSTERS.shapes, *CODE_CLUSTERS.more_tuned}
