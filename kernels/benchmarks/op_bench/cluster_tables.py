@@ -27,16 +27,16 @@ COLUMNS = (
 )
 TEXT_COLUMNS = (
     "by default, µs",
-    "at random, µs",
     "ratio",
+    "at random, µs",
     "separate launches, µs",
-    "at random, µs",
     "ratio",
+    "at random, µs",
 )
 TEXT = (
-    "The keys above are drawn at random, so the chosen ones lie anywhere. In a text a first token has much weight, the "
-    "last ones and some passages have, and tokens that follow one another are alike. These are times of the same steps "
-    "with such keys, which a choice that takes samples, or divides the row between blocks, could take badly:\n"
+    "With keys whose attention is spread as in a text: the first token has much weight, and so have the last ones and "
+    "those of a passage; tokens of a page are alike, and heads differ in how much each counts. The times with keys "
+    "drawn at random, from the tables above, stand beside:\n"
 )
 QUEST_STAGES = (
     "The stages: `query` loads the query and makes whole numbers of it; `scores` scores pages and appends the "
@@ -76,12 +76,12 @@ def _step_part(report: Record, title: str, steps: dict[str, tuple[Step, Step]], 
         tables.append(table((*NAMES, *COLUMNS), rows))
         timed += [entry for pair in pairs.values() for entry in pair]
         clocked += [clusters for clusters, _ in pairs.values() if clusters.get("stages")]
-        text = _measured_both(measured, tuple((op, variant + SUFFIX) for op, variant in both))
-        rows = [
-            [*shape_cells(shape), *_text_cells(*pair, *pairs[shape])] for shape, pair in text.items() if shape in pairs
-        ]
-        if rows:
+        text = _measured_both(measured, [(op, variant + SUFFIX) for op, variant in both])
+        text = {shape: pair for shape, pair in text.items() if shape in pairs}
+        if text:
+            rows = [[*shape_cells(shape), *_text_cells(*pair, *pairs[shape])] for shape, pair in text.items()]
             of_text += [*([heading] if heading else []), table((*NAMES, *TEXT_COLUMNS), rows)]
+            timed += [entry for pair in text.values() for entry in pair]
     if not tables:
         return []
     return [
@@ -111,7 +111,7 @@ def _text_cells(*entries: Record) -> list[str]:
     for entry, random in zip(entries[:2], entries[2:], strict=True):
         time, of_random = (each["times"]["layers"]["median"] for each in (entry, random))
         ratio = f"{entry['against']['layers']['ratio']:.2f}" if entry["against"] else "-"
-        cells += [f"{time:.1f}", f"{of_random:.1f}", ratio]
+        cells += [f"{time:.1f}", ratio, f"{of_random:.1f}"]
     return cells
 
 

@@ -24,6 +24,8 @@ RECENT, RECENT_TOKENS = 8.0, 256.0
 PASSAGE, PASSAGE_TOKENS, PASSAGE_PLACE = 6.0, 256, 0.6
 """By which those of a passage do, its length, and its place in the row."""
 CHUNK = 1 << 16
+OWN_SEEDS = 1 << 20
+"""Added to a seed: from the same one, logits would be of the random numbers that a layer's keys are made of."""
 
 
 def make_text_like(query: torch.Tensor, keys: torch.Tensor, seed: int = 0) -> None:
@@ -43,7 +45,7 @@ def make_text_like(query: torch.Tensor, keys: torch.Tensor, seed: int = 0) -> No
     """
     batch, kv_heads, length, head_dim = keys.shape
     group, device = query.shape[1] // kv_heads, keys.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(OWN_SEEDS + seed)
     for row in range(batch):
         for head in range(kv_heads):
             queries = query[row, head * group : (head + 1) * group].float() * head_dim**-0.5
