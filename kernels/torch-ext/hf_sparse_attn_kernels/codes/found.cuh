@@ -26,8 +26,8 @@ DEVICE const u8* found_of_pair(const Arguments& a, int pair) {
   return (SOFTMAX ? (const u8*)a.estimates : (const u8*)a.scores) + (long long)pair * a.num_tokens * TOKEN_BYTES;
 }
 
-// The log-sum-exp that the scan's blocks found of a head, a head a warp, for four blocks a lane: loaded before what is waited
-// for later.
+// What the scan's blocks found of a head's log-sum-exp, a head a warp, four blocks a lane. Loaded apart from the merge, so
+// that other loads can be on their way in between.
 struct LoadedLse { float of[4]; };
 
 template <class Arguments, class Place>
@@ -45,6 +45,7 @@ DEVICE LoadedLse load_scan_lse(const Arguments& a, const Place& at) {
   return lse;
 }
 
+// Merge them, in s.lse.
 template <class Shared, class Arguments, class Place>
 DEVICE void merge_lse(Shared& s, const Arguments& a, const Place& at, const LoadedLse& lse) {
   static_assert(WARPS >= GROUP, "a warp for every head");
@@ -93,7 +94,7 @@ DEVICE void find_keys(u32 (&found)[EACH / 2], const Load& words, const float (&l
   }
 }
 
-// The key of one of a load's tokens: a third of the instructions, which take their time when they are new.
+// The key of one of a load's tokens, in fewer instructions: code that runs once waits for each of them to be fetched.
 DEVICE u32 find_key(const Load& words, int i, const float (&lse)[GROUP]) {
   u32 both = 0;
   if (SOFTMAX) {

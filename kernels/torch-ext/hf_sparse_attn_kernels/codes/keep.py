@@ -51,7 +51,7 @@ def choose(
     scores = scanned.scores
     batch, kv_heads, num_tokens = scores.shape
     device, pairs = scores.device, batch * kv_heads
-    blocks = max(1, min(MOST_LISTS, multiprocessors(device) * (REGISTERS_FOR // threads) // pairs))
+    blocks = max(1, min(MOST_LISTS, multiprocessors(device) * (REGISTERS_FOR // threads) // max(pairs, 1)))
     span = cdiv(cdiv(num_tokens, PAGE), blocks) * PAGE
     if span > MOST_SPAN or LEAST_SHARE * max_tokens > num_tokens:
         return None
