@@ -47,6 +47,7 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
         raise EvalError(f"steps={target.steps}: with --records, the recorded settings are the steps")
     records = [record for folder in folders for record in _records(folder)]
     config = {**read_json(folders[0] / "config.json", "the configuration of a run"), "parameters": {}}
+    config.pop("data", None)  # the files of one of the folders
     _check_together(records)
     dense = {_key(record): record for record in records if record["method"] == DENSE}
     methods = _by_method([record for record in records if record["method"] != DENSE])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.data_files import first_file, note_dataset, noted
 from eval.errors import EvalError
 from eval.sources import is_offline, read_json
 
@@ -129,13 +130,14 @@ def load_examples(
     try:
         download = _download(hub_id, hub_filename, revision)
     except Exception as error:  # the hub's client raises errors of its HTTP library, which differ by version
-        places = map(str, _places(task_file, data_dir, benchmark))
+        places = [] if data_dir is None else [str(data_dir / name) for name in _names(task_file, benchmark)]
         looked = ", ".join([*places, f"{hub_filename} of the hub's dataset {hub_id}"])
         raise ExamplesNotFoundError(
             f"{benchmark}: no examples of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
             f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is reachable: "
             f"hf download --repo-type dataset {_at(revision)}{hub_id} {hub_filename}"
         ) from error
+    noted(download, f"{hub_id}/{hub_filename}")
     # The folder of a repository's files in the hub's cache is named after its commit.
     folder = download.parents[len(Path(hub_filename).parts) - 1]
     origin = f"hub dataset {hub_id} at {folder.name}, {hub_filename}"
@@ -154,16 +156,15 @@ def find_examples(
     """
     if data_dir is not None and not data_dir.is_dir():
         raise EvalError(f"--data-dir {data_dir} is not a folder")
-    for place in _places(task_file, data_dir, benchmark):
-        if place.is_file():
-            read = read_list if place.suffix == ".json" else read_jsonl
-            return read(place, required), str(place)
-    return None
+    found = first_file(data_dir, _names(task_file, benchmark))
+    if found is None:
+        return None
+    read = read_list if found.suffix == ".json" else read_jsonl
+    return read(found, required), str(found)
 
 
-def _places(task_file: str, data_dir: Path | None, benchmark: str) -> list[Path]:
-    folders = [] if data_dir is None else [data_dir, data_dir / benchmark, data_dir / "data"]
-    return [folder / task_file for folder in folders]
+def _names(task_file: str, benchmark: str) -> list[str]:
+    return [task_file, f"{benchmark}/{task_file}", f"data/{task_file}"]
 
 
 def load_hub_dataset(
@@ -196,12 +197,14 @@ def load_hub_dataset(
         if not is_offline():
             # Asks once: the next line would retry for long.
             HfApi().dataset_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
-        return datasets.load_dataset(hub_id, config, split=split, revision=revision)
+        dataset = datasets.load_dataset(hub_id, config, split=split, revision=revision)
     except Exception as error:  # the clients raise errors of their HTTP library, which differ by version
         raise ExamplesNotFoundError(
             f"dataset {hub_id!r} cannot be loaded from the hub ({_first_line(error)}). {instead} A copy in the hub's "
             "cache is used with HF_HUB_OFFLINE=1"
         ) from error
+    note_dataset("/".join((hub_id, *([] if config is None else [config]), split)), revision)
+    return dataset
 
 
 def unique_ids(examples: Sequence[dict[str, Any]], field: str) -> list[str]:

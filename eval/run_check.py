@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from eval.benchmarks import BENCHMARKS, Benchmark, Item, Setup
 from eval.chat_templates import read_chat_template, with_chat_template
 from eval.config import RunConfig
+from eval.data_files import TaskFiles, collected
 from eval.engine import Variant
 from eval.errors import EvalError
 from hf_sparse_attn import sparse_attention
@@ -40,6 +41,8 @@ class Prepared:
     variants: Sequence[Variant]
     """Those that the benchmark's settings suit."""
     items: Sequence[Item]
+    files: TaskFiles
+    """The data files that each task's samples are built from."""
 
 
 def prepare(
@@ -64,11 +67,17 @@ def prepare(
         tokenizer = with_chat_template(tokenizer, template, str(config.chat_template))
     setup = _setup(config, benchmark, model_config, tokenizer, variants)
     variants = usable(variants, lambda variant: benchmark.check_methods([variant.method], setup), on_refusal)
-    items = benchmark.items(setup)
+    items: list[Item] = []
+    files = {}
+    for task in setup.tasks:
+        with collected() as found:
+            items += benchmark.items(replace(setup, tasks=(task,)))
+        if found:
+            files[task] = list(found)
     if not items:
         raise EvalError(f"{config.benchmark} has no samples for these settings")
     check_unique(items)
-    return Prepared(tokenizer, variants, items)
+    return Prepared(tokenizer, variants, items, files)
 
 
 def check_run(config: RunConfig, variants: Sequence[Variant], source: ModelSource) -> None:

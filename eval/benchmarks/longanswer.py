@@ -40,7 +40,7 @@ class LongAnswer(Benchmark):
             setup.check_length(length)
             if length <= new_tokens:
                 raise EvalError(f"length={length} is not allowed: more than new_tokens={new_tokens}")
-        found = named_books(setup.data_dir)[: setup.limit]
+        found = named_books(setup.data_dir, setup.limit)
         return [
             Item("retelling", title, partial(_build, setup, read, title, length, new_tokens), length)
             for length in setup.lengths

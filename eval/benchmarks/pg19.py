@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.data_files import remembered
 from eval.errors import EvalError
 from eval.examples import load_hub_dataset
 from eval.sources import books, read_book
@@ -49,7 +51,7 @@ class PG19(Benchmark):
             setup.check_length(length)
             if scored != "all" and scored >= length:
                 raise EvalError(f"scored={scored} must be less than length={length}")
-        found = named_books(setup.data_dir)[: setup.limit]
+        found = named_books(setup.data_dir, setup.limit)
         return [
             Item(
                 "books",
@@ -62,8 +64,8 @@ class PG19(Benchmark):
         ]
 
 
-def named_books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
-    """Return names and readers of the books: from the data folder, else PG19's test set from the hub.
+def named_books(data_dir: Path | None, limit: int | None) -> list[tuple[str, Callable[[], str]]]:
+    """Return names and readers of at most ``limit`` books: from the data folder, else PG19's test set from the hub.
 
     Raises
     ------
@@ -71,15 +73,14 @@ def named_books(data_dir: Path | None) -> list[tuple[str, Callable[[], str]]]:
         The folder has no books, or the hub's cannot be loaded.
     """
     if data_dir is not None:
-        return [(path.stem, partial(read_book, path)) for path in books(data_dir)]
-    examples = _hub_books()
+        return [(path.stem, partial(read_book, path)) for path in books(data_dir, limit)]
     return [
         (f"test-{number}", partial(lambda example: str(example["text"]), example))
-        for number, example in enumerate(examples)
+        for number, example in enumerate(islice(_hub_books(), limit))
     ]
 
 
-@cache
+@remembered
 def _hub_books() -> Any:
     return load_hub_dataset(
         HUB_ID,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from eval.benchmarks.base import Benchmark, Item, Sample, Setup
+from eval.data_files import first_file
 from eval.errors import EvalError
 from eval.examples import ExamplesNotFoundError, read_jsonl
 from eval.prompts import encode_prompt, truncate_middle
@@ -72,11 +73,11 @@ def read_contexts(data_dir: Path | None) -> list[dict[str, Any]]:
     """
     if data_dir is None:
         raise EvalError(f"--data-dir is missing; allowed: a folder with {FILENAME}. {_ADVICE}")
-    places = [data_dir / FILENAME, data_dir / "prefixqa" / FILENAME]
-    for place in places:
-        if place.is_file():
-            return read_jsonl(place, ("context", "questions"), check_context)
-    raise ExamplesNotFoundError(f"prefixqa: looked for {', '.join(map(str, places))}. {_ADVICE}")
+    names = (FILENAME, f"prefixqa/{FILENAME}")
+    if (found := first_file(data_dir, names)) is not None:
+        return read_jsonl(found, ("context", "questions"), check_context)
+    places = ", ".join(str(data_dir / name) for name in names)
+    raise ExamplesNotFoundError(f"prefixqa: looked for {places}. {_ADVICE}")
 
 
 _ADVICE = f"Make one from SQuAD's articles with: python -m eval make-prefixqa --out D/{FILENAME}"

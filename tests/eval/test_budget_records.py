@@ -61,7 +61,7 @@ def psa(threshold: float, sample: str, score: float, rest: str) -> dict[str, Any
 
 def folder_of(path: Path, records: list[dict[str, Any]]) -> Path:
     path.mkdir()
-    settings = {"benchmark": "passkey", "model": "m", "question": "decode", "seed": 0}
+    settings = {"benchmark": "passkey", "model": "m", "question": "decode", "seed": 0, "data": {}}
     (path / "config.json").write_text(json.dumps(settings))
     (path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return path
@@ -88,6 +88,7 @@ def test_the_smallest_recorded_setting_of_each_method_is_found(folders, tmp_path
     assert found["quest"]["found"]["kv_fraction"] == 128 / 400
     assert {entry["dense"]["samples"] for entry in report["results"]} == {2}  # sample c lacks a setting
     assert json.loads((tmp_path / "budget.json").read_text()) == report
+    assert "data" not in report["config"]
     page = budget_markdown(report, "")
     assert f"--records {folders[0].as_posix()} --records {folders[1].as_posix()} --target 0.98`" in page
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from eval import sources
 from eval.benchmarks.ruler.prompt import Draft, Order, Prompt
+from eval.data_files import remembered
 from eval.errors import EvalError
 
 
@@ -62,7 +62,7 @@ def draft(order: Order) -> Draft:
     return Draft(render, len(question.own), step=4, references=list(question.answers), largest=len(ranked))
 
 
-@lru_cache(maxsize=2)
+@remembered
 def _corpus(dataset: str, data_dir: Path | None) -> _Corpus:
     readers = {"squad": (sources.SQUAD, _read_squad), "hotpotqa": (sources.HOTPOTQA, _read_hotpotqa)}
     source, read = readers[dataset]

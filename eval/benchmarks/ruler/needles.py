@@ -7,7 +7,6 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -15,6 +14,7 @@ from random import Random
 from eval import sources
 from eval.benchmarks.ruler.prompt import Draft, Order, Prompt
 from eval.benchmarks.ruler.vocabulary import adjective_noun
+from eval.data_files import remembered
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -136,6 +136,6 @@ class _Essays:
         return sentences
 
 
-@lru_cache(maxsize=2)
+@remembered
 def _essays(data_dir: Path | None) -> _Essays:
     return _Essays(sources.essays(data_dir))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from random import Random
 
+from eval.data_files import noted, remembered
 
-@cache
+
+@remembered
 def words(part_of_speech: str) -> tuple[str, ...]:
     """Return all words of a part of speech (``"noun"``, ``"adjective"``, ``"verb"``), sorted."""
-    text = files("wonderwords.assets").joinpath(f"{part_of_speech}list.txt").read_text(encoding="utf-8")
-    return tuple(sorted({line.strip() for line in text.splitlines()} - {""}))
+    name = f"{part_of_speech}list.txt"
+    path = noted(Path(str(files("wonderwords.assets").joinpath(name))), f"wonderwords/{name}")
+    return tuple(sorted({line.strip() for line in path.read_text(encoding="utf-8").splitlines()} - {""}))
 
 
-@cache
+@remembered
 def all_words() -> tuple[str, ...]:
     """Return nouns, adjectives and verbs, each once, sorted."""
     return tuple(sorted({word for part in ("noun", "adjective", "verb") for word in words(part)}))
