@@ -18,6 +18,7 @@ from eval.lossless_config import LosslessConfig
 from eval.lossless_runs import OUT_OF_MEMORY, Cell, Clock, SideRuns, make_prompts, make_sides, side_count, start
 from eval.speed import Progress, check_model, name_of, numbered, open_model, quartiles
 from eval.speed_runs import forget_compiled, is_cuda
+from eval.yarn import Yarn
 from hf_sparse_attn import SparseCache, SparseMethod, SpeculationStats
 
 Keep = Callable[[dict[str, Any], int, dict[str, Any]], None]
@@ -34,9 +35,11 @@ def measure_lossless(
     Raises
     ------
     EvalError
-        Unknown model or device; also see :func:`measure_lossless_model`.
+        Unknown model or device, or a RoPE that YaRN cannot extend; also see :func:`measure_lossless_model`.
     """
     model, tokenizer = open_model(config.speed)
+    if config.yarn is not None:
+        Yarn(config.yarn).apply(model)
     return measure_lossless_model(model, config, on_progress, keep, tokenizer)
 
 

@@ -33,6 +33,10 @@ def lossless(
     new_tokens: Annotated[int, typer.Option(help="Tokens that each run generates.")] = 128,
     prompts: Annotated[int, typer.Option(help="Prompts of each context.")] = 1,
     repeats: Annotated[int, typer.Option(help="Timed runs of each side and prompt.")] = 3,
+    yarn: Annotated[
+        float | None,
+        typer.Option(help="Factor by which YaRN extends the model's trained length.", show_default="none"),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="Folder with books (*.txt) whose beginnings are the prompts.", show_default="random tokens"),
@@ -69,6 +73,7 @@ def lossless(
             new_tokens=new_tokens,
             prompts=prompts,
             repeats=repeats,
+            yarn=yarn,
             data_dir=data_dir,
             limit_seconds=limit_seconds,
             dtype=dtype,

@@ -8,6 +8,7 @@ from typing import Any
 
 from eval.errors import EvalError
 from eval.speed_config import SpeedConfig
+from eval.yarn import Yarn
 from hf_sparse_attn import SparseMethod
 from hf_sparse_attn.patch.speculation import check_method
 
@@ -28,6 +29,8 @@ class LosslessConfig:
         Number of prompts of each context.
     repeats : int
         Timed runs of each side and prompt.
+    yarn : float or None
+        Factor by which YaRN extends the model's trained length (:class:`eval.yarn.Yarn`); None for the RoPE as it is.
     data_dir : Path or None
         Folder with books, whose beginnings are the prompts; None for random tokens.
     limit_seconds : float or None
@@ -46,6 +49,7 @@ class LosslessConfig:
     new_tokens: int = 128
     prompts: int = 1
     repeats: int = 3
+    yarn: float | None = None
     data_dir: Path | None = None
     limit_seconds: float | None = None
     dtype: str | None = None
@@ -70,6 +74,10 @@ class LosslessConfig:
                 raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least {least}")
         if self.limit_seconds is not None and self.limit_seconds <= 0:
             raise EvalError(f"limit_seconds={self.limit_seconds!r} is not allowed: a number above 0")
+        if self.yarn is not None:
+            Yarn(self.yarn)
+            if self.shape is not None:
+                raise EvalError(f"yarn={self.yarn:g} is not allowed with a shape, which holds every context as it is")
         if self.data_dir is not None and self.shape is not None:
             raise EvalError(f"data_dir={str(self.data_dir)!r} is not allowed with a shape, which has no tokenizer")
         if not self.methods():

@@ -185,6 +185,7 @@ def lossless_markdown(name: str, report: dict[str, Any], table: str) -> str:
         f"--draft-tokens {_listed(settings['draft_tokens'])}",
         *(f"--parameter {key}={value}" for key, value in settings["parameters"].items()),
         f"--new-tokens {settings['new_tokens']} --prompts {settings['prompts']} --repeats {settings['repeats']}",
+        *([f"--yarn {settings['yarn']:g}"] if settings.get("yarn") is not None else []),  # older reports have none
         *(["--data-dir D"] if settings["data_dir"] is not None else []),
     ]
     return "\n".join(
