@@ -8,14 +8,15 @@ import torch
 from hf_sparse_attn_kernels import _cluster
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import cluster
-from op_bench import cluster_entries, code_step_entries, performance, results
+from op_bench import cluster_entries, code_step_entries, performance, registry, results
+from op_bench.cluster_entries import CLUSTERS
 from op_bench.cluster_tables import code_step_part
 from op_bench.code_entries import run_step
-from op_bench.code_step_entries import CODE_CLUSTERS, CODE_CLUSTERS_ON_TEXT, STEPS, step_fits
+from op_bench.code_step_entries import CODE_CLUSTERS, CODE_CLUSTERS_ON_TEXT, QUEST_BESIDE, STEPS, step_fits
 from op_bench.code_workload import make_code_layer
 from op_bench.measure import check_entry
 from op_bench.oracle import Mismatch
-from op_bench.registry import CODE_STEPS, KEYCODES_STEP, matching_entries
+from op_bench.registry import CLUSTER_STEPS, CODE_STEPS, KEYCODES_STEP, QUEST_BESIDE_CODES, matching_entries
 from op_bench.shapes import CLUSTER_SHAPES, CODE_SHAPES, Settings, Shape
 
 from tests.benchmarks.records import LONG, SHORT, entry, report
@@ -53,7 +54,11 @@ def test_a_step_that_does_not_append_fails(layer):
 
 
 def test_the_op_is_measured_where_key_codes_and_clusters_are():
-    assert matching_entries(["code_step"]) == [*CODE_CLUSTERS.entries, *CODE_CLUSTERS_ON_TEXT.entries]
+    assert matching_entries(["code_step"]) == [
+        *CODE_CLUSTERS.entries,
+        *CODE_CLUSTERS_ON_TEXT.entries,
+        QUEST_BESIDE,
+    ]
     assert {KEYCODES_STEP[1], *CODE_STEPS} == {"softmax", "max"}
     assert set(CLUSTER_SHAPES) < set(CODE_CLUSTERS.shapes) < set(CODE_SHAPES)
     tuned = {*CODE_CLUSTERS.shapes, *CODE_CLUSTERS.more_tuned}
@@ -189,3 +194,24 @@ def test_a_step_on_clusters_passes_and_its_stages_add_up(group_reduce):
         medians = details["stages"]["median"]
         assert all(0 <= cycles < 1e6 for cycles in medians.values())
         assert 0.5 * details["stages"]["whole"] < sum(medians.values()) < 2 * details["stages"]["whole"]
+
+
+def test_quests_step_beside_reads_as_many_tokens():
+    (family,) = (each for each in registry.FAMILIES if QUEST_BESIDE in each.entries)
+    shape, settings = SHAPE, replace(SETTINGS, token_budget=64)
+    layer = family.make_layer(shape, settings, torch.device("cpu"), 1, "reference")
+    assert layer.settings == replace(settings, token_budget=128)
+    check_entry(QUEST_BESIDE, layer)
+    fewer = family.step_bytes(shape, settings), QUEST_BESIDE.moved_bytes(shape, settings)
+    assert fewer == (CLUSTERS.step_bytes(shape, layer.settings),) * 2 > (CLUSTERS.step_bytes(shape, settings),) * 2
+
+
+def test_the_table_beside_quest_names_both_budgets():
+    steps = (QUEST_BESIDE_CODES, CLUSTER_STEPS[0], CODE_STEPS["softmax"][0], CODE_STEPS["max"][0])
+    entries = [entry(LONG, us, 100.0, *step) for step, us in zip(steps, (10.0, 20.0, 30.0, 15.0), strict=True)]
+    text = "\n".join(code_step_part(report(*entries)))
+    assert "| 32/8 | 128 | 1 | 32K | 10.0 | 20.0 | 3.00 | 1.50 | 1.50 | 0.75 |" in text
+    assert "reads 1,024 single tokens" in text
+    without = "\n".join(code_step_part(report(*entries[:1], *entries[2:])))
+    assert "| 32/8 | 128 | 1 | 32K | 10.0 | - | 3.00 | - | 1.50 | - |" in without
+    assert code_step_part(report(*entries[1:])) == []

@@ -92,9 +92,67 @@ def lossless() -> list[str]:
     ]
 
 
+def keycodes() -> list[str]:
+    """Return sentences of KeyCodes' page, with the figures of the results."""
+    measured = json.loads((ROOT / "kernels/benchmarks/results/nvidia-h200.json").read_text())["entries"]
+    (layer,) = (
+        entry["times"]["layers"]["median"] / 1000
+        for entry in measured
+        if (entry["op"], entry["variant"], entry["shape"]["name"]) == ("encode_keys", "prompt", "q32-kv8-d128-b1-128K")
+    )
+    prefill = json.loads((ROOT / "eval/results/contexts/llama-3.1-8b-nvidia-h200.json").read_text())
+    seconds = prefill["preparation_seconds"]["prefill"]
+    assert prefill["settings"]["context"] == CONTEXT
+    found = {}
+    for method in ("full", "quest", "keycodes"):
+        for budget in (None, 1024, 2048):
+            scores = needles_among_needles(method, budget)
+            found[method, budget] = 100 * sum(scores) / max(1, len(scores))
+    layers = {"1.5b": 28, "0.5b": 24}
+    codes = [layer_share(model, "keycodes", number, 0) for model, number in layers.items()]
+    pages = {f"{layer_share(model, 'quest', number, 2):.1f}" for model, number in layers.items()}
+    return [
+        f"Coding a prompt of 128K tokens takes {32 * layer:.0f} ms on an H200 with the shape of Llama-3.1-8B, "
+        f"{layer:.2f} ms a layer. Its prefill takes {seconds:.0f} s.",
+        f"a sparse layer of Quest reads {', '.join(pages)} % on the needles of these models, one of KeyCodes "
+        f"{codes[0]:.1f} and {codes[1]:.1f} %.",
+        f"it finds {found['keycodes', 1024]:.0f} % with 1,024 tokens and {found['keycodes', 2048]:.0f} % with 2,048, "
+        f"dense attention {found['full', None]:.0f} %, Quest {found['quest', 1024]:.0f} % and "
+        f"{found['quest', 2048]:.0f} %.",
+    ]
+
+
+def layer_share(model: str, method: str, layers: int, dense_layers: int) -> float:
+    """Return the bytes that a sparse layer reads of the needles' prompts with 1,024 tokens, in % of a dense one's."""
+    shares = [
+        (record["kv_bytes"] + record["metadata_bytes"]) / record["dense_bytes"]
+        for path in (ROOT / "eval/results/results-keycodes-bytes").glob("*-needle/rows.jsonl")
+        for record in map(json.loads, path.read_text().splitlines())
+        if model in record["model"]
+        and (record["method"], record["token_budget"], record["variant"] or "") == (method, 1024, "")
+    ]
+    return 100 * (layers * sum(shares) / len(shares) - dense_layers) / (layers - dense_layers)
+
+
+def needles_among_needles(method: str, budget: int | None) -> list[float]:
+    """Return the scores of RULER's samples in the study of bytes, with a method's defaults but for the budget."""
+    scores = {}
+    for path in (ROOT / "eval/results/results-keycodes-bytes").glob("*-ruler/rows.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if (record["method"], record["token_budget"], record["variant"] or "") == (method, budget, ""):
+                scores[record["sample_id"]] = record["score"]
+    return list(scores.values())
+
+
 @pytest.mark.parametrize(
     ("page", "sentences"),
-    [("compiled-decoding", compiled_decoding), ("tensor-parallel", tensor_parallel), ("lossless", lossless)],
+    [
+        ("methods/keycodes", keycodes),
+        ("compiled-decoding", compiled_decoding),
+        ("tensor-parallel", tensor_parallel),
+        ("lossless", lossless),
+    ],
 )
 def test_sentences_have_the_figures_of_the_results(page, sentences):
     text = " ".join((ROOT / f"docs/{page}.md").read_text().split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from op_bench.registry import CLUSTER_STEPS, CODE_STEPS
+from op_bench.registry import CLUSTER_STEPS, CODE_STEPS, QUEST_BESIDE_CODES
 from op_bench.results import Record, shape_of
 from op_bench.shapes import Shape
 from op_bench.tables import by_shape, measured_with, shape_cells, table
@@ -60,7 +60,38 @@ def cluster_part(report: Record) -> list[str]:
 def code_step_part(report: Record) -> list[str]:
     """Return the tables of KeyCodes' step by implementation and of the stages' clocks, empty if none was measured."""
     by_reduction = {f'Scores reduced over a group by `"{name}"`:\n': steps for name, steps in CODE_STEPS.items()}
-    return _step_part(report, "KeyCodes' step", by_reduction, CODE_STAGES)
+    return [*_step_part(report, "KeyCodes' step", by_reduction, CODE_STAGES), *_beside_quest(report)]
+
+
+def _beside_quest(report: Record) -> list[str]:
+    """Return the table of KeyCodes' step over Quest's with as many tokens and with its own, empty without the first."""
+    of_step: dict[Step, dict[Shape, float]] = {}
+    for entry in sorted((entry for entry in report["entries"] if entry["times"]), key=by_shape):
+        step = (entry["op"], entry["variant"])
+        of_step.setdefault(step, {})[shape_of(entry)] = entry["times"]["layers"]["median"]
+    equal, own = of_step.get(QUEST_BESIDE_CODES, {}), of_step.get(CLUSTER_STEPS[0], {})
+    codes = {name: of_step.get(by_default, {}) for name, (by_default, _) in CODE_STEPS.items()}
+    rows = [
+        [*shape_cells(shape), *(f"{times[shape]:.1f}" if shape in times else "-" for times in (equal, own))]
+        + [
+            f"{times[shape] / quest[shape]:.2f}" if shape in times and shape in quest else "-"
+            for times in codes.values()
+            for quest in (equal, own)
+        ]
+        for shape in equal
+        if any(shape in times for times in codes.values())
+    ]
+    if not rows:
+        return []
+    settings = report["settings"]
+    budgets = [f"{settings[name]:,}" for name in ("code_budget", "token_budget")]
+    columns = [f"Quest, {budget} tokens, µs" for budget in budgets]
+    columns += [f"`{name}` over Quest, {budget}" for name in codes for budget in budgets]
+    return [
+        f"KeyCodes' step, which reads {budgets[0]} single tokens, over Quest's, which reads pages with as many tokens, "
+        f"or with {budgets[1]}, Quest's budget in the other tables:\n",
+        table((*NAMES, *columns), rows),
+    ]
 
 
 def _step_part(report: Record, title: str, steps: dict[str, tuple[Step, Step]], described: str) -> list[str]:

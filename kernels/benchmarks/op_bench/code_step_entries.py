@@ -11,12 +11,19 @@ from hf_sparse_attn_kernels._cluster import Plan
 from hf_sparse_attn_kernels.codes import cluster
 
 from op_bench import oracle
-from op_bench.cluster_entries import cluster_details, compile_chosen, host_times
+from op_bench.cluster_entries import CLUSTERS, ON_CLUSTERS, cluster_details, compile_chosen, host_times
 from op_bench.code_entries import check_step, run_step, step_bytes
 from op_bench.code_workload import CodedLayer, code, code_layer_bytes, make_code_layer
 from op_bench.dense import fast_backends
 from op_bench.entry import Entry, Family, Outputs
-from op_bench.shapes import CODE_STEP_SHAPES, CODE_STEP_TUNED_SHAPES, QUICK_CODE_SHAPES, TEXT_SHAPES
+from op_bench.shapes import (
+    CODE_STEP_SHAPES,
+    CODE_STEP_TUNED_SHAPES,
+    QUICK_CODE_SHAPES,
+    TEXT_SHAPES,
+    Settings,
+    Shape,
+)
 from op_bench.text_like import on_text
 
 REDUCTIONS = ("softmax", "max")
@@ -110,3 +117,31 @@ CODE_CLUSTERS = Family(
     ),
 )
 CODE_CLUSTERS_ON_TEXT = on_text(CODE_CLUSTERS, TEXT_SHAPES, code)
+
+
+def _as_many_tokens(settings: Settings) -> Settings:
+    return replace(settings, token_budget=settings.code_budget)
+
+
+def _make_quest_layer(shape: Shape, settings: Settings, *options: Any) -> Any:
+    return CLUSTERS.make_layer(shape, _as_many_tokens(settings), *options)
+
+
+QUEST_BESIDE = replace(
+    ON_CLUSTERS,
+    op="code_step",
+    variant="Quest, as many tokens",
+    moved_bytes=lambda shape, settings: ON_CLUSTERS.moved_bytes(shape, _as_many_tokens(settings)),
+    details=lambda layers: {},
+)
+QUEST_WITH_AS_MANY_TOKENS = replace(
+    CLUSTERS,
+    name="Quest's whole step, which reads as many tokens as KeyCodes'",
+    shapes=CODE_STEP_SHAPES,
+    quick_shapes=QUICK_CODE_SHAPES,
+    entries=(QUEST_BESIDE,),
+    make_layer=_make_quest_layer,
+    layer_bytes=lambda shape, settings: CLUSTERS.layer_bytes(shape, _as_many_tokens(settings)),
+    step_bytes=lambda shape, settings: CLUSTERS.step_bytes(shape, _as_many_tokens(settings)),
+    more_tuned=(),
+)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from op_bench.cluster_entries import CLUSTERS, CLUSTERS_ON_TEXT
 from op_bench.code_entries import CODES
-from op_bench.code_step_entries import CODE_CLUSTERS, CODE_CLUSTERS_ON_TEXT, STEPS
+from op_bench.code_step_entries import (
+    CODE_CLUSTERS,
+    CODE_CLUSTERS_ON_TEXT,
+    QUEST_BESIDE,
+    QUEST_WITH_AS_MANY_TOKENS,
+    STEPS,
+)
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
 from op_bench.load_entries import LOADS
@@ -23,6 +29,7 @@ __all__ = [
     "KEYCODES_STEP",
     "LOAD",
     "PSA_STEP",
+    "QUEST_BESIDE_CODES",
     "SQUEEZED_PREFILL_STEP",
     "SQUEEZED_STEP",
     "STEP",
@@ -48,6 +55,7 @@ FAMILIES: tuple[Family, ...] = (
     CLUSTERS_ON_TEXT,
     CODE_CLUSTERS,
     CODE_CLUSTERS_ON_TEXT,
+    QUEST_WITH_AS_MANY_TOKENS,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
@@ -70,6 +78,8 @@ CODE_STEPS = {
     for group_reduce, (clusters, launches) in STEPS.items()
 }
 """The entries of KeyCodes' whole step in both ways, by the reduction over the group."""
+QUEST_BESIDE_CODES = (QUEST_BESIDE.op, QUEST_BESIDE.variant)
+"""The entry of Quest's whole step that reads as many tokens as KeyCodes'."""
 LOAD = "load_blocks"
 """The op whose entries are the loads from host memory."""
 
