@@ -122,6 +122,24 @@ def keycodes() -> list[str]:
     ]
 
 
+def offload() -> list[str]:
+    """Return sentences of the page on host memory, with the figures of the results."""
+    report = json.loads((ROOT / "eval/results/throughput/llama-3.1-8b-512k-host.json").read_text())
+    on_device, in_host = (
+        next(side for side in report["sides"] if side["name"] == "keycodes, 1024" + suffix)
+        for suffix in ("", ", in host memory")
+    )
+    ms, host_ms = (side["between_tokens_ms"]["mean"] for side in (on_device, in_host))
+    loaded = in_host["traffic"]["bytes_loaded"]
+    cached = 2 * 32 * 8 * 128 * 2 * report["settings"]["context"]
+    return [
+        f"a token takes {host_ms:.1f} ms, with keys and values on the GPU {ms:.1f}; 15 was the goal. Each token loads "
+        f"{loaded / 1e6:.0f} MB, in pieces of 512 bytes out of {cached / 1e9:.0f} GB, at "
+        f"{loaded / 1e6 / (host_ms - ms):.0f} GB/s if the loads are all that is added.",
+        f"{100 * in_host['traffic']['pool_hits']:.0f} % of it was in a slot.",
+    ]
+
+
 def layer_share(model: str, method: str, layers: int, dense_layers: int) -> float:
     """Return the bytes that a sparse layer reads of the needles' prompts with 1,024 tokens, in % of a dense one's."""
     shares = [
@@ -149,6 +167,7 @@ def needles_among_needles(method: str, budget: int | None) -> list[float]:
     ("page", "sentences"),
     [
         ("methods/keycodes", keycodes),
+        ("offload", offload),
         ("compiled-decoding", compiled_decoding),
         ("tensor-parallel", tensor_parallel),
         ("lossless", lossless),
