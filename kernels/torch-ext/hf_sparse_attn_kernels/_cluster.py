@@ -11,16 +11,19 @@ import torch
 from ._nvrtc import CudaError, compiled
 
 # Of the driver's enumerations.
+MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 MAX_DYNAMIC_SHARED_SIZE_BYTES, NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 CLUSTER_DIMENSION, CLUSTER_SCHEDULING_POLICY, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 5, 6
 SPREAD = 1
 INVALID_CONTEXT = 201
 LEAST_CAPABILITY = (9, 0)
 PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
-MOST_SHARED = 227 * 1024  # bytes of a block's shared memory
 ALIGNMENT = 16  # bytes that a thread loads at once
 MOST_STRIDE = (1 << 32) - 1  # of tokens and pages, in elements
 MOST_CLOCKED, CLOCKS_STRIDE = 1024, 16  # blocks whose clocks are kept, and room for each block's
+
+
+_Parameters = ctypes.c_char_p * 1
 
 
 class _Attribute(ctypes.Structure):
@@ -70,7 +73,8 @@ class ClusterKernel:
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(self._module), image)
         self._call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-        self._call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, MOST_SHARED)
+        most_shared = most_shared_bytes(torch.device("cuda", torch.cuda.current_device()))
+        self._call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, most_shared)
         if cluster > PORTABLE_CLUSTER:
             self._call("cuFuncSetAttribute", self._function, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         self._launch = lru_cache(maxsize=256)(_launch)
@@ -87,15 +91,14 @@ class ClusterKernel:
 
         `arguments` is the kernel's only parameter, a struct. The kernel may start before the previous one ends.
         """
-        parameter = ctypes.c_char_p(arguments)
-        parameters = (ctypes.c_void_p * 1)(ctypes.cast(parameter, ctypes.c_void_p))
+        parameters = _Parameters(arguments)
         launch = self._launch(self._cluster, clusters, self._threads, shared, stream)
         code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
         if code == INVALID_CONTEXT:  # a thread that has not used the device yet
             torch.cuda.set_device(torch.cuda.current_device())
             code = self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, parameters, None)
         if code:
-            self._fail("cuLaunchKernelEx", code)
+            raise _failure(self._driver, "cuLaunchKernelEx", code)
 
     def read(self, name: str, size: int) -> bytes:
         """Return the first `size` bytes of a variable of the kernel's sources, when all launches have ended."""
@@ -109,14 +112,7 @@ class ClusterKernel:
         return buffer.raw
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code:
-            self._fail(name, code)
-
-    def _fail(self, name: str, code: int) -> None:
-        text = ctypes.c_char_p()
-        self._driver.cuGetErrorString(code, ctypes.byref(text))
-        raise CudaError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+        _call(self._driver, name, *arguments)
 
 
 def _launch(cluster: int, clusters: tuple[int, int], threads: int, shared: int, stream: int) -> _Launch:
@@ -136,6 +132,35 @@ def _driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaError(f"the CUDA driver is not found: {error}") from error
+
+
+def _call(driver: Any, name: str, *arguments: Any) -> None:
+    code = getattr(driver, name)(*arguments)
+    if code:
+        raise _failure(driver, name, code)
+
+
+def _failure(driver: Any, name: str, code: int) -> CudaError:
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(code, ctypes.byref(text))
+    return CudaError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+
+
+@lru_cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may have on a CUDA device, named by its index.
+
+    227 KB on compute capability 9.0, 99 KB on 12.0.
+
+    Raises
+    ------
+    CudaError
+        The driver is missing, or refuses to say.
+    """
+    driver, ordinal, size = _driver(), ctypes.c_int(), ctypes.c_int()
+    _call(driver, "cuDeviceGet", ctypes.byref(ordinal), device.index)
+    _call(driver, "cuDeviceGetAttribute", ctypes.byref(size), MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ordinal)
+    return size.value
 
 
 class Plan(NamedTuple):
@@ -167,7 +192,7 @@ def plan_launch(
     device: torch.device,
     cluster: int,
     threads: int,
-    room_of: Callable[[int], Room | RuntimeError],
+    room_of: Callable[[int, int], Room | RuntimeError],
     kernel_of: Callable[[int], ClusterKernel],
 ) -> Plan | RuntimeError:
     """Plan a launch with clusters of so many blocks, or of others if these do not fit, or return why none does.
@@ -179,7 +204,8 @@ def plan_launch(
     cluster, threads : int
         Blocks of the cluster to try first, and threads of a block.
     room_of : callable
-        Returns what a block needs in clusters of so many blocks, or why they do not serve.
+        Returns what a block needs in clusters of so many blocks, or why they do not serve; also takes the most bytes of
+        shared memory that a block may have.
     kernel_of : callable
         Returns the kernel for clusters of so many blocks; may raise `CudaError`.
     """
@@ -187,9 +213,13 @@ def plan_launch(
     if capability < LEAST_CAPABILITY:
         allowed = f"allowed: {LEAST_CAPABILITY} and later"
         return RuntimeError(f"impl='cluster' on compute capability {capability}; {allowed}")
+    try:
+        most_shared = most_shared_bytes(device)
+    except CudaError as error:
+        return error
     refused = RuntimeError("impl='cluster' does not fit the device")
     for size in dict.fromkeys((cluster, MOST_CLUSTER, PORTABLE_CLUSTER, 4)):
-        room = room_of(size)
+        room = room_of(size, most_shared)
         if isinstance(room, RuntimeError):
             refused = room if size == MOST_CLUSTER else refused  # smaller clusters hold less
             continue
@@ -236,17 +266,34 @@ def stage_clocks(plan: Plan, blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 def misplaced(strided: dict[str, torch.Tensor], contiguous: dict[str, torch.Tensor]) -> ValueError | None:
     """Return the error of tensors that a kernel cannot load, or None. Of the contiguous ones only addresses matter."""
-    for name, tensor in (strided | contiguous).items():
-        steps = tensor.stride()[:-1] if name in strided else ()
-        if any(place % ALIGNMENT for place in (tensor.data_ptr(), *(tensor.element_size() * step for step in steps))):
-            return ValueError(
-                f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
-                f"impl='cluster': multiples of {ALIGNMENT} bytes"
-            )
-        if tensor.ndim == 4 and name in strided and tensor.stride(2) > MOST_STRIDE:
-            stride = f"{name} has stride {tensor.stride(2)} in dimension 2"
-            return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
+    for name, tensor in strided.items():
+        if tensor.data_ptr() % ALIGNMENT or not _are_loadable(tensor.stride(), tensor.element_size()):
+            return _misplaced(name, tensor, tensor.stride())
+    for name, tensor in contiguous.items():
+        if tensor.data_ptr() % ALIGNMENT:
+            return _misplaced(name, tensor, ())
     return None
+
+
+@lru_cache(maxsize=1024)
+def _are_loadable(strides: tuple[int, ...], element_size: int) -> bool:
+    """Return whether a kernel can load a tensor of these strides, in elements, at an aligned address."""
+    return _are_aligned(strides, element_size) and (len(strides) != 4 or strides[2] <= MOST_STRIDE)
+
+
+def _are_aligned(strides: tuple[int, ...], element_size: int) -> bool:
+    return not any(element_size * stride % ALIGNMENT for stride in strides[:-1])
+
+
+def _misplaced(name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> ValueError:
+    """Return the error of a tensor of which these strides matter, and one of them or the address cannot be loaded."""
+    if tensor.data_ptr() % ALIGNMENT or not _are_aligned(strides, tensor.element_size()):
+        return ValueError(
+            f"{name} has strides {list(tensor.stride())} from address {tensor.data_ptr():#x}; allowed for "
+            f"impl='cluster': multiples of {ALIGNMENT} bytes"
+        )
+    stride = f"{name} has stride {strides[2]} in dimension 2"
+    return ValueError(f"{stride}; allowed for impl='cluster': at most {MOST_STRIDE}")
 
 
 def unequal(*required: tuple[str, object, str | None, object]) -> TypeError | ValueError | None:

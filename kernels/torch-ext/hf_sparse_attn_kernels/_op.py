@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -161,7 +162,7 @@ class Dispatch:
         if error is None:
             return "cluster"
         if by_name:
-            raise error
+            raise copy(error)  # a plan keeps its error, and the one raised would keep the call's tensors with it
         self._say_separate(error)
         return resolved
 

@@ -223,9 +223,9 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
 _forced: dict[str, dict[str, int]] = {}
 
 
-def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
-    """Return the choice of the nearest shape measured on such a device; `shape` gives `SHAPE` by name."""
-    return _forced.get(op) or _nearest(op, device, tuple(shape[name] for name in SHAPE))
+def choice(op: str, device: torch.device, *, pairs: int, group: int, head_dim: int, tokens: int) -> dict[str, int]:
+    """Return the choice of the nearest shape measured on such a device, by the dimensions of `SHAPE`."""
+    return _forced.get(op) or _nearest(op, device, (pairs, group, head_dim, tokens))
 
 
 @contextmanager

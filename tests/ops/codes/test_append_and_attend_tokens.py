@@ -22,7 +22,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import cluster
 
 from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
-from tests.ops.emulation import CLUSTERS, clusters_fixture
+from tests.ops.emulation import CLUSTERS, clusters_fixture, planned_with
 from tests.ops.helpers import IMPLS, check_schema, device
 
 BUDGET = {"max_tokens": 80, "sink_tokens": 4}
@@ -157,12 +157,9 @@ def test_a_cluster_of_16_blocks_holds_the_scores_of_long_rows(group, pages, grou
         (1, "max", 16384, "1048576 takes 1024 pages of a block of impl='cluster'; allowed: at most 1023"),
     ],
 )
-def test_long_rows_take_larger_clusters_up_to_a_limit(group, group_reduce, pages, blocks, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cluster, "_kernel", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
-    cluster._plan.cache_clear()
-    plan = cluster._plan(torch.device("cpu"), group, group_reduce, "unbiased", 64 * pages, 8, 512, 0)
-    cluster._plan.cache_clear()
+def test_long_rows_take_larger_clusters_up_to_a_limit(group, group_reduce, pages, blocks):
+    with planned_with(cluster, lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1)):
+        plan = cluster._plan(torch.device("cpu"), group, group_reduce, "unbiased", 64 * pages, 8, 512, 0)
     if isinstance(blocks, int):
         assert (plan.cluster, plan.local_pages) == (blocks, -(-pages // blocks))
     else:

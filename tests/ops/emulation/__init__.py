@@ -2,7 +2,7 @@
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import _cluster
 from hf_sparse_attn_kernels._nvrtc import PACKAGE
 
 HEADER = Path(__file__).with_name("device.h")
+MOST_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
 OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 
 
@@ -89,11 +91,35 @@ def _on_cpu(module: ModuleType, name: str) -> Iterator[None]:
     def kernel_of(device: torch.device, size: int, threads: int, *shape: Any) -> CpuKernel:
         return compiled_for_cpu(module.SOURCES, module.kernel_macros(size, threads, *shape), name)
 
+    with pytest.MonkeyPatch.context() as patch, planned_with(module, kernel_of):
+        patch.setattr(module, "unlaunchable", lambda *_: None, raising=False)
+        yield
+
+
+@contextmanager
+def planned_with(
+    module: ModuleType,
+    kernel_of: Callable[..., Any],
+    *,
+    capability: tuple[int, int] = (9, 0),
+    most_shared: int = MOST_SHARED,
+) -> Iterator[None]:
+    """Let launches be planned for a device that is not there.
+
+    Parameters
+    ----------
+    module : module
+        The implementation of an op on clusters.
+    kernel_of : callable
+        Takes the place of its `_kernel`.
+    capability, most_shared
+        The device's compute capability, and the most bytes of shared memory that a block may have.
+    """
     module._plan.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_kernel", kernel_of)
-        patch.setattr(module, "unlaunchable", lambda *_: None, raising=False)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(_cluster, "most_shared_bytes", lambda device: most_shared)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         yield
     module._plan.cache_clear()

@@ -19,7 +19,7 @@ from hf_sparse_attn_kernels import (
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.psa import cluster
 
-from tests.ops.emulation import CLUSTERS, clusters_fixture
+from tests.ops.emulation import CLUSTERS, MOST_SHARED, clusters_fixture, planned_with
 from tests.ops.helpers import IMPLS, check_schema, device, grid
 from tests.ops.pages.steps import new_tokens, prefilled
 
@@ -181,15 +181,12 @@ def test_why_a_call_falls_back_is_logged_once(monkeypatch, caplog):
         ((8, 65536, 8, 4, 256), 16),
     ],
 )
-def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found, monkeypatch):
+def test_shapes_that_the_chosen_clusters_do_not_serve_take_others(shape, found):
     group, pages, microbatch, size, threads = shape
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cluster, "_kernel", lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1))
-    cluster._plan.cache_clear()
-    plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads, 0)
-    cluster._plan.cache_clear()
+    with planned_with(cluster, lambda *shape: SimpleNamespace(max_clusters=lambda shared: 1)):
+        plan = cluster._plan(torch.device("cpu"), group, "softmax", pages, microbatch, size, threads, 0)
     assert plan.cluster == found
-    assert plan.shared <= cluster.MOST_SHARED
+    assert plan.shared <= MOST_SHARED
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from .._cluster import ALIGNMENT, MOST_SHARED, ClusterKernel, Plan, Room, plan_launch
+from .._cluster import ALIGNMENT, ClusterKernel, Plan, Room, plan_launch
 from .._triton import cdiv
 from .._tuning import choice
 from . import keep
@@ -96,7 +96,7 @@ def _plan(
         device,
         cluster,
         threads,
-        lambda size: _room(size, threads, tokens),
+        lambda size, most_shared: _room(size, threads, tokens, most_shared),
         lambda size: _kernel(device, size, threads, group, softmax),
     )
     if not isinstance(plan, Plan):
@@ -104,13 +104,13 @@ def _plan(
     return plan
 
 
-def _room(cluster: int, threads: int, tokens: int) -> Room | RuntimeError:
+def _room(cluster: int, threads: int, tokens: int, most_shared: int) -> Room | RuntimeError:
     local_pages = cdiv(cdiv(tokens, PAGE), cluster)
     shared = _fixed_shared_bytes(cluster, threads) + 2 * local_pages * PAGE
-    if local_pages > MOST_LOCAL_PAGES or shared > MOST_SHARED:
+    if local_pages > MOST_LOCAL_PAGES or shared > most_shared:
         return RuntimeError(
             f"num_tokens={tokens} is too much for clusters of {cluster} blocks: {local_pages} pages and {shared} bytes "
-            f"of a block; allowed: at most {MOST_LOCAL_PAGES} and {MOST_SHARED}"
+            f"of a block; allowed: at most {MOST_LOCAL_PAGES} and {most_shared}"
         )
     return Room(shared, local_pages)
 

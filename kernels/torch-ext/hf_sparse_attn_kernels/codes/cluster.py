@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 
 from .._cluster import (
-    MOST_SHARED,
     PORTABLE_CLUSTER,
     ClusterKernel,
     Plan,
@@ -128,15 +127,17 @@ def append_and_attend_tokens(
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     tensors = (query, new_key, new_value, keys, values, codes, factors, centres, centre_scale, coded, query_centre)
     arguments = ARGUMENTS.pack(
-        *(tensor.data_ptr() for tensor in (*tensors, signs, *row_bounds)),
+        *map(torch.Tensor.data_ptr, (*tensors, signs, *row_bounds)),
         0 if counter is None else counter.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
         block_indices.data_ptr(),
         block_counts.data_ptr(),
         *query.stride(),
-        *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
-        *(stride for tensor in (keys, values) for stride in tensor.stride()[:3]),
+        *new_key.stride()[:2],
+        *new_value.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
         kv_heads,
         codes.shape[2] // PAGE,
         num_tokens,
@@ -190,7 +191,7 @@ def _plan(
         device,
         cluster,
         threads,
-        lambda size: _room(size, threads, group, group_reduce, tokens),
+        lambda size, most_shared: _room(size, threads, group, group_reduce, tokens, most_shared),
         lambda size: _kernel(device, size, threads, group, reduction, clocks, least_squares),
     )
 
@@ -200,11 +201,13 @@ def local_pages_of(tokens: int, cluster: int) -> int:
     return max(1, cdiv(cdiv(tokens, PAGE), cluster))
 
 
-def _room(cluster: int, threads: int, group: int, group_reduce: str, tokens: int) -> Room | RuntimeError:
+def _room(
+    cluster: int, threads: int, group: int, group_reduce: str, tokens: int, most_shared: int
+) -> Room | RuntimeError:
     local_pages = local_pages_of(tokens, cluster)
     shared = shared_bytes(cluster, threads, group, group_reduce, local_pages)
     for what, value, most in (
-        ("bytes of shared memory", shared, MOST_SHARED),
+        ("bytes of shared memory", shared, most_shared),
         ("pages", local_pages, MOST_LOCAL_PAGES),
     ):
         if value > most:

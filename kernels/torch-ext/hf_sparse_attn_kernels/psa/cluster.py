@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 
 from .._cluster import (
-    MOST_SHARED,
     PORTABLE_CLUSTER,
     ClusterKernel,
     Plan,
@@ -124,15 +123,19 @@ def append_and_attend_progressively(
     row_bounds = (seq_start.contiguous(), seq_end.contiguous())
     tensors = (query, new_key, new_value, keys, values, page_min, page_max, page_exponent, channel_exponent)
     arguments = ARGUMENTS.pack(
-        *(tensor.data_ptr() for tensor in (*tensors, *row_bounds)),
+        *map(torch.Tensor.data_ptr, (*tensors, *row_bounds)),
         0 if counter is None else counter.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
         block_order.data_ptr(),
         read_counts.data_ptr(),
         *query.stride(),
-        *(stride for tensor in (new_key, new_value) for stride in tensor.stride()[:2]),
-        *(stride for tensor in (keys, values, page_min, page_max) for stride in tensor.stride()[:3]),
+        *new_key.stride()[:2],
+        *new_value.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *page_min.stride()[:3],
+        *page_max.stride()[:3],
         kv_heads,
         capacity,
         max_pages,
@@ -199,18 +202,18 @@ def _plan(
         device,
         cluster,
         threads,
-        lambda size: _room(size, threads, group, pages, microbatch),
+        lambda size, most_shared: _room(size, threads, group, pages, microbatch, most_shared),
         lambda size: _kernel(device, size, threads, group, reduction, clocks),
     )
 
 
-def _room(cluster: int, threads: int, group: int, pages: int, microbatch: int) -> Room | RuntimeError:
+def _room(cluster: int, threads: int, group: int, pages: int, microbatch: int, most_shared: int) -> Room | RuntimeError:
     local_pages = local_pages_of(pages, cluster)
     shared = shared_bytes(cluster, threads, group, local_pages)
-    if shared > MOST_SHARED:
+    if shared > most_shared:
         return RuntimeError(
             f"num_pages={pages} takes {shared} bytes of a block's shared memory in impl='cluster'; "
-            f"allowed: at most {MOST_SHARED}"
+            f"allowed: at most {most_shared}"
         )
     if not waves_of(cluster, threads, microbatch)[0]:
         return RuntimeError(
