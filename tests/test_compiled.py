@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import append_and_attend, append_and_attend_tokens, use_impl
+from hf_sparse_attn_kernels._tuning import forced
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, CompileConfig
 
@@ -506,6 +508,49 @@ def test_cuda_graphs_replay_the_step_over_host_memory(method):
     patch_model(model, method, kv_storage="host")
     assert torch.equal(check_cuda_graphs(model), expected)
     unpatch_model(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "op", "choice"),
+    [
+        (Quest(token_budget=64), append_and_attend, "cluster_step"),
+        (KeyCodes(token_budget=128), append_and_attend_tokens, "code_step"),
+    ],
+    ids=["quest", "keycodes"],
+)
+def test_cuda_graphs_replay_the_step_on_clusters(method, op, choice, monkeypatch):
+    """Triton's kernels add in another order, so logits are compared, up to the first token that differs."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 256}
+    model = models.make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3, initializer_range=0.05, **heads)
+    ran, implementation = set(), op.dispatch.implementation
+
+    def noted(impl, name=None):
+        if name is None:
+            ran.add(impl)
+        return implementation(impl, name)
+
+    monkeypatch.setattr(op.dispatch, "implementation", noted)
+    options = {**padded((300, 290, 201)), **GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    outputs, stats = [], []
+    for impl in ("cluster", "triton"):
+        torch._dynamo.reset()  # a recorded step keeps its kernels
+        ran.clear()
+        with forced(**{choice: {"cluster": 8}}), use_impl(impl), sparse_attention(model, method):
+            runs = [model.generate(**options) for _ in range(3)]  # the last one replays what the others have recorded
+            stats.append(sparse_attention_stats(model))
+        assert ran == {impl}
+        assert not counters["graph_break"]
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        assert torch.equal(runs[1].sequences, runs[2].sequences)
+        outputs.append(runs[2])
+    assert stats[0] == stats[1]
+    tokens, expected = (output.sequences[:, -GREEDY["max_new_tokens"] :] for output in outputs)
+    equal = int((tokens == expected).all(dim=0).cumprod(dim=0).sum())
+    logits, exact = (torch.stack(output.logits[: equal + 1]).float() for output in outputs)
+    assert len(logits) > 1  # prefill gives the first token
+    # As far as dense attention in bfloat16 is from float32: test_contracts.py has this bound.
+    assert (logits - exact).abs().max() < exact.abs().max() / 8
 
 
 def check_cuda_graphs(model):

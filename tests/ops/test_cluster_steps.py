@@ -3,7 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels._nvrtc import CudaError
 
 from tests.ops.codes import test_append_and_attend_tokens as codes
-from tests.ops.emulation import MOST_SHARED, planned_with
-from tests.ops.helpers import device
+from tests.ops.emulation import MOST_SHARED, CpuKernel, on_cpu, planned_with
+from tests.ops.helpers import device, grid
 from tests.ops.psa import test_append_and_attend_progressively as psa
 from tests.ops.quest import test_append_and_attend as quest
 
@@ -27,6 +27,7 @@ class Family(NamedTuple):
     """Tests of the op, with its arguments."""
     choice: str
     """Name of its launch choice."""
+    kernel: str
     budget: tuple[str, int]
     """An option of which the implementation serves so much."""
     page_size: int
@@ -41,16 +42,23 @@ class Family(NamedTuple):
     def arguments(self, lengths: tuple[int, ...] = (70, 20), **shape: Any) -> dict[str, Any]:
         return self.tests._copy(self.tests._arguments(list(lengths), **(self.served | shape)))
 
-    def __call__(self, arguments: dict[str, Any], impl: str | None = None) -> Any:
+    @property
+    def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return getattr(hf_sparse_attn_kernels, self.op)
+
+    def __call__(self, arguments: dict[str, Any], impl: str | None = None) -> tuple[torch.Tensor, ...]:
         with tuning.forced(**{self.choice: {"cluster": 8}}):
-            return getattr(hf_sparse_attn_kernels, self.op)(**arguments, impl=impl)
+            return self.function(**arguments, impl=impl)
 
 
 BFLOAT16 = {"dtype": torch.bfloat16, "head_dim": 128, "group": 2}
+CODED = BFLOAT16 | {"page_size": 64}
 FAMILIES = [
-    Family("append_and_attend", quest, "cluster_step", ("max_blocks", 512), 16, BFLOAT16),
-    Family("append_and_attend_tokens", codes, "code_step", ("max_tokens", 4096), 64, BFLOAT16 | {"page_size": 64}),
-    Family("append_and_attend_progressively", psa, "progressive_step", ("microbatch", 32), 32, BFLOAT16),
+    Family("append_and_attend", quest, "cluster_step", "quest_step", ("max_blocks", 512), 16, BFLOAT16),
+    Family("append_and_attend_tokens", codes, "code_step", "key_codes_step", ("max_tokens", 4096), 64, CODED),
+    Family(
+        "append_and_attend_progressively", psa, "progressive_step", "progressive_step", ("microbatch", 32), 32, BFLOAT16
+    ),
 ]
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.choice)
 of_pages = pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[2]], ids=lambda family: family.choice)
@@ -303,3 +311,57 @@ def test_a_driver_that_does_not_say_its_shared_memory_has_no_plan(driver, monkey
     plan = _cluster.plan_launch(torch.device("cuda", 3), 8, 256, lambda *shape: None, lambda size: None)
     assert isinstance(plan, CudaError)
     assert str(plan) == "cuDeviceGet failed: unknown device"
+
+
+@families
+@pytest.mark.parametrize("backend", ["aot_eager", grid("eager")])
+@torch.no_grad()
+def test_a_compiled_step_does_what_an_uncompiled_one_does(family, backend, monkeypatch):
+    launches, kernel = [], _cluster.ClusterKernel if device.type == "cuda" else CpuKernel
+    launch = kernel.__call__
+    monkeypatch.setattr(kernel, "__call__", lambda self, *options: launches.append(launch(self, *options)))
+    torch._dynamo.reset()
+    function = family.function
+    step = torch.compile(lambda arguments: function(**arguments), fullgraph=True, backend=backend)
+    arguments = family.arguments((150, 33), kv_heads=1, group=4)
+    ours, expected = (family.tests._copy(arguments) for _ in range(2))
+    on_device = nullcontext() if device.type == "cuda" else on_cpu(family.module, family.kernel)
+    with on_device, tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}), use_impl("cluster"):
+        for token in range(2):
+            found, exact = step(ours), function(**expected)
+            assert len(launches) == 2 * (token + 1)
+            for state in (ours, expected):
+                state["seq_end"] = state["seq_end"] + 1
+            if family.tests is psa:
+                psa._check_read(found, exact)
+                found, exact = found[:2], exact[:2]
+            assert all(map(torch.equal, found, exact))
+    family.tests._check_state(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.choice)
+def test_graphs_on_two_streams_replay_beside_a_matmul(family):
+    """Clusters of two steps and a matmul's blocks share the device, in any order; no step may see the other's data."""
+    steps = [family.arguments(lengths, group=4) for lengths in ((30_000, 9_000), (21_000, 17_000))]
+    alone = [[tensor.clone() for tensor in family(arguments, "cluster")] for arguments in steps]
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    streams = [torch.cuda.Stream() for _ in steps]
+    differ = [torch.zeros((), dtype=torch.bool, device=device) for _ in steps]
+    torch.cuda.synchronize()
+    graphs, outputs = [torch.cuda.CUDAGraph() for _ in steps], []
+    for graph, stream, arguments in zip(graphs, streams, steps, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            outputs.append(family(arguments, "cluster"))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        torch.mm(matrix, matrix)
+        for _ in range(10):
+            for graph, stream, found, exact, differs in zip(graphs, streams, outputs, alone, differ, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                    for one, other in zip(found, exact, strict=True):
+                        differs |= (one != other).any()
+                        one.zero_()
+        torch.cuda.synchronize()
+    assert [differs.item() for differs in differ] == [False, False]

@@ -78,14 +78,14 @@ def clusters_fixture(module: ModuleType, name: str) -> Any:
 
     @pytest.fixture
     def on_clusters() -> Iterator[None]:
-        with nullcontext() if torch.cuda.is_available() else _on_cpu(module, name):
+        with nullcontext() if torch.cuda.is_available() else on_cpu(module, name):
             yield
 
     return on_clusters
 
 
 @contextmanager
-def _on_cpu(module: ModuleType, name: str) -> Iterator[None]:
+def on_cpu(module: ModuleType, name: str) -> Iterator[None]:
     """Let a step's implementation on clusters, a kernel of this name, serve tensors of the CPU."""
 
     def kernel_of(device: torch.device, size: int, threads: int, *shape: Any) -> CpuKernel:
