@@ -116,6 +116,8 @@ class LayerStats:
     """Those of them that were there when they were looked up; the others were loaded."""
     bytes_loaded: int = 0
     """Bytes of K and V copied from host memory to the device, in prompts too, and ahead of steps that stop earlier."""
+    step_bytes_loaded: int = 0
+    """Those of them that decode steps loaded, or that were loaded ahead of them."""
     bytes_stored: int = 0
     """Bytes of K and V copied to host memory."""
     stall_seconds: float = 0.0
@@ -125,6 +127,11 @@ class LayerStats:
     def hit_rate(self) -> float:
         """Share of the blocks looked up that the device held; 1.0 if none was looked up."""
         return self.blocks_hit / self.blocks_read if self.blocks_read else 1.0
+
+    @property
+    def loaded_per_step(self) -> float:
+        """Bytes of K and V that a decode step loaded from host memory, on average; 0.0 before the first one."""
+        return self.step_bytes_loaded / self.decode_steps if self.decode_steps else 0.0
 
     @property
     def kv_fraction(self) -> float:
@@ -156,6 +163,7 @@ class SparseAttentionStats(LayerStats):
             blocks_read=sum(layer.blocks_read for layer in layers),
             blocks_hit=sum(layer.blocks_hit for layer in layers),
             bytes_loaded=sum(layer.bytes_loaded for layer in layers),
+            step_bytes_loaded=sum(layer.step_bytes_loaded for layer in layers),
             bytes_stored=sum(layer.bytes_stored for layer in layers),
             stall_seconds=sum(layer.stall_seconds for layer in layers),
             layers=layers,

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_sparse_attn.cache import saved
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.host.prompts import PromptStages
-from hf_sparse_attn.cache.host.room import check_host_room, check_kv_storage
+from hf_sparse_attn.cache.host.reserve import grow, reserve_first
+from hf_sparse_attn.cache.host.room import check_kv_storage
 from hf_sparse_attn.cache.host.storage import GrowingHostStorage, HostStorage, StaticHostStorage
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
@@ -509,14 +510,30 @@ class SparseCache(Cache):  # type: ignore[misc]
         if self._offloaded is not None:
             self._offloaded.check_rows(rows)
 
-    def check_host(self, rows: int, num_new: int, token_bytes: int) -> None:
-        """Raise ``RuntimeError`` if host memory has no room for what the first tokens allocate.
+    def reserve_host(self, shape: Sequence[int], dtype: torch.dtype, devices: Callable[[], list[torch.device]]) -> None:
+        """Allocate the host memory of the pass that has begun, before any layer runs. Do nothing without any.
 
-        ``token_bytes`` are those of a layer's keys and values.
+        Parameters
+        ----------
+        shape
+            That of the keys of the pass: batch, kv_heads, tokens, head_dim.
+        dtype
+            Their dtype.
+        devices
+            Returns the device of each of the model's layers.
+
+        Raises
+        ------
+        RuntimeError
+            Host memory does not suffice, or cannot be pinned. Undo the pass by :meth:`end_call`.
         """
-        layers = [layer.storage for layer in self.sparse_layers if isinstance(layer.storage, HostStorage)]
-        if layers and not any(layer.is_initialized for layer in self.sparse_layers):
-            check_host_room(len(layers) * rows * token_bytes, layers[0].first_capacity(num_new))
+        if self.kv_storage == "device":
+            return
+        layers = [layer for layer in self.sparse_layers if isinstance(layer.storage, HostStorage)]
+        if self.length:
+            grow(layers, self.length + shape[2])
+        else:
+            reserve_first(layers, shape, dtype, devices())
 
     @property
     def fed(self) -> int:

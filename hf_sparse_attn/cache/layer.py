@@ -466,6 +466,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         self._token = self.rehearsed_query = self.sinks = self._step_kind = None
         if not self.is_initialized:
+            self.storage.drop_reserved()
             return
         self._held = self.length
         self.storage.cut(self.length)
@@ -491,6 +492,10 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if before and batch != self.keys.shape[0]:
             raise ValueError(f"new tokens must have the cache's batch size {self.keys.shape[0]}, got {batch}")
         self.check_room(before, num_new)
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of ``length`` tokens; they stay as they are."""
+        self.storage.reserve(length, self._make_metadata)
 
     def check_room(self, held: int, num_new: int) -> None:
         """Raise ``ValueError`` if new tokens do not fit."""

@@ -105,6 +105,9 @@ class Storage(ABC):
     def reserve(self, length: int | None, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Make room for rows of ``length`` tokens; ``make`` allocates metadata for another capacity."""
 
+    def drop_reserved(self) -> None:  # noqa: B027 - most storages allocate when the first tokens come
+        """Free what was allocated for the first tokens, if they have not come."""
+
     @abstractmethod
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Write tokens at the end of the rows, where ``lengths`` already includes them."""
@@ -266,10 +269,14 @@ class GrowingStorage(Storage):
         larger = copy.copy(self)  # memory may run out at any of the buffers: all are replaced, or none
         larger.shared_tokens = 0
         with lasting_tensors():
-            larger.enlarge(max(length, grown_capacity(self.capacity)))
+            larger.enlarge(self.capacity_for(length))
             grown = make(larger)
             larger.metadata = {name: enlarged(old, grown[name]) for name, old in self.metadata.items()}
         self.__dict__.update(larger.__dict__)
+
+    def capacity_for(self, length: int) -> int:
+        """Return the capacity of the buffers that replace these if rows of ``length`` tokens do not fit."""
+        return max(length, grown_capacity(self.capacity))
 
     def enlarge(self, capacity: int) -> None:
         """Replace the buffers by larger ones with the same tokens."""

@@ -18,6 +18,8 @@ class Traffic:
         """Those of them that were there when they were looked up."""
         self.bytes_loaded = 0
         """Bytes copied from the host to the device."""
+        self.step_bytes_loaded = 0
+        """Those of them that were copied for decode steps."""
         self.bytes_stored = 0
         """Bytes copied from the device to the host."""
         self._stall_seconds = 0.0
@@ -46,7 +48,7 @@ class Traffic:
         ``kv_bytes`` are those that decode steps have read, wherever they were.
         """
         self._collect_all()
-        names = ("blocks_read", "blocks_hit", "bytes_loaded", "bytes_stored")
+        names = ("blocks_read", "blocks_hit", "bytes_loaded", "step_bytes_loaded", "bytes_stored")
         return {"stall_seconds": self._stall_seconds, **{name: getattr(self, name) for name in names}}
 
     def _collect_all(self) -> None:

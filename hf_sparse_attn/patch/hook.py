@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
-from hf_sparse_attn.patched import Patch, get_patch
+from hf_sparse_attn.patched import Patch, get_patch, layer_devices
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
 PASS_TOKENS = 8192
@@ -125,13 +126,13 @@ class DecoderHooks:
         method, config = patch.method, self.model.config
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
-        kv_heads = config.num_key_value_heads // patch.head_shard.size
-        token_bytes = 2 * kv_heads * head_dim_of(config) * self.model.dtype.itemsize
-        cache.check_host(_tokens(kwargs).shape[0], query_length, token_bytes)
         cache.shared.recorder = patch.recorder
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared
+        kv_heads = config.num_key_value_heads // patch.head_shard.size
+        keys_shape = (_tokens(kwargs).shape[0], kv_heads, query_length, head_dim_of(config))
         try:
+            cache.reserve_host(keys_shape, self.model.dtype, partial(layer_devices, self.model))
             if is_dense:
                 check_positions(config, method, query_length, cached, is_dense)
                 kwargs = _densely(decoder, kwargs, patch)

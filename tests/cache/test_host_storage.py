@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.cache.host import kept, memory, prompts, room
+from hf_sparse_attn.cache.host import kept, memory, prompts, room, storage
 from hf_sparse_attn.cache.host.storage import GrowingHostStorage, StaticHostStorage
 from hf_sparse_attn.cache.offload.transfers import Transfers
 from hf_sparse_attn.cache.storage import GrowingStorage
@@ -209,9 +210,28 @@ def test_hits_and_bytes_are_as_predicted(method, exact):
     assert (stats.blocks_hit, stats.blocks_read) == (hits, reads)
     assert 0 < stats.hit_rate < 1
     token = 2 * HEAD_DIM * 8
-    assert stats.bytes_loaded == tokens * token
+    assert stats.bytes_loaded == stats.step_bytes_loaded == tokens * token
+    assert stats.loaded_per_step == tokens * token / new
     assert stats.bytes_stored == (prompt + new) * 2 * KV_HEADS * (LAYERS - dense) * token
     assert [layer.bytes_stored > 0 for layer in stats.layers] == [index >= dense for index in range(LAYERS)]
+
+
+@pytest.mark.parametrize("method", [SMALL[0], SMALL[4]], ids=str)
+@torch.inference_mode()
+def test_what_a_later_prompt_loads_is_no_step_s(method):
+    model, dense = shared_model("llama"), method.dense_layers
+    with sparse_attention(model, method, kv_storage="host"):
+        cache = SparseCache.for_model(model)
+        logits_of(model, cache, [random_ids(2, 90)])
+        assert sparse_attention_stats(model).loaded_per_step == 0.0
+        logits_of(model, cache, random_ids(2, 5).split(1, dim=1))
+        before = sparse_attention_stats(model)
+        logits_of(model, cache, [random_ids(2, 30)])
+        after = sparse_attention_stats(model)
+    assert 0 < before.step_bytes_loaded == before.bytes_loaded == after.step_bytes_loaded
+    token = 2 * 2 * KV_HEADS * HEAD_DIM * 4 * (LAYERS - dense)  # two rows, keys and values
+    assert after.bytes_loaded - before.bytes_loaded == 95 * token
+    assert after.loaded_per_step == after.step_bytes_loaded / 5
 
 
 @torch.inference_mode()
@@ -293,6 +313,119 @@ def test_too_little_host_memory_is_found_before_the_prompt(max_cache_len, tokens
         assert not any(layer.is_initialized for layer in cache.layers)
         monkeypatch.setattr(room, "available_bytes", lambda: needed)
         model(random_ids(3, 150), past_key_values=cache)
+
+
+class Refusing:
+    """Host memory of which the ``at``-th allocation is refused. It remembers, weakly, what it gave."""
+
+    def __init__(self, at):
+        self.at, self.given = at, []
+
+    def __call__(self, shape, dtype, device):
+        if len(self.given) == self.at - 1:
+            raise RuntimeError("kv_storage='host': memory cannot be pinned")
+        tokens = memory.host_tokens(shape, dtype, device)
+        self.given.append(weakref.ref(tokens.host))
+        return tokens
+
+    @property
+    def held(self):
+        gc.collect()
+        return sum(tensor() is not None for tensor in self.given)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+@pytest.mark.parametrize("used_before", [False, True])
+@torch.inference_mode()
+def test_memory_that_cannot_be_pinned_is_an_error_before_the_first_layer(max_cache_len, used_before, monkeypatch):
+    model = make_model("llama")
+    patch_model(model, SMALL[1], kv_storage="host")  # all four layers
+    cache, expected = SparseCache.for_model(model, max_cache_len), model(random_ids(2, 90)).logits
+    if used_before:  # by other rows, whose buffers do not serve
+        model(random_ids(1, 90), past_key_values=cache)
+        cache.reset()
+    ran = []
+    first = model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(0))
+    refusing = Refusing(at=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "host_tokens", refusing)
+        with pytest.raises(RuntimeError, match="cannot be pinned"):
+            model(random_ids(2, 90), past_key_values=cache)
+    assert (ran, len(refusing.given), refusing.held) == ([], 2, 0)
+    assert cache.get_seq_length() == 0
+    first.remove()
+    assert torch.equal(model(random_ids(2, 90), past_key_values=cache).logits, expected)
+
+
+@torch.inference_mode()
+def test_what_a_failed_prompt_has_reserved_is_freed(monkeypatch):
+    model = make_model("llama")
+    patch_model(model, SMALL[1], kv_storage="host")
+    cache, counting = SparseCache.for_model(model), Refusing(at=99)
+    monkeypatch.setattr(storage, "host_tokens", counting)
+
+    def fail(*_):
+        assert counting.held == LAYERS
+        raise RuntimeError("out of memory")
+
+    with model.model.layers[1].register_forward_pre_hook(fail), pytest.raises(RuntimeError, match="out of memory"):
+        model(random_ids(2, 90), past_key_values=cache)
+    assert counting.held == 1  # the first layer's buffers, which serve the next pass
+    model(random_ids(2, 90), past_key_values=cache)
+    assert (counting.held, len(counting.given)) == (LAYERS, 2 * LAYERS - 1)
+
+
+@torch.inference_mode()
+def test_buffers_of_other_tokens_than_expected_are_allocated_anew(monkeypatch):
+    """As under autocast: keys have another dtype than the weights."""
+    model, counting = make_model("llama"), Refusing(at=99)
+    cache = SparseCache(model.config, SMALL[1], kv_storage="host")
+    monkeypatch.setattr(storage, "host_tokens", counting)
+    cache.reserve_host((2, KV_HEADS, 90, HEAD_DIM), torch.bfloat16, lambda: [torch.device("cpu")] * LAYERS)
+    for layer in range(LAYERS):
+        cache.update(*torch.randn(2, 2, KV_HEADS, 90, HEAD_DIM), layer)
+    assert (counting.held, len(counting.given)) == (LAYERS, 2 * LAYERS)
+
+
+@pytest.mark.parametrize("failing", ["room", "pin"])
+@torch.inference_mode()
+def test_too_little_memory_to_grow_leaves_the_cache_as_it_was(failing, monkeypatch):
+    model = make_model("llama")
+    patch_model(model, SMALL[1], kv_storage="host")
+    cache, turn = SparseCache.for_model(model), random_ids(2, 60, seed=3)
+    model(random_ids(2, 90), past_key_values=cache)
+    expected = model(turn, past_key_values=copy.deepcopy(cache)).logits
+    token = 2 * 2 * KV_HEADS * HEAD_DIM * 4
+    ran = []
+    first = model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(0))
+    with monkeypatch.context() as patched:
+        if failing == "pin":
+            patched.setattr(storage, "host_tokens", Refusing(at=3))
+            message = "cannot be pinned"
+        else:  # all grow from 90 to 180 tokens, one after another
+            patched.setattr(room, "available_bytes", lambda: (LAYERS * 90 + 90) * token - 1)
+            message = r"180 tokens take 0.00 GiB of host memory beside the 90 that they replace, and 0.00 GiB are left"
+        with pytest.raises(RuntimeError, match=message):
+            model(turn, past_key_values=cache)
+    assert ran == []
+    assert cache.get_seq_length() == 90
+    assert {layer.capacity for layer in cache.layers} <= ({90} if failing == "room" else {90, 180})
+    first.remove()
+    monkeypatch.setattr(room, "available_bytes", lambda: (LAYERS * 90 + 90) * token)
+    assert torch.equal(model(turn, past_key_values=cache).logits, expected)
+
+
+@torch.inference_mode()
+def test_a_layer_alone_grows_only_if_there_is_room(monkeypatch):
+    model = shared_model("llama")
+    cache = SparseCache(model.config, SMALL[1], kv_storage="host")
+    model(random_ids(1, 70), past_key_values=cache)  # unpatched: each layer grows by itself
+    layer = cache.layers[0]
+    before = layer.keys
+    monkeypatch.setattr(room, "available_bytes", lambda: 140 * 2 * KV_HEADS * HEAD_DIM * 4 - 1)
+    with pytest.raises(RuntimeError, match=r"140 tokens take 0.00 GiB of host memory beside the 70 that they replace"):
+        layer.reserve(71)
+    assert layer.keys is before
 
 
 @pytest.mark.parametrize("version", [1, 2])

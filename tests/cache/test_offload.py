@@ -222,6 +222,7 @@ def test_hits_and_bytes_are_as_predicted(eviction, exact):
     token = 2 * 2 * KV_HEADS * HEAD_DIM * 8 * 2  # two rows, two layers, keys and values in float64
     block = 2 * PAGE * HEAD_DIM * 8
     assert stats.bytes_loaded == (reads - hits) * block + prompt % PAGE * token
+    assert stats.step_bytes_loaded == (reads - hits) * block == stats.loaded_per_step * new
     full = (prompt + new) // PAGE - prompt // PAGE
     assert stats.bytes_stored == prompt * token + full * PAGE * token
     assert stats.stall_seconds > 0

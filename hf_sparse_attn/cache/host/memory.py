@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -153,16 +154,25 @@ def host_tokens(shape: tuple[int, int, int, int], dtype: torch.dtype, device: to
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"kv_storage='host' needs a model on CUDA or on a CPU, got {device}")
     tokens, head_dim = shape[:3], shape[3]
-    width = -(-head_dim * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
-    num_bytes = max(1, prod(tokens) * 2 * width * dtype.itemsize)
+    width = _width(head_dim, dtype)
     with lasting_tensors():
-        host, aliases = _host_bytes(num_bytes, device)
+        host, aliases = _host_bytes(max(1, host_bytes(shape, dtype)), device)
         strides = torch.empty((*tokens, 2 * width), device="meta").stride()
         keys, values = (
             torch.empty(0, dtype=dtype, device=device).set_(alias.untyped_storage(), begin, shape, strides)
             for alias, begin in zip(aliases, (0, width), strict=True)
         )
         return HostTokens(host.view(dtype).view(*tokens, 2, width)[..., :head_dim], keys, values)
+
+
+def host_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes that :func:`host_tokens` allocates for keys of a shape and their values."""
+    return prod(shape[:3]) * 2 * _width(shape[3], dtype) * dtype.itemsize
+
+
+def _width(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the numbers between the beginnings of a key and its value."""
+    return -(-head_dim * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
 
 
 def _host_bytes(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -26,11 +26,22 @@ def check_kv_storage(kv_storage: str, method: SparseMethod) -> None:
         )
 
 
-def check_host_room(bytes_per_token: int, tokens: int) -> None:
-    """Raise ``RuntimeError`` if the host has no room for so many tokens of all layers and rows."""
+def check_host_room(num_bytes: int, tokens: int, replaced: int | None = None) -> None:
+    """Raise ``RuntimeError`` if the host has no room for buffers.
+
+    Parameters
+    ----------
+    num_bytes
+        Bytes to allocate while everything that is allocated stays.
+    tokens
+        Tokens of a row that the buffers hold.
+    replaced
+        Tokens of a row in the buffers that they replace, which exist until the tokens are copied; None for none.
+    """
     left = available_bytes()
-    if left is not None and bytes_per_token * tokens > left:
+    if left is not None and num_bytes > left:
+        beside = "" if replaced is None else f" beside the {replaced} that they replace"
         raise RuntimeError(
-            f"kv_storage='host': {tokens} tokens take {bytes_per_token * tokens / 2**30:.2f} GiB of host memory, and "
+            f"kv_storage='host': {tokens} tokens take {num_bytes / 2**30:.2f} GiB of host memory{beside}, and "
             f"{left / 2**30:.2f} GiB are left: lower the batch or the context, or use kv_storage='device'"
         )

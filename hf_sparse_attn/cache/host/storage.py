@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_sparse_attn.cache.host.kept import KeptBlocks
-from hf_sparse_attn.cache.host.memory import host_tokens
+from hf_sparse_attn.cache.host.memory import HostTokens, host_bytes, host_tokens
 from hf_sparse_attn.cache.host.prompts import PromptStage, PromptStages
+from hf_sparse_attn.cache.host.room import check_host_room
 from hf_sparse_attn.cache.host.traffic import HostTraffic
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
 from hf_sparse_attn.cache.lengths import Lengths
@@ -53,6 +54,7 @@ class HostStorage(Storage):
         self._kept: KeptBlocks | None = None
         self.traffic = HostTraffic()
         self._stages = stages
+        self._reserved: HostTokens | None = None
         self._written: int | None = 0  # tokens of a row; None if the host would have to wait for the device
         self.on_host: torch.Tensor
         """The buffers as a tensor of the host, [batch, kv_heads, capacity, 2, head_dim]: keys beside values."""
@@ -61,10 +63,38 @@ class HostStorage(Storage):
     def _stage(self) -> PromptStage:
         return self._stages.on(self.keys.device)
 
+    def reserve_first(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the buffers that :meth:`allocate` takes for tokens of this kind, [batch, kv_heads, n, head_dim]."""
+        self._reserved = host_tokens(self._first_shape(shape), dtype, device)
+
+    def drop_reserved(self) -> None:
+        """Free what :meth:`reserve_first` has allocated, if no tokens have come."""
+        self._reserved = None
+
+    def first_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes that :meth:`reserve_first` allocates."""
+        return host_bytes(self._first_shape(shape), dtype)
+
+    def _first_shape(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
+        batch, kv_heads, tokens, head_dim = shape
+        return batch, kv_heads, self.first_capacity(tokens), head_dim
+
+    def release(self) -> None:
+        """Free the buffers, the metadata and the slots of a layer without tokens, as before its first ones."""
+        self.drop_reserved()
+        if hasattr(self, "keys"):
+            self._stage.drop(self)
+            del self.keys, self.values, self.on_host
+        self._kept, self._written, self.metadata = None, 0, {}
+
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Create buffers of zeros in host memory."""
-        capacity = self.first_capacity(key_states.shape[2])
-        self._place((*key_states.shape[:2], capacity, key_states.shape[3]), key_states.dtype, key_states.device)
+        """Create buffers of zeros in host memory, unless those that were reserved serve."""
+        shape, dtype, device = self._first_shape(key_states.shape), key_states.dtype, key_states.device
+        reserved, self._reserved = self._reserved, None
+        if reserved is None or not _serves(reserved, shape, dtype, device):
+            reserved = None  # before more is allocated
+            reserved = host_tokens(shape, dtype, device)
+        self._place(reserved)
 
     def allocate_metadata(self, make: Callable[[Storage], dict[str, torch.Tensor]]) -> None:
         """Replace the metadata by ``make(self)``, and allocate what decode steps need on the device."""
@@ -92,8 +122,8 @@ class HostStorage(Storage):
         if self._kept is not None:
             self._kept.empty()
 
-    def _place(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.on_host, *buffers = host_tokens(shape, dtype, device)
+    def _place(self, tokens: HostTokens) -> None:
+        self.on_host, *buffers = tokens
         self.keys, self.values = (self._mark(buffer, (2,)) for buffer in buffers)
         self._stage.drop(self)
 
@@ -102,7 +132,7 @@ class HostStorage(Storage):
         self._stage.drop()
         twin = copy.copy(self)
         batch, kv_heads, capacity, head_dim = shape
-        twin._place((batch, kv_heads, capacity, head_dim), self.keys.dtype, self.keys.device)
+        twin._place(host_tokens((batch, kv_heads, capacity, head_dim), self.keys.dtype, self.keys.device))
         with lasting_tensors():
             for target, source in ((twin.keys, self.keys), (twin.values, self.values)):
                 self._copy_tokens(target, source, order)
@@ -111,9 +141,17 @@ class HostStorage(Storage):
         self.__dict__.update(twin.__dict__)
 
     def enlarge(self, capacity: int) -> None:
-        """Move the tokens to larger buffers."""
-        batch, kv_heads, _, head_dim = self.keys.shape
-        self._replace_buffers((batch, kv_heads, capacity, head_dim))
+        """Move the tokens to larger buffers.
+
+        Raises
+        ------
+        RuntimeError
+            The host has no room for them beside the present ones, or they cannot be pinned.
+        """
+        batch, kv_heads, held, head_dim = self.keys.shape
+        larger = (batch, kv_heads, capacity, head_dim)
+        check_host_room(host_bytes(larger, self.keys.dtype), capacity, replaced=held)
+        self._replace_buffers(larger)
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Write a decode step's token to host memory; stage several tokens on the device, and store them."""
@@ -198,13 +236,13 @@ class HostStorage(Storage):
         """Return a storage over the same host memory, without metadata or slots; its rows share ``tokens`` tokens."""
         fork = super().fork(tokens)
         assert isinstance(fork, HostStorage)
-        fork.traffic, fork._size, fork._kept = HostTraffic(), size, None
+        fork.traffic, fork._size, fork._kept, fork._reserved = HostTraffic(), size, None, None
         return fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStorage:
         """Return a storage with host memory and metadata of its own."""
         twin = copy.copy(self)
-        twin._kept = None
+        twin._kept = twin._reserved = None
         memo[id(self)] = twin
         twin.traffic, twin.metadata = copy.deepcopy((self.traffic, self.metadata), memo)
         if hasattr(self, "keys"):
@@ -219,6 +257,13 @@ class HostStorage(Storage):
         for begin in range(0, end, COPIED_TOKENS):
             part = source[:, :, begin : min(begin + COPIED_TOKENS, end)]
             target[:, :, begin : begin + part.shape[2]] = part if order is None else part.index_select(0, order)
+
+
+def _serves(tokens: HostTokens, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether buffers have a shape, or more capacity, and the dtype and device."""
+    batch, kv_heads, capacity, head_dim = tokens.keys.shape
+    fits = (batch, kv_heads, head_dim) == (shape[0], shape[1], shape[3]) and capacity >= shape[2]
+    return fits and tokens.keys.dtype == dtype and tokens.keys.device == device
 
 
 class GrowingHostStorage(HostStorage, GrowingStorage):

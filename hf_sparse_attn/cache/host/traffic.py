@@ -42,10 +42,12 @@ class HostTraffic(Traffic):
         """Return the totals by the names of the fields of ``LayerStats``. Waits for the device."""
         totals = super().totals(kv_bytes)
         blocks, hits, loaded, stored = self.counts.tolist() if hasattr(self, "counts") else (0, 0, 0, 0)
+        in_steps = loaded * self._token_bytes + kv_bytes * self.reads_all
         return {
             **totals,
             "blocks_read": totals["blocks_read"] + blocks,
             "blocks_hit": totals["blocks_hit"] + hits,
-            "bytes_loaded": totals["bytes_loaded"] + loaded * self._token_bytes + kv_bytes * self.reads_all,
+            "bytes_loaded": totals["bytes_loaded"] + in_steps,
+            "step_bytes_loaded": totals["step_bytes_loaded"] + in_steps,
             "bytes_stored": totals["bytes_stored"] + stored * self._token_bytes,
         }

@@ -163,6 +163,7 @@ class BlockLoader(GrowingStorage):
         first_tokens = pairs * self._capacity + in_row
         prepare = self._copy_by_kernel if self._device_reads_host else self._copy_by_host
         num_bytes = 2 * len(blocks) * size * self._shape.head_dim * self._shape.dtype.itemsize
+        self.traffic.step_bytes_loaded += num_bytes
         return self._memory.transfers.load(
             prepare(slots + self._memory.first_slot, first_tokens), self.traffic, num_bytes
         )
