@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -73,12 +74,19 @@ def traffic_per_step(model: PreTrainedModel) -> dict[str, float]:
     time for which the model waited for loads, are sums over the layers.
     """
     stats = sparse_attention_stats(model)
-    steps = max(stats.decode_steps, 1)
     return {
         "pool_hits": stats.hit_rate,
-        "bytes_loaded": stats.bytes_loaded / steps,
-        "stall_ms": 1e3 * stats.stall_seconds / steps,
+        "bytes_loaded": stats.loaded_per_step,
+        "stall_ms": 1e3 * stats.stall_seconds / max(stats.decode_steps, 1),
     }
+
+
+def link_rate(traffic: Mapping[str, float], milliseconds: float) -> float:
+    """Return the mean GB/s over the link: what a step loads, over the time between tokens.
+
+    The link rests while a step does anything else, so it is faster than that while it loads.
+    """
+    return traffic["bytes_loaded"] / milliseconds / 1e6
 
 
 def device_name(device: torch.device) -> str:

@@ -18,13 +18,15 @@ from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
 from eval.processes import Processes
-from eval.speed_check import check_covering
+from eval.speed_check import check_if_it_fits
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import (
     AHEAD,
+    DYNAMIC,
     FUSED,
     GRAPH,
     PREALLOCATED,
+    STATIC,
     UNCOMPILED,
     Run,
     Side,
@@ -111,17 +113,19 @@ def measure_model(
         The report as JSON values: ``machine``, ``settings``, ``ttft_covers`` and ``memory_measures`` (texts), and
         ``results``, with one entry per context.
 
-        An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_covering`), ``rounds`` (those measured so
-        far) and ``sides``. Dense attention has three sides: over Transformers' dynamic cache, a preallocated one, and
-        Transformers' static one. Each method and budget has one side, on CUDA five: compiled, the same with
+        An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_if_it_fits`), ``rounds`` (those measured so
+        far), ``sides``, and ``skipped``: with ``kv_storage="host"``, the names of the sides that do not fit on the
+        device. Dense attention has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers'
+        static one. Each method and budget has one side, on CUDA five: compiled, the same with
         :class:`~hf_sparse_attn.DecodeAhead`, with ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not
-        compiled. Of a model that is split over GPUs none is compiled.
+        compiled. Of a model that is split over GPUs none is compiled. With ``kv_storage="host"`` it has one more.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
-        quartiles), ``kv_fraction``, ``realised_budget`` (tokens) and ``peak_memory_bytes``. ``compile_seconds`` is the
-        extra time of a compiled side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K
-        and V. ``ratio``, of a patched side, is the best dense median over its own, with that dense side's name.
-        ``tokens_in_common``, of a compiled patched side, counts the first tokens equal to the uncompiled ones
+        quartiles), ``kv_fraction``, ``realised_budget`` (tokens), ``traffic`` (see
+        :func:`~eval.costs.traffic_per_step`) and ``peak_memory_bytes``. ``compile_seconds`` is the extra time of a
+        compiled side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K and V. ``ratio``,
+        of a patched side, is the best dense median over its own, with that dense side's name; None if no dense side
+        fits. ``tokens_in_common``, of a compiled patched side, counts the first tokens equal to the uncompiled ones
         (roundings differ).
 
     Raises
@@ -160,7 +164,8 @@ def measure_model(
 def _report(model: PreTrainedModel, config: SpeedConfig, results: list[dict[str, Any]]) -> dict[str, Any]:
     cached = config.shape is not None
     first = "" if config.split == Split.NONE else ", of the first GPU"
-    shared = "; the cache that all sides start from is counted in" if cached else ""
+    where = " on the device" if config.kv_storage == "host" else ""
+    shared = f"; the cache that all sides{where} start from is counted in" if cached else ""
     return {
         "machine": {
             "device": device_name(model.device),
@@ -220,19 +225,13 @@ def _measure_context(
     """Measure all sides from one context, and pass the entry on after each round."""
     sides = work.sides(methods)
     where = f"{work.context:,} tokens"
-    probes: dict[str, _Probe] = {}
-    for _ in range(config.warmup):
-        for side in sides:
-            progress(f"{where}, warm-up: {side.name}")
-            # Not around timed runs: on a CPU, sampling memory takes time.
-            with PeakMemory(model.device) as memory:
-                run = generate(model, side, work, config.new_tokens)
-            first_seconds = probes[side.name].first_seconds if side.name in probes else run.seconds
-            probes[side.name] = _Probe(first_seconds, run, memory.peak_bytes)
+    probes, skipped = _warm_up(model, config, work, sides, lambda name: progress(f"{where}, warm-up: {name}"))
+    dense_ids = next((probes[name].last.token_ids for name in (PREALLOCATED, STATIC, DYNAMIC) if name in probes), None)
     checked = []
     for method in methods:
         progress(f"{where}, check: {method.name}, {method.token_budget}")
-        checked.append(check_covering(model, work, method, probes[PREALLOCATED].last.token_ids))
+        checked.append(check_if_it_fits(model, work, method, dense_ids))
+    sides = [side for side in sides if side.name in probes]
 
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
     entry: dict[str, Any] = {}
@@ -246,10 +245,41 @@ def _measure_context(
             "weights_and_kv_bytes": work.weights_and_kv_bytes,
             "checked": checked,
             "rounds": repeat + 1,
+            "skipped": skipped,
             "sides": _entries(sides, runs, probes, work),
         }
         keep(entry)
     return entry
+
+
+def _warm_up(
+    model: PreTrainedModel, config: SpeedConfig, work: Work, sides: Sequence[Side], say: Callable[[str], None]
+) -> tuple[dict[str, _Probe], list[str]]:
+    """Run each side without timing it; return the results, and the names of the sides that ran out of memory.
+
+    Sides in host memory are the first, before the context is on the device. Without any, all sides must fit.
+    """
+    probes: dict[str, _Probe] = {}
+    skipped: list[str] = []
+    for _ in range(config.warmup):
+        for side in sorted(sides, key=lambda side: side.kv_storage == "device"):
+            if side.name in skipped:
+                continue
+            say(side.name)
+            try:
+                work.prepare(side)
+                # Not around timed runs: on a CPU, sampling memory takes time.
+                with PeakMemory(model.device) as memory:
+                    run = generate(model, side, work, config.new_tokens)
+            except torch.OutOfMemoryError:
+                if work.kv_storage == "device" or side.kv_storage == "host":
+                    raise
+                skipped.append(side.name)
+                probes.pop(side.name, None)
+                continue
+            first_seconds = probes[side.name].first_seconds if side.name in probes else run.seconds
+            probes[side.name] = _Probe(first_seconds, run, memory.peak_bytes)
+    return probes, skipped
 
 
 def _entries(
@@ -270,6 +300,7 @@ def _entries(
             "ttft_ms": {**quartiles(first_ms), "all": first_ms},
             "tpot_ms": quartiles([ms for run in runs[side.name] for ms in run.token_ms]),
             **probe.last.costs,
+            "traffic": probe.last.traffic,
             "peak_memory_bytes": probe.peak_bytes,
             "tokens_in_common": _tokens_in_common(side, probes),
             "memory_ratio": (probe.peak_bytes - copied_bytes) / work.weights_and_kv_bytes if has_ratio else None,
@@ -292,8 +323,10 @@ def _tokens_in_common(side: Side, probes: Mapping[str, _Probe]) -> int | None:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _ratio(patched: dict[str, Any], dense: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the dense medians over the patched ones, for the best of the dense sides."""
+def _ratio(patched: dict[str, Any], dense: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the dense medians over the patched ones, for the best of the dense sides; None without any."""
+    if not dense:
+        return None
     ratio: dict[str, Any] = {}
     for quantity in ("ttft", "tpot"):
         medians = {side["name"]: side[f"{quantity}_ms"]["median"] for side in dense}

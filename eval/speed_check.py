@@ -45,7 +45,7 @@ def check_covering(
     side = Side(f"{method.name}, {everything.token_budget}", everything, partial(work.new_cache, everything))
     expected = [list(row[:CHECKED_TOKENS]) for row in dense_ids]
     dense = Side("dense attention", None, partial(work.new_cache, DENSE))
-    if work.filled is not None and method.rotates_keys:
+    if work.is_cached and method.rotates_keys:
         dense = Side("dense attention, the cached keys rotated to their positions", None, work.new_rotated_cache)
         expected = generate(model, dense, work, len(expected[0])).token_ids
     _compare(model, work, side, dense, expected, "with a budget for everything the patched model")
@@ -53,6 +53,28 @@ def check_covering(
     if work.kv_storage == "host":
         against += f"; in host memory: {_check_in_host_memory(model, work, method)}"
     return _compared(method, everything.token_budget, expected, against)
+
+
+def check_if_it_fits(
+    model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[Sequence[int]] | None
+) -> dict[str, Any]:
+    """Check a method as :func:`check_covering`, unless the context in host memory does not fit on the device.
+
+    Then there is nothing to compare with: ``tokens`` is 0, and ``against`` says so. ``dense_ids`` is None if no dense
+    side fits.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        Something does not fit, and no side has its keys and values in host memory.
+    """
+    try:
+        if dense_ids is not None:
+            return check_covering(model, work, method, dense_ids)
+    except torch.OutOfMemoryError:
+        if work.kv_storage != "host":
+            raise
+    return _compared(method, method.token_budget, ((),), "nothing: it does not fit on the device")
 
 
 def _check_in_host_memory(model: PreTrainedModel, work: Work, method: SparseMethod) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +34,7 @@ from hf_sparse_attn import (
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
-from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
+from hf_sparse_attn.rope import RopeTables, decoder_rotary, head_dim_of, rotated
 
 if TYPE_CHECKING:
     from eval.speed_config import SpeedConfig
@@ -46,6 +47,7 @@ GRAPH = ", CUDA graph"
 FUSED = f"{GRAPH}, fused"
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenClock(BaseStreamer):  # type: ignore[misc]
@@ -106,8 +108,11 @@ class Work:
     """Tokens that the longest run caches, plus one."""
     input_ids: torch.Tensor
     """[batch, context], with one more token if the context is cached."""
-    filled: SparseCache | None
-    """The cached context; None if each run prefills its own."""
+    fill: Callable[[], SparseCache] | None
+    """Returns the cached context on the device, always the same cache; None if each run prefills its own."""
+    draw: Callable[[int], KeysAndValues] | None = None
+    """Returns the keys and values of a layer's context, [batch, kv_heads, context, head_dim], without ``fill``; None if
+    that has the only ones."""
     kv_storage: str = "device"
     """``"host"`` to run each method with K and V in host memory too."""
 
@@ -115,22 +120,22 @@ class Work:
     def start(
         cls, model: PreTrainedModel, config: SpeedConfig, context: int, special_ids: Collection[int], batch: int = 1
     ) -> Work:
-        """Create the prompts of a batch and, with ``config.shape``, the filled cache."""
+        """Create the prompts of a batch and, with ``config.shape``, the means to fill caches."""
         capacity = context + config.new_tokens + 1
         if config.shape is None:
             prompts = random_ids(model, (batch, context), special_ids, config.seed)
-            return cls(model, context, capacity, prompts, None, config.kv_storage)
-        filled = empty_cache(model, DENSE, capacity)
+            return cls(model, context, capacity, prompts, None, kv_storage=config.kv_storage)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
-        for layer_idx, device in enumerate(layer_devices(model)):
-            # A seed a layer, and all heads, so that a split model has the keys and values of a whole one.
-            with seeded(device, config.seed * 1000 + layer_idx):
-                both = [torch.randn(shape, dtype=model.dtype, device=device) for _ in "kv"]
-            keys, values = (head_shard_of(model).slice(each, dim=1) for each in both)
-            filled.update(keys, values, layer_idx)
-        _clear_beyond(filled, context)
+        draw = partial(_draw_layer, model, shape, config.seed, layer_devices(model))
+
+        @functools.cache
+        def fill() -> SparseCache:
+            filled = _with_context(empty_cache(model, DENSE, capacity), draw, model.config.num_hidden_layers)
+            _clear_beyond(filled, context)
+            return filled
+
         input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
-        return cls(model, context, capacity, input_ids, filled, config.kv_storage)
+        return cls(model, context, capacity, input_ids, fill, draw, config.kv_storage)
 
     @classmethod
     def prefill(cls, model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> Work:
@@ -140,12 +145,33 @@ class Work:
         with torch.no_grad(), sparse_attention(model, DENSE):
             model(prompt[:, :context], past_key_values=filled, use_cache=True, logits_to_keep=1)
         _clear_beyond(filled, context)
-        return cls(model, context, context + new_tokens + 1, prompt, filled)
+        return cls(model, context, context + new_tokens + 1, prompt, lambda: filled)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether all sides start from the same cached context."""
+        return self.fill is not None
+
+    @property
+    def filled(self) -> SparseCache | None:
+        """The cached context on the device, filled when it is first asked for; None if each run prefills its own."""
+        return None if self.fill is None else self.fill()
+
+    def prepare(self, side: Side) -> None:
+        """Fill the cached context if a side reads it on the device, so that later measurements have it from the start.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            The device has no room for it.
+        """
+        if self.fill is not None and side.kv_storage == "device":
+            self.fill()
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the cached context's keys and values; 0 if each run prefills its own cache."""
-        return 0 if self.filled is None else self._context_bytes()
+        return self._context_bytes() if self.is_cached else 0
 
     @property
     def weights_and_kv_bytes(self) -> int:
@@ -167,7 +193,7 @@ class Work:
 
         Of a model that is split no side is compiled. A CUDA graph is that of one device.
         """
-        copies, on_cuda, by_layers = self.filled is not None, is_cuda(self.model), is_split_by_layers(self.model)
+        copies, on_cuda, by_layers = self.is_cached, is_cuda(self.model), is_split_by_layers(self.model)
         compiles = on_cuda and not by_layers and head_shard_of(self.model).is_whole
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
@@ -196,19 +222,32 @@ class Work:
     def new_cache(self, method: SparseMethod | str, kv_storage: str = "device") -> SparseCache:
         """Create a cache as a patched ``generate()`` does, over the filled buffers if there are any.
 
-        Their random content serves as keys after RoPE, or before it for a method that caches those.
+        Their random content serves as keys after RoPE, or before it for a method that caches those. Host memory is
+        filled layer by layer, so that the device never holds more than a few layers of the context.
         """
         instance = make_method(method)
+        if self.is_cached and kv_storage == "host":
+            return self._new_host_cache(instance)
         if self.filled is None:
             return empty_cache(self.model, instance, self.capacity, kv_storage)
-        if kv_storage == "host":
-            return self._copied(empty_cache(self.model, instance, self.capacity, kv_storage))
         if instance.offloading is not None:
             return self._copied(self._growing(instance))
         filled = copy.copy(self.filled)
         if filled.method.rotates_keys != instance.rotates_keys:
             filled.method = instance
         return filled.fork(instance)
+
+    def _new_host_cache(self, method: SparseMethod) -> SparseCache:
+        new, config = empty_cache(self.model, method, self.capacity, "host"), self.model.config
+        kv_heads = config.num_key_value_heads // head_shard_of(self.model).size
+        shape = (self.input_ids.shape[0], kv_heads, self.context, head_dim_of(config))
+        try:
+            new.reserve_host(shape, self.model.dtype, partial(layer_devices, self.model))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise EvalError(f"context={self.context}: {error}") from error
+        return _with_context(new, self.draw or self._stored, config.num_hidden_layers)
 
     def new_rotated_cache(self) -> SparseCache:
         """Create a dense cache of the filled buffers, with their keys taken as keys before RoPE."""
@@ -250,14 +289,18 @@ class Work:
         _cut(cache, self.context)
         return cache
 
-    def _copied(self, cache: AnyCache) -> AnyCache:
-        for layer_idx, layer in enumerate(self.filled.sparse_layers if self.filled else ()):
-            cache.update(layer.keys[:, :, : self.context], layer.values[:, :, : self.context], layer_idx)
-        return cache
+    def _copied(self, new: AnyCache) -> AnyCache:
+        return _with_context(new, self._stored, self.model.config.num_hidden_layers) if self.is_cached else new
+
+    def _stored(self, layer_idx: int) -> KeysAndValues:
+        """Return a layer's keys and values in the filled cache."""
+        assert self.filled is not None
+        layer = self.filled.sparse_layers[layer_idx]
+        return layer.keys[:, :, : self.context], layer.values[:, :, : self.context]
 
     def kept(self, new_cache: Callable[[], Cache]) -> Callable[[], Cache]:
         """Create the cache once and cut it back for each run, since compiled code relies on its addresses."""
-        if self.filled is None:
+        if not self.is_cached:
             return new_cache
         kept: list[Cache] = []
 
@@ -386,6 +429,24 @@ def _cut(cache: Cache, length: int) -> None:
     surplus = int(cache.get_seq_length()) - length
     if surplus:
         cache.crop(-surplus)
+
+
+def _draw_layer(
+    model: PreTrainedModel, shape: tuple[int, ...], seed: int, devices: Sequence[torch.device], layer_idx: int
+) -> KeysAndValues:
+    """Draw this process's keys and values of a layer, from all KV heads' [batch, kv_heads, context, head_dim]."""
+    # A seed a layer, and all heads, so that a split model has the keys and values of a whole one.
+    with seeded(devices[layer_idx], seed * 1000 + layer_idx):
+        both = [torch.randn(shape, dtype=model.dtype, device=devices[layer_idx]) for _ in "kv"]
+    keys, values = (head_shard_of(model).slice(each, dim=1) for each in both)
+    return keys, values
+
+
+def _with_context(new: AnyCache, tokens_of: Callable[[int], KeysAndValues], layers: int) -> AnyCache:
+    """Append each layer's keys and values to an empty cache, and return it."""
+    for layer_idx in range(layers):
+        new.update(*tokens_of(layer_idx), layer_idx)
+    return new
 
 
 def _clear_beyond(cache: SparseCache, length: int) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from eval.costs import link_rate
+
 if TYPE_CHECKING:
     from rich.table import Table
+
+TRAFFIC_HEAD = ("loaded per step, MiB", "over the link, GB/s")
+"""Further columns if keys and values are in host memory; see :func:`~eval.costs.link_rate`."""
 
 
 def speed_table(report: dict[str, Any]) -> Table:
@@ -24,6 +29,7 @@ def speed_table(report: dict[str, Any]) -> Table:
     )
     table.add_column("context", justify="right")
     table.add_column("side")
+    has_traffic = any(side.get("traffic") for result in report["results"] for side in result["sides"])
     for heading in (
         "TTFT, ms",
         "ms per token",
@@ -32,6 +38,7 @@ def speed_table(report: dict[str, Any]) -> Table:
         "tokens read",
         "peak memory, MiB",
         "compiled, s",
+        *(TRAFFIC_HEAD if has_traffic else ()),
     ):
         table.add_column(heading, justify="right")
     for result in report["results"]:
@@ -45,6 +52,17 @@ def speed_table(report: dict[str, Any]) -> Table:
                 f"{side['realised_budget']:,.0f}",
                 f"{side['peak_memory_bytes'] / 2**20:,.0f}",
                 f"{side['compile_seconds']:.1f}" if side["compiled"] else "",
+                *(_traffic_cells(side) if has_traffic else ()),
             )
+        for name in result.get("skipped", ()):
+            table.add_row(f"{result['context']:,}", name, "out of memory")
         table.add_section()
     return table
+
+
+def _traffic_cells(side: dict[str, Any]) -> list[str]:
+    traffic = side.get("traffic")
+    if not traffic:
+        return ["" for _ in TRAFFIC_HEAD]
+    rate = link_rate(traffic, side["tpot_ms"]["median"])
+    return [f"{traffic['bytes_loaded'] / 2**20:,.0f}", f"{rate:.1f}"]

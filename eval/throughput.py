@@ -15,7 +15,7 @@ from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
 from eval.serving import arrivals, serve
-from eval.speed_check import check_covering
+from eval.speed_check import check_if_it_fits
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import UNCOMPILED, Run, Side, Work, forget_compiled, generate
 from eval.speed_shapes import SHAPES, build_model
@@ -121,17 +121,18 @@ def measure_throughput(config: ThroughputConfig, say: Say) -> dict[str, Any]:
     Returns
     -------
     dict
-        The report as JSON values: ``machine``, ``settings``, ``checked`` (see :func:`check_covering`), ``best_dense``,
-        the name of the dense side with the most tokens per second, and ``sides``. A side has the figures of
-        :meth:`~eval.serving.Served.figures`, ``kv_fraction``, ``realised_budget``, ``peak_memory_bytes``, ``compiled``
-        and ``first_seconds`` (its first call, which compiles); a patched one has ``ratio``, its tokens per second
-        over the best dense side's. A side that ran out of memory has ``error`` alone.
+        The report as JSON values: ``machine``, ``settings``, ``checked`` (see :func:`check_if_it_fits`),
+        ``best_dense``, the name of the dense side with the most tokens per second, or None if none fits, and ``sides``.
+        A side has the figures of :meth:`~eval.serving.Served.figures`, ``kv_fraction``, ``realised_budget``,
+        ``peak_memory_bytes``, ``compiled`` and ``first_seconds`` (its first call, which compiles); a patched one has
+        ``ratio``, its tokens per second over the best dense side's. A side that ran out of memory has ``error`` alone.
+        Methods in host memory run first, before the context is on the device.
 
     Raises
     ------
     EvalError
-        The settings do not suit the model, no dense side fits in memory, or a method's first tokens, with a setting
-        that reads everything, differ from dense attention's.
+        The settings do not suit the model; no dense side fits in memory, and ``kv_storage`` is not ``"host"``; or a
+        method's first tokens, with a setting that reads everything, differ from dense attention's.
     """
     from hf_sparse_attn.cli.models import resolve_device  # imports packages needed only to fetch models
 
@@ -171,35 +172,30 @@ def measure_throughput(config: ThroughputConfig, say: Say) -> dict[str, Any]:
 def _measure_sides(
     model: PreTrainedModel, config: ThroughputConfig, methods: Sequence[SparseMethod], say: Say
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    try:
-        work = Work.start(model, config.speed, config.context, (), config.batch)
-    except torch.OutOfMemoryError as error:
-        raise EvalError(
-            f"batch={config.batch} with context={config.context} does not fit in the memory of "
-            f"{device_name(model.device)}"
-        ) from error
+    work = Work.start(model, config.speed, config.context, (), config.batch)
     arrived = arrivals(_requests(config), config.rate, config.seed)
-    entries: list[dict[str, Any]] = []
+    entries: dict[str, dict[str, Any]] = {}
     dense_ids: list[list[int]] | None = None
     checks: dict[SparseMethod, dict[str, Any]] = {}
-    for side in _sides(work, methods):
+    sides = list(_sides(work, methods))
+    for side in sorted(sides, key=lambda side: side.kv_storage == "device"):  # host memory before the device is filled
+        if side.method is not None and dense_ids is None and config.kv_storage == "device":
+            raise EvalError(f"batch={config.batch}: no dense side fits in the memory of {device_name(model.device)}")
         try:
-            if side.method is not None:
-                if dense_ids is None:
-                    raise EvalError(
-                        f"batch={config.batch}: no dense side fits in the memory of {device_name(model.device)}"
-                    )
-                if side.method not in checks:
-                    say(f"check: {side.name}")
-                    checks[side.method] = check_covering(model, work, side.method, dense_ids)
+            work.prepare(side)
+            if side.method is not None and side.kv_storage == "device" and side.method not in checks:
+                say(f"check: {side.name}")
+                checks[side.method] = check_if_it_fits(model, work, side.method, dense_ids)
             say(side.name)
             entry, warm = _serve(side, work, arrived, config)
         except torch.OutOfMemoryError:
             entry, warm = {"error": "out of memory"}, None
         if side.method is None and warm is not None:
             dense_ids = warm.token_ids
-        entries.append({**side.described(), "kv_storage": side.kv_storage, "error": None} | entry)
-    return entries, list(checks.values())
+        entries[side.name] = {**side.described(), "kv_storage": side.kv_storage, "error": None} | entry
+    if config.kv_storage == "host":  # methods of which no side fits on the device
+        checks |= {method: check_if_it_fits(model, work, method, None) for method in methods if method not in checks}
+    return [entries[side.name] for side in sides], list(checks.values())
 
 
 def _sides(work: Work, methods: Sequence[SparseMethod]) -> Iterator[Side]:
@@ -233,9 +229,11 @@ def _serve(side: Side, work: Work, arrived: Sequence[float], config: ThroughputC
     }, warm
 
 
-def _compare(sides: Sequence[dict[str, Any]]) -> str:
-    """Add every patched side's ratio to the best dense side, and return that side's name."""
+def _compare(sides: Sequence[dict[str, Any]]) -> str | None:
+    """Add every patched side's ratio to the best dense side, and return that side's name; None if none fits."""
     dense = [side for side in sides if side["method"] == DENSE and side["error"] is None]
+    if not dense:
+        return None
     best = max(dense, key=lambda side: float(side["tokens_per_second"]))
     for side in sides:
         if side["method"] != DENSE and side["error"] is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from eval.costs import link_rate
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,8 +21,8 @@ HEAD = (
     "peak memory, MiB",
 )
 
-TRAFFIC_HEAD = ("held already, %", "loaded per step, MiB", "stalled per step, ms")
-"""Further columns if a method is offloaded: see :func:`~eval.costs.traffic_per_step`."""
+TRAFFIC_HEAD = ("held already, %", "loaded per step, MiB", "over the link, GB/s", "stalled per step, ms")
+"""Further columns if keys and values are in host memory: see :func:`~eval.costs.traffic_per_step`."""
 
 
 STORAGE_HEAD = (
@@ -59,7 +61,7 @@ def _storage_cells(side: dict[str, Any], report: dict[str, Any]) -> list[str]:
         f"{milliseconds:.2f}",
         f"{100 * traffic['pool_hits']:.1f}",
         f"{traffic['bytes_loaded'] / 2**20:,.0f}",
-        f"{traffic['bytes_loaded'] / milliseconds / 1e6:.1f}",
+        f"{link_rate(traffic, milliseconds):.1f}",
     ]
 
 
@@ -91,6 +93,7 @@ def _traffic_cells(side: dict[str, Any]) -> list[str]:
     return [
         f"{100 * traffic['pool_hits']:.1f}",
         f"{traffic['bytes_loaded'] / 2**20:,.0f}",
+        f"{link_rate(traffic, side['between_tokens_ms']['mean']):.1f}",
         f"{traffic['stall_ms']:.2f}",
     ]
 
@@ -155,10 +158,11 @@ def throughput_markdown(name: str, report: dict[str, Any], table: str) -> str:
 def setting(report: dict[str, Any]) -> str:
     """Say which requests were served, and how."""
     settings = report["settings"]
-    rate = settings["rate"]
+    rate, best = settings["rate"], report["best_dense"]
+    compared = "No dense side fits in memory." if best is None else f"Best dense side: {best}."
     when = "all there from the start" if rate is None else f"Poisson arrivals, {rate:g} per second"
     return (
         f"{settings['requests']} requests ({when}), each with {settings['context']:,} cached tokens and "
         f"{settings['new_tokens']} new ones, in static batches of at most {settings['batch']}. Weights, keys and "
-        f"values are random; there is no prefill. Best dense side: {report['best_dense']}."
+        f"values are random; there is no prefill. {compared}"
     )
