@@ -240,6 +240,8 @@ class SparseCache(Cache):  # type: ignore[misc]
             The file is damaged, cut off or no cache; it belongs to another model, other weights or token ids, or
             another method or other parameters than the patch has; the tokens exceed ``max_cache_len``; the model is
             not patched, or has a part of the heads only, under tensor parallelism.
+        RuntimeError
+            Keys and values are to lie in host memory, and it does not suffice or cannot be pinned.
         OSError
             The file cannot be read.
         """

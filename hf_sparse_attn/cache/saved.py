@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_o
 from hf_sparse_attn.cache.prefix import hash_token_ids
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.patched import base_model, get_patch, layer_devices
+from hf_sparse_attn.rope import head_dim_of
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def load(
             raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
         config = base_model(model).config
         cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
+        shape = (header.rows, config.num_key_value_heads, header.tokens, head_dim_of(config))
+        cache.reserve_host(shape, model.dtype, partial(layer_devices, model))
         fill(cache, header, file.checksums, file.read, layer_devices(model))
     return cache
 

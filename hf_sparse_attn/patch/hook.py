@@ -129,10 +129,9 @@ class DecoderHooks:
         cache.shared.recorder = patch.recorder
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared
-        kv_heads = config.num_key_value_heads // patch.head_shard.size
-        keys_shape = (_tokens(kwargs).shape[0], kv_heads, query_length, head_dim_of(config))
         try:
-            cache.reserve_host(keys_shape, self.model.dtype, partial(layer_devices, self.model))
+            if cache.kv_storage == "host":
+                self._reserve_host(cache, *_tokens(kwargs).shape[:2], patch)
             if is_dense:
                 check_positions(config, method, query_length, cached, is_dense)
                 kwargs = _densely(decoder, kwargs, patch)
@@ -144,6 +143,14 @@ class DecoderHooks:
         if gap is not None:
             forward_pass.finish.append(gap.open)
         return kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _reserve_host(self, cache: SparseCache, rows: int, query_length: int, patch: Patch) -> None:
+        """Allocate the host memory of a pass, so that no layer runs if there is too little."""
+        config = self.model.config
+        kv_heads = config.num_key_value_heads // patch.head_shard.size
+        shape = (rows, kv_heads, query_length, head_dim_of(config))
+        cache.reserve_host(shape, self.model.dtype, partial(layer_devices, self.model))
 
     def _sparsely(
         self,

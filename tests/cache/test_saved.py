@@ -17,6 +17,7 @@ from hf_sparse_attn import (
     tensor_file,
     unpatch_model,
 )
+from hf_sparse_attn.cache.host import room
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from tests.models import DEVICE, make_model, random_ids, shared_model
 from tests.test_contracts import METHOD_CLASSES, padded_batch, sparse
@@ -77,6 +78,19 @@ def test_a_loaded_cache_continues_as_the_saved_one(method_name, room, model, tmp
 @torch.inference_mode()
 def test_keys_and_values_in_host_memory_come_back_there(method, model, tmp_path):
     check_continues(model, method, tmp_path / "cache", kv_storage="host")
+
+
+@torch.inference_mode()
+def test_too_little_host_memory_is_found_before_the_tensors_are_read(model, tmp_path, monkeypatch):
+    path, method = tmp_path / "cache", KeyCodes(token_budget=48, page_size=16)
+    with sparse_attention(model, method, kv_storage="host"):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 90), past_key_values=cache)
+        cache.save(path, model)
+        monkeypatch.setattr(room, "available_bytes", lambda: 1)
+        monkeypatch.setattr(SparseCache, "update", None)
+        with pytest.raises(RuntimeError, match=r"kv_storage='host': 90 tokens take .* GiB are left"):
+            SparseCache.load(path, model)
 
 
 @torch.inference_mode()
