@@ -209,9 +209,11 @@ def test_quests_step_beside_reads_as_many_tokens():
 def test_the_table_beside_quest_names_both_budgets():
     steps = (QUEST_BESIDE_CODES, CLUSTER_STEPS[0], CODE_STEPS["softmax"][0], CODE_STEPS["max"][0])
     entries = [entry(LONG, us, 100.0, *step) for step, us in zip(steps, (10.0, 20.0, 30.0, 15.0), strict=True)]
-    text = "\n".join(code_step_part(report(*entries)))
+    whole = report(*entries)
+    whole["settings"]["code_budget"] = 1024
+    text = "\n".join(code_step_part(whole))
     assert "| 32/8 | 128 | 1 | 32K | 10.0 | 20.0 | 3.00 | 1.50 | 1.50 | 0.75 |" in text
     assert "reads 1,024 single tokens" in text
-    without = "\n".join(code_step_part(report(*entries[:1], *entries[2:])))
+    without = "\n".join(code_step_part(whole | {"entries": [entries[0], *entries[2:]]}))
     assert "| 32/8 | 128 | 1 | 32K | 10.0 | - | 3.00 | - | 1.50 | - |" in without
-    assert code_step_part(report(*entries[1:])) == []
+    assert code_step_part(whole | {"entries": entries[1:]}) == []

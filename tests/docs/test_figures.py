@@ -35,6 +35,37 @@ def compiled_decoding() -> list[str]:
     ]
 
 
+def first_calls() -> list[str]:
+    """Return sentences on the first compiled call and on guards, with the figures of the results."""
+    profiles = {
+        name: json.loads((ROOT / f"eval/results/host/llama-3.1-8b-{name}.json").read_text())["sides"][1]
+        for name in ("nvidia-h100", "without-module-guards-nvidia-h100", "nvidia-h200")
+    }
+    whole, bare, _ = profiles.values()
+    assert [each["first_call"]["found_on_disk"] for each in profiles.values()] == [0, 1, 1]
+    first, later, other = (each["first_call"]["calls_seconds"][0] for each in profiles.values())
+    phases = whole["first_call"]["phases_seconds"]
+    reports = [
+        json.loads((ROOT / f"eval/results/speed/llama-3.1-8b-{name}nvidia-h200.json").read_text())
+        for name in ("", "ahead-")
+    ]
+    compiled = sorted(
+        each["compile_seconds"]
+        for report in reports
+        for each in report["results"][0]["sides"]
+        if each["name"] == "quest, 2048"
+    )
+    fewer, number = (each["compiled"]["guards"]["number"] for each in (bare, whole))
+    bare_ms, ms = (each["compiled"]["token_ms"]["median"] for each in (bare, whole))
+    return [
+        f"with Quest it takes {first:.0f} s on the H100, whose host is the slower one, {phases['aot_autograd']:.0f} of "
+        f"them in AOTAutograd and {phases['inductor']:.0f} in Inductor, and {compiled[0]:.0f} to {compiled[1]:.0f} s "
+        "on the H200",
+        f"With the graph of an earlier process on disk it takes {later:.1f} s and {other:.1f} s.",
+        f"a token takes {bare_ms:.1f} ms on the H100 instead of {ms:.1f}, with {fewer:,} guards instead of {number:,}.",
+    ]
+
+
 def tensor_parallel() -> list[str]:
     """Return sentences of the page on tensor parallelism, with the figures of the results."""
     large, large_ratio = side("70b-heads-2", "quest, 2048, CUDA graph")
@@ -170,6 +201,7 @@ def needles_among_needles(method: str, budget: int | None) -> list[float]:
         ("methods/keycodes", keycodes),
         ("offload", offload),
         ("compiled-decoding", compiled_decoding),
+        ("compiled-decoding", first_calls),
         ("tensor-parallel", tensor_parallel),
         ("lossless", lossless),
     ],

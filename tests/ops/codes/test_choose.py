@@ -48,7 +48,7 @@ def _choose(scanned, lengths, config=CHOICE, **options):
         ([0, 1, 16, 17, 63, 111], 112, 40, 4, 16, CHOICE),
         ([700, 63], 704, 100, 0, 64, {"cluster": 3, "threads": 256, "keep": 0}),
         ([640, 641, 630], 656, 52, 4, 48, CHOICE),
-        ([90], 80, 200, 30, 16, {"cluster": 1, "threads": 256, "keep": 0}),
+        ([90], 80, 200, 30, 16, {"cluster": 2, "threads": 256, "keep": 0}),
         ([5000], 5000, 700, 9, 16, {"cluster": 3, "threads": 512, "keep": 0}),
         grid([333], 336, 17, 1, 16, CHOICE),
     ],
