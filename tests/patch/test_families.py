@@ -24,6 +24,7 @@ from tests.families import (
     MAX_CACHE_LEN,
     RESULTS,
     ROUNDING,
+    always_sparse,
     covering,
     decode,
     decode_patched,
@@ -35,6 +36,8 @@ from tests.families import (
     without_windows,
 )
 from tests.graph_tape import use_tape
+from tests.models import COVERING
+from tests.patch.test_patch import snapshot
 
 HERE = [name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 """Supported model types that this version of Transformers has."""
@@ -132,6 +135,38 @@ def test_methods_that_rotate_keys_are_refused(model_type, method_name):
     assert not is_patched(model)
 
 
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+"""A RoPE of the first half of each head's channels."""
+
+
+WHOLE_HEADS = [name for name, method in METHODS.items() if method.rotates_keys or name == "ntk"]
+"""Methods that have a RoPE of their own, which rotates whole heads."""
+
+
+@pytest.mark.parametrize(
+    "method_name", [name for name, method in METHODS.items() if name not in WHOLE_HEADS and not method.rehearses]
+)
+@torch.inference_mode()
+def test_phi3_with_rope_of_half_of_each_head(method_name):
+    model = tiny_model("phi3", **HALF)
+    assert model.model.rotary_emb.inv_freq.shape == (4,)  # pairs of channels, of 16 channels
+    method = METHODS[method_name](**{"token_budget": 256, **COVERING.get(method_name, {})})
+    rooms = (None,) if method.evicts or method_name == "squeezed" else (MAX_CACHE_LEN, None)
+    expected = decode(model)
+    with always_sparse(method_name):
+        found = [difference(decode_patched(model, method, room), expected) for room in rooms]
+    assert found == ["equal"] * len(found)
+
+
+@pytest.mark.parametrize("method_name", WHOLE_HEADS)
+def test_rope_of_half_of_each_head_is_refused_where_whole_heads_are_rotated(method_name):
+    settings = {"self_extend": {"window": 128}, "ntk": {"factor": 2.0}}.get(method_name, {"token_budget": 128})
+    model = tiny_model("phi3", **HALF)
+    with pytest.raises(ValueError, match=rf"{method_name} rotates whole heads, .* covers 8 of head_dim=16"):
+        patch_model(model, method_name, **settings)
+    assert not is_patched(model)
+
+
 @pytest.mark.parametrize("model_type", ["olmo2", "phi3", "phi"])
 def test_rehearsal_is_refused(model_type):
     with pytest.raises(ValueError, match=rf"'infinigen' makes .*'{model_type}'\) does not allow: .*; use another"):
@@ -168,6 +203,28 @@ def test_settings_that_change_attention_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         patch_model(model)
     assert not is_patched(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v3", "its latent attention has keys and values of different head dimensions"),
+        ("gemma2", "its attention scores are capped"),
+    ],
+)
+@torch.inference_mode()
+def test_a_refused_model_is_told_why_and_stays_as_it_was(model_type, reason):
+    model = tiny_model(model_type, head_dim=8)  # deepseek_v3's is that of its rotated channels
+    ids = torch.arange(2, 42)[None]
+    before, expected = snapshot(model), model(ids).logits
+    message = rf"{type(model).__name__} \(model type '{model_type}'\) is not supported: {reason}.*; supported: llama"
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, "quest")
+    with pytest.raises(ValueError, match=message), sparse_attention(model, "keycodes"):
+        pass
+    assert not is_patched(model)
+    assert snapshot(model) == before
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_an_argument_that_changes_the_softmax_is_refused():
