@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.methods.channels import STATISTICS, channel_weights, file_key
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
@@ -45,7 +46,7 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
     head_shard_of(model).require_whole("calibrate_channels")
     with sparse_attention(model, "full"):
         cache = SparseCache(model.config, "full", keep_queries=input_ids.shape[1])
-        model(input_ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids, logits_to_keep=1, **{CACHE: cache})
     entries: dict[str, list[list[int]]] = {}
     for layer in cache.sparse_layers:
         assert layer.prompt_queries is not None

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, first_rows, with_thresholds
 from hf_sparse_attn.context.times import PreparationSeconds
@@ -92,7 +93,7 @@ def prepare_context(
         cache = SparseCache(config, chosen, initial_capacity=tokens)
         decoder = base_model(model).get_decoder()
         for part in _shown(torch.split(token_ids, chunk_size, dim=1), "Prefill", progress):
-            decoder(input_ids=part, past_key_values=cache, use_cache=True)
+            decoder(input_ids=part, use_cache=True, **{CACHE: cache})
     prefilled = _now(device)
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
     layers = [_packed(layer, chosen) for layer in _shown(cache.sparse_layers, "Clustering", progress)]

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.cli.models import locate
 from hf_sparse_attn.lm_eval import lm_eval_needed
 from hf_sparse_attn.lm_eval.arguments import Scheme, argument_errors, load_errors, split_arguments
@@ -181,7 +182,7 @@ class HFSparseLM(HFLM):  # type: ignore[misc]
         if self.scheme.decode_last:
             mask = generation_kwargs["attention_mask"]
             with self._autocast():
-                generation_kwargs["past_key_values"] = self._feed_all_but_last(context, mask, max_length)
+                generation_kwargs[CACHE] = self._feed_all_but_last(context, mask, max_length)
         tokens: torch.Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         self._count_reads()
         return tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,9 +68,9 @@ def feed(
         input_ids=input_ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=keep,
+        **{CACHE: cache},
     ).logits
     return logits
 

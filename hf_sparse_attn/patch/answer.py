@@ -9,6 +9,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.patch.pass_graph import PassGraph
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Answer:
             sequences=self.ids,
             scores=self.scores if self.config.output_scores else None,
             logits=self.logits if self.config.output_logits else None,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.patch.answer import Answer, check_call
 from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
 from hf_sparse_attn.patched import patched_method
@@ -85,7 +86,7 @@ class DecodeAhead:
         """
         method = patched_method(model)
         check_call("DecodeAhead", generation_config)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not isinstance(cache, SparseCache):
             raise ValueError(f"use_cache must be True for DecodeAhead, got {model_kwargs.get('use_cache')}")
         if method.evicts:

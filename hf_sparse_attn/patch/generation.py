@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_with_holes
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.head_shard import HeadShard
 from hf_sparse_attn.patched import Patch, get_patch, is_patched, patched_method
 from hf_sparse_attn.rope import depends_on_length
@@ -72,7 +73,7 @@ class PrepareCache(StandIn):
         """Write the cache to ``model_kwargs``, as the stock method does."""
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
-        cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        cache, wanted = model_kwargs.get(CACHE), generation_config.cache_implementation
         if wanted not in (None, "dynamic", "static"):
             raise ValueError(
                 f"cache_implementation={wanted!r} is not supported by a patched model, which builds a SparseCache; "
@@ -88,7 +89,7 @@ class PrepareCache(StandIn):
         _check_padding(model_kwargs.get("attention_mask"))
         if cache is None:
             cache = self._new_cache(generation_config, max_cache_length)
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
         else:
             check_cache(cache, get_patch(self.model))
             cache.recover()
@@ -115,9 +116,7 @@ class PrepareCache(StandIn):
         wanted = generation_config.cache_implementation
         if wanted == "static" or (wanted is None and not generation_config.disable_compile):
             static = make(static_capacity(tokens))
-            if wanted == "static" or self.model._valid_auto_compile_criteria(
-                {"past_key_values": static}, generation_config
-            ):
+            if wanted == "static" or self.model._valid_auto_compile_criteria({CACHE: static}, generation_config):
                 return static
         return make(initial_capacity=max_cache_length)
 

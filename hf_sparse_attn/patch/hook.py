@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.padding import causal_mask, token_mask
+from hf_sparse_attn.cache_argument import CACHE, renamed
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
@@ -20,6 +21,7 @@ from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_p
 from hf_sparse_attn.patched import Patch, get_patch, layer_devices
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
+PAGED_CACHE = "PagedAttentionCache"
 PASS_TOKENS = 8192
 """Tokens of a prompt that pass through the model at once, if the method attends from chunks of it.
 
@@ -49,8 +51,8 @@ class DecoderHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the decoder's arguments, with ``sparse_cache`` added: None if the pass is dense."""
         # Dynamo of PyTorch 2.8 takes every zip as strict.
-        kwargs = {**dict(zip(self.parameters[: len(args)], args, strict=True)), **kwargs}
-        cache, tokens = kwargs.get("past_key_values"), _tokens(kwargs)
+        kwargs = renamed({**dict(zip(self.parameters[: len(args)], args, strict=True)), **kwargs})
+        cache, tokens = kwargs.get(CACHE), _tokens(kwargs)
         if isinstance(cache, SparseCache) and tokens is not None:
             is_step, verifies = tokens.shape[1] == 1, cache.shared.verifies_draft
             if cache.is_traced and (is_step or verifies):
@@ -70,12 +72,12 @@ class DecoderHooks:
         if cache is None:  # without a cache the pass is dense
             check_positions(self.model.config, patch.method, tokens.shape[1], 0)
             return (), _densely(decoder, kwargs, patch)
-        kwargs["past_key_values"] = cache
+        kwargs[CACHE] = cache
         return (), self._begin(decoder, cache, kwargs, patch)
 
     def after(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """End the pass and return the output for the whole input; ``output`` is None if the pass failed."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         forward_pass = cache.end_call(failed=output is None) if isinstance(cache, SparseCache) else None
         for step in forward_pass.finish if forward_pass is not None and output is not None else ():
             output = step(output)
@@ -91,7 +93,7 @@ class DecoderHooks:
             )
         if self.model.training:
             raise ValueError(NO_TRAINING)
-        if kwargs.get("cache") is not None:  # from a manager older than the patch
+        if type(kwargs.get("cache")).__name__ == PAGED_CACHE:  # from a manager older than the patch
             raise ValueError(NO_PAGED_CACHE)
         wants_attentions = kwargs.get("output_attentions")
         if wants_attentions or (wants_attentions is None and config.output_attentions):

@@ -10,6 +10,7 @@ from transformers import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifie
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
@@ -142,7 +143,7 @@ class SelfSpeculation:
         """
         method = patched_method(model)
         check_method(method)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not isinstance(cache, SparseCache):
             raise ValueError(f"use_cache must be True for self-speculation, got {model_kwargs.get('use_cache')}")
         check_call("self-speculation", generation_config)

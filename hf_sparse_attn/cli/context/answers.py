@@ -83,6 +83,7 @@ def answer_questions(
     import torch
 
     from hf_sparse_attn import sparse_attention_stats
+    from hf_sparse_attn.cache_argument import CACHE
 
     stop_ids = end_of_sequence_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
@@ -90,7 +91,7 @@ def answer_questions(
     def answer_batch(batch: Sequence[Sequence[int]], most: int) -> TimedOutput:
         token_ids, mask = (torch.tensor(rows, device=model.device) for rows in pad_left(batch, pad_id))
         cache = context.cache(batch_size=len(batch))
-        return timed_generate(model, token_ids, mask, most, on_step, past_key_values=cache, pad_token_id=pad_id)
+        return timed_generate(model, token_ids, mask, most, on_step, pad_token_id=pad_id, **{CACHE: cache})
 
     answer_batch(prompts[:batch_size], min(2, max_new_tokens))
     answers = Answers()
