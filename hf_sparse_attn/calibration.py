@@ -14,6 +14,7 @@ from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.methods.channels import STATISTICS, channel_weights, file_key
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
+from hf_sparse_attn.patched import text_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
         raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
     head_shard_of(model).require_whole("calibrate_channels")
     with sparse_attention(model, "full"):
-        cache = SparseCache(model.config, "full", keep_queries=input_ids.shape[1])
+        cache = SparseCache(text_model(model).config, "full", keep_queries=input_ids.shape[1])
         model(input_ids, logits_to_keep=1, **{CACHE: cache})
     entries: dict[str, list[list[int]]] = {}
     for layer in cache.sparse_layers:

@@ -28,10 +28,9 @@ class Patch:
     """Everything that patching put into a model, and the stock state to restore."""
 
     method: SparseMethod
-    stock_config: PreTrainedConfig
-    """The model's own configuration object, which other models may share."""
-    config: PreTrainedConfig
-    """Copy of ``stock_config`` that the patched model uses."""
+    configs: list[tuple[PreTrainedConfig, PreTrainedConfig]]
+    """The model's own configuration objects, which other models may share, each with the copy that the patched model
+    uses: that of its text model first, then those of a multimodal model that hold it."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     stock_attributes: dict[str, Any] = field(default_factory=dict)
     """Instance attributes that patching replaced."""
@@ -58,6 +57,24 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
         return model
     inner: PreTrainedModel = get_base_model()
     return inner
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that patching makes sparse: a multimodal model's text decoder, else the whole model.
+
+    A PEFT model's is that of the Transformers model inside it.
+    """
+    inner = base_model(model)
+    config = inner.config
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is config:
+        return inner
+    decoder: PreTrainedModel = inner.get_decoder()
+    return decoder
+
+
+def is_multimodal(model: PreTrainedModel) -> bool:
+    """Whether a model reads more than text, and holds the text decoder beside encoders of the rest."""
+    return text_model(model) is not base_model(model)
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:

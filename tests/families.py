@@ -1,4 +1,4 @@
-"""Comparison of patched with stock models of every causal decoder that Transformers has.
+"""Comparison of patched with stock models of every causal decoder, and image-text model, that Transformers has.
 
 ``python -m tests.families`` writes docs/families.json, from which docs/compatibility.md has its tables. A supported
 family must pass; for a refused one, the file says what happens without the refusal.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,74 +17,39 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_sparse_attn import METHODS, SparseCache, SparseMethod, sparse_attention, sparse_attention_stats
-from hf_sparse_attn.patch.families import FAMILIES, Family, refusal
+from hf_sparse_attn.patch.families import FAMILIES, MULTIMODAL, Family, refusal
 from hf_sparse_attn.patch.rehearsal import query_of
+from tests import multimodal
+from tests.compared import (
+    ALL_FULL,
+    BUDGET,
+    NEW_TOKENS,
+    OVERRIDES,
+    TINY,
+    always_sparse,
+    answer,
+    difference,
+    method_of,
+    random_model,
+    taken,
+)
 
 RESULTS = Path(__file__).parents[1] / "docs/families.json"
 COVERED = ("quest", "keycodes", "tokenselect")
-BUDGET = 24
-"""Tokens that a step reads where the budget is sparse: under half of every row."""
 PROMPTS = (57, 33)
-NEW_TOKENS = 6
 MAX_CACHE_LEN = 80
-MAX_PARAMETERS = 20e6
-ROUNDING = 1e-5
-"""Of logits, relative to the largest: norms work in float32 in a float64 model too."""
 PLAIN = "tests_plain_attention"
 IN_FLOAT32 = ("granite_swa", "granitemoe_swa")
 """Families whose own attention has a softmax in float32, where the mask of a float64 model overflows for padding."""
-
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    "sliding_window": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "use_cache": True,
-    # mixtures of experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    # latent attention
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-"""Settings of a tiny model; a configuration takes those that it has."""
-ALL_FULL = {"layer_types": None, "sliding_window": None}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral3"], ALL_FULL),
-    "qwen2": {"use_sliding_window": True},
-    "qwen2_moe": {"use_sliding_window": True},
-    "qwen3": {"use_sliding_window": True},
-    "qwen3_moe": ALL_FULL,
-    "mimo_v2_flash": {"v_head_dim": 24},
-    "smollm3": {"no_rope_layers": [1, 0, 1], **ALL_FULL},
-}
 
 _WHOLE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 WHOLE_HEADS: dict[str, dict[str, Any]] = {name: {"rope_parameters": _WHOLE} for name in ("glm4_moe", "phi")}
@@ -108,29 +72,8 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         del wanted["layer_types"]  # it has layers of other kinds
     if hasattr(default, "kv_lora_rank"):
         wanted["num_key_value_heads"] = wanted["num_attention_heads"]
-    settings = {
-        name: value for name, value in wanted.items() if hasattr(default, name) and not _is_derived(default, name)
-    }
-    torch.manual_seed(0)
-    config = config_class(**settings)
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if parameters > MAX_PARAMETERS:
-        raise ValueError(f"no tiny configuration: {parameters} parameters")
-    model = model_class(config).double().eval()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others do not take float64
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        parameter.data = 0.2 * noise if parameter.dim() > 1 else parameter.data + 0.1 * noise
-    return model
-
-
-def _is_derived(config: PreTrainedConfig, name: str) -> bool:
-    attribute = getattr(type(config), config.attribute_map.get(name, name), None)
-    return isinstance(attribute, property) and attribute.fset is None
+    config = config_class(**taken(default, wanted))
+    return random_model(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), config)
 
 
 def decode(model: PreTrainedModel, cache: Any = None, custom_generate: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,29 +95,6 @@ def decode(model: PreTrainedModel, cache: Any = None, custom_generate: Any = Non
         output_logits=True,
     )
     return output.sequences, torch.stack(output.logits)
-
-
-def difference(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """Return "equal", or how two results of :func:`decode` differ."""
-    logits = float((actual[1][0] - expected[1][0]).abs().max() / expected[1].abs().max())
-    if not torch.equal(actual[0], expected[0]):
-        return "tokens differ" + (", from the prefill on" if not logits < ROUNDING else "")
-    logits = float((actual[1] - expected[1]).abs().max() / expected[1].abs().max())
-    return "equal" if logits < ROUNDING else f"logits differ by {logits:.0e}"
-
-
-def method_of(name: str, budget: int) -> SparseMethod:
-    """Create a method that is sparse in every full-attention layer."""
-    pages = {"page_size": 16} if name == "keycodes" else {}
-    dense = {"dense_layers": 0} if name == "quest" else {}
-    return METHODS[name](token_budget=budget, **pages, **dense)
-
-
-@contextmanager
-def always_sparse(name: str) -> Iterator[None]:
-    """Keep a method from its dense shortcut, so that its steps run even if they select everything."""
-    with patch.object(METHODS[name], "covers", lambda self, length: False):
-        yield
 
 
 def decode_patched(model: PreTrainedModel, method: SparseMethod, max_cache_len: int | None) -> Any:
@@ -283,15 +203,6 @@ AttentionInterface.register(PLAIN, plain_attention)
 AttentionMaskInterface.register(PLAIN, sdpa_mask)
 
 
-def answer(check: Callable[..., str], *arguments: Any) -> str:
-    """Return a check's result, or its error on one line."""
-    try:
-        with torch.inference_mode():
-            return check(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
 def supported_results(model_type: str) -> dict[str, Any]:
     """Return the checks' results for a supported family."""
     model, family = tiny_model(model_type), FAMILIES[model_type]
@@ -335,18 +246,32 @@ def main(model_types: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
-    results = json.loads(RESULTS.read_text()) if model_types else {"supported": {}, "refused": {}}
-    for model_type in model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if model_type in FAMILIES:
-            results["supported"][model_type] = found = supported_results(model_type)
-        else:
-            found = {"reason": refusal(model_type), "without refusal": without_refusal(model_type)}
-            results["refused"][model_type] = found
+    results = json.loads(RESULTS.read_text()) if model_types else {kind: {} for kind in KINDS}
+    all_types = dict.fromkeys((*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+    for model_type in model_types or all_types:
+        kind = kind_of(model_type)
+        results[kind][model_type] = found = KINDS[kind](model_type)
         print(model_type, found, flush=True)
-    for kind, is_supported in (("supported", True), ("refused", False)):
-        kept = sorted(name for name in results[kind] if (name in FAMILIES) is is_supported)
-        results[kind] = {name: results[kind][name] for name in kept}
+    for kind, found in results.items():
+        if kind in KINDS:
+            results[kind] = {name: found[name] for name in sorted(found) if kind_of(name) == kind}
     RESULTS.write_text(json.dumps({**results, "versions": versions}, indent=1) + "\n")
+
+
+def kind_of(model_type: str) -> str:
+    """Return which of :data:`KINDS` a model type belongs to."""
+    if model_type in MULTIMODAL or model_type in FAMILIES:
+        return "multimodal" if model_type in MULTIMODAL else "supported"
+    return "refused" if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "multimodal_refused"
+
+
+KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "supported": supported_results,
+    "refused": lambda name: {"reason": refusal(name), "without refusal": without_refusal(name)},
+    "multimodal": multimodal.results_of,
+    "multimodal_refused": multimodal.reason_of,
+}
+"""Parts of the results, and the check of a model type in each."""
 
 
 if __name__ == "__main__":

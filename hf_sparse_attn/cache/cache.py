@@ -29,7 +29,7 @@ from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
-from hf_sparse_attn.patched import base_model, get_patch
+from hf_sparse_attn.patched import get_patch, text_model
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -179,7 +179,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         """
         patch = get_patch(model)
         return cls(
-            base_model(model).config,
+            text_model(model).config,
             patch.method,
             max_cache_len,
             kv_storage=patch.kv_storage,
@@ -416,6 +416,11 @@ class SparseCache(Cache):  # type: ignore[misc]
     def _left_out_of_masks(self) -> int:
         """Uncached tokens that the masks of ``generate()`` include; the mask of a pass in progress excludes them."""
         return len(self.left_out) if self._pass is None else 0
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether tokens of the next pass may attend to later ones, as the mask of an image's tokens lets them."""
+        return not self.length and not self.prefix_tokens and self.method.prefills_densely
 
     @property
     def needs_decode_mask(self) -> bool:

@@ -74,7 +74,7 @@ class ForwardPass:
             if self.cached > 0 and cache.has_padding and not (self.is_decode_step and cache.is_compileable):
                 raise ValueError("attention_mask must be given, got None: the cache holds left padding")
             return False
-        is_token = token_mask(attention_mask, self.cached, self.query_length)
+        is_token = token_mask(attention_mask, self.cached, self.query_length, cache.may_look_ahead)
         if self.is_decode_step and self._follows(is_token):
             return False
         cache.shared.check_masks()

@@ -20,7 +20,7 @@ class Padding(NamedTuple):
     """Whether any row has padding."""
 
 
-def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch.Tensor:
+def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int, may_look_ahead: bool = False) -> torch.Tensor:
     """Convert a model's attention mask to bool [batch, cached + new tokens], True for tokens.
 
     Parameters
@@ -30,6 +30,8 @@ def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch
         cache, bool [batch, 1, new tokens, cached + new tokens].
     cached, num_new
         Tokens per row, padding included.
+    may_look_ahead
+        Whether a 4-D mask may let tokens attend to later ones too, such as those of the same image.
 
     Raises
     ------
@@ -37,7 +39,7 @@ def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch
         The mask has another shape, or is not causal over the keys of its last query.
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
-        attention_mask = _last_query_row(attention_mask)
+        attention_mask = _last_query_row(attention_mask, may_look_ahead)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
         raise ValueError(f"attention_mask must be 2-D, [batch, tokens], for a patched model; got {shape}")
@@ -48,16 +50,22 @@ def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int) -> torch
     return attention_mask != 0
 
 
-def _last_query_row(attention_mask: torch.Tensor) -> torch.Tensor:
+def _last_query_row(attention_mask: torch.Tensor, may_look_ahead: bool) -> torch.Tensor:
     mask = attention_mask[:, 0]  # [batch, query, key]
     is_token, queries = mask[:, -1], mask.shape[1]
     seen = is_token.cumsum(dim=1)[:, -queries:]  # the keys that a causal mask lets each query attend to
-    if bool(((mask.sum(dim=2) != seen) & is_token[:, -queries:]).any()):
-        raise ValueError(
-            f"attention_mask must be 2-D, [batch, tokens], or causal for a patched model; got a mask of shape "
-            f"{tuple(attention_mask.shape)} that is not causal over left-padded tokens"
-        )
-    return is_token
+    if not bool(((mask.sum(dim=2) != seen) & is_token[:, -queries:]).any()):
+        return is_token
+    if may_look_ahead:
+        needed = causal_mask(is_token, queries)[:, 0]
+        is_wrong = (needed & ~mask) | (mask & ~is_token[:, None])
+        if not bool((is_wrong.any(dim=2) & is_token[:, -queries:]).any()):
+            return is_token
+    raise ValueError(
+        f"attention_mask must be 2-D, [batch, tokens], or causal for a patched model; got a mask of shape "
+        f"{tuple(attention_mask.shape)} that is not causal over left-padded tokens. Tokens may attend to later ones, "
+        "as those of an image do in some models, in the first pass over a cache, with a method whose prefill is dense"
+    )
 
 
 def rows_with_holes(is_token: torch.Tensor) -> list[int]:

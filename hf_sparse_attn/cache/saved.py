@@ -12,7 +12,7 @@ import torch
 from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_of, method_text, tensors_of
 from hf_sparse_attn.cache.prefix import hash_token_ids
 from hf_sparse_attn.identity import ModelIdentity
-from hf_sparse_attn.patched import base_model, get_patch, layer_devices
+from hf_sparse_attn.patched import base_model, get_patch, layer_devices, text_model
 from hf_sparse_attn.rope import head_dim_of
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
@@ -65,7 +65,7 @@ def load(
             )
         if max_cache_len is not None and header.tokens > max_cache_len:
             raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
-        config = base_model(model).config
+        config = text_model(model).config
         cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
         shape = (header.rows, config.num_key_value_heads, header.tokens, head_dim_of(config))
         cache.reserve_host(shape, model.dtype, partial(layer_devices, model))

@@ -21,7 +21,7 @@ from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
-from hf_sparse_attn.patched import base_model
+from hf_sparse_attn.patched import base_model, is_multimodal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def prepare_context(
         ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
     ValueError
         A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
-        model's positions, or the model is not supported, or divided by tensor parallelism.
+        model's positions, or the model is not supported, multimodal, or divided by tensor parallelism.
 
     Examples
     --------
@@ -78,6 +78,11 @@ def prepare_context(
     >>> cache = context.cache(max_cache_len=512)
     >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=cache, max_new_tokens=200)
     """
+    if is_multimodal(model):
+        raise ValueError(
+            f"prepare_context does not support multimodal models, got {type(base_model(model)).__name__}; allowed: "
+            "models of text alone"
+        )
     head_shard_of(base_model(model)).require_whole("prepare_context")
     chosen = make_method("squeezed" if method is None else method, **hyperparameters)
     if not isinstance(chosen, Squeezed):

@@ -208,6 +208,11 @@ class SparseMethod:
         """Whether the budget covers ``length`` tokens, so that dense attention costs no more."""
         return length <= self.token_budget
 
+    @property
+    def prefills_densely(self) -> bool:
+        """Whether :meth:`prefill` is dense under whatever mask it gets."""
+        return self.needs_mask and type(self).prefill is SparseMethod.prefill
+
     def prefill_chunk(self, positions: int) -> int | None:
         """Maximum tokens that :meth:`prefill` attends from at once, for a model with ``positions``; None for no limit.
 

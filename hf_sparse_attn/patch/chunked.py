@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 """Arguments of a decoder with a token dimension, and that dimension."""
+
+
+def check_sliceable(arguments: dict[str, Any], tokens: int, doing: str) -> None:
+    """Raise ``ValueError`` if a decoder's arguments say something of each token that cannot be sliced with them.
+
+    ``doing`` begins the message, such as ``"feeding a prompt in chunks"``.
+    """
+    for name, value in arguments.items():
+        is_of_tokens = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == tokens
+        if is_of_tokens and name not in (*SLICED, "attention_mask"):
+            raise ValueError(
+                f"{doing} does not support the decoder's argument {name!r}, got a tensor of shape {tuple(value.shape)}"
+            )
 
 
 class ChunkedPrompt:
@@ -33,6 +47,7 @@ class ChunkedPrompt:
         self, forward: Callable[..., Any], arguments: dict[str, Any], chunk_size: int
     ) -> dict[str, Any]:
         """Feed all chunks but the last, and return the arguments of the last."""
+        check_sliceable(arguments, self._length, "feeding a prompt in chunks, as this method does,")
         whole = {**arguments, "return_dict": True}
         for begin in range(0, self._length, chunk_size):
             end = min(begin + chunk_size, self._length)

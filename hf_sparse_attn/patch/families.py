@@ -1,7 +1,7 @@
 """The model types that can be patched, what keeps some methods from them, and why others are refused.
 
-``python -m tests.families`` compares patched with stock models of every decoder that Transformers has, and writes
-``docs/families.json``, from which the tables in docs/compatibility.md are generated.
+``python -m tests.families`` compares patched with stock models of every decoder and every image-text model that
+Transformers has, and writes ``docs/families.json``, from which the tables in docs/compatibility.md are generated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ SCALED_BY_POSITION = "it scales queries by their positions"
 NORM_OF_ALL_HEADS = "it normalizes the queries of all heads together"
 CLIPPED = "it may clip queries"
 FUSED = "one projection makes its queries, keys and values"
+MROPE = "its RoPE gives a token of an image three positions (time, height and width), where a slot is one"
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,14 @@ class Family:
     """Why keys cannot be cached before RoPE and rotated by slot, as methods with ``rotates_keys`` do."""
     rehearsal: str | None = None
     """Why a query cannot be made of another layer's input, as methods with ``rehearses`` do."""
+    other_rope: str | None = None
+    """Why its RoPE cannot be replaced, as methods with ``changes_rope`` do."""
 
 
-def _families(names: str, rotation: str | None = None, rehearsal: str | None = None) -> dict[str, Family]:
-    return dict.fromkeys(names.split(), Family(rotation, rehearsal))
+def _families(
+    names: str, rotation: str | None = None, rehearsal: str | None = None, other_rope: str | None = None
+) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), Family(rotation, rehearsal, other_rope))
 
 
 FAMILIES: dict[str, Family] = {
@@ -55,6 +60,19 @@ FAMILIES: dict[str, Family] = {
     **_families("phi3", rehearsal=FUSED),
 }
 """Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
+
+DECODERS: dict[str, Family] = {
+    **_families("glm4v_text qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text", MROPE, MROPE, MROPE),
+}
+"""Supported text decoders that exist only inside multimodal models."""
+
+_MULTIMODAL = (
+    "aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 glm46v glm4v got_ocr2 hyperclovax_vision_v2 idefics2 "
+    "idefics3 internvl lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 pp_chart2table "
+    "qianfan_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llava vipllava"
+)
+MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
+"""Types of multimodal models that are supported if their text decoder is. Text and images were checked."""
 
 REFUSED: dict[str, str] = {
     "its attention scores are capped": "gemma2 vaultgemma",
@@ -93,9 +111,13 @@ REFUSED: dict[str, str] = {
     ),
     "it has absolute positions instead of RoPE": "gpt_bigcode",
     "it reads more than text; its language model may be supported": (
-        "cohere_compass_text emu3 fuyu gemma3 got_ocr2 moss_transcribe_diarize phi4_multimodal"
+        "cohere_compass_text emu3 fuyu moss_transcribe_diarize phi4_multimodal"
     ),
     "its configuration nests that of the attention": "dbrx",
+    "its prompts with images have not been checked": (
+        "aria deepseek_vl_hybrid fast_vlm janus ovis2 perception_lm video_llama_3"
+    ),
+    "its tokens attend to later ones of the prompt, also to those of text": "paligemma",
 }
 """Model types that are refused, by the reason."""
 
@@ -109,6 +131,12 @@ def in_short() -> str:
     return f"{', '.join(named)} and {len(FAMILIES) - len(named)} other model types, see docs/compatibility.md"
 
 
-def refusal(model_type: str) -> str:
-    """Return why a model type that is not among :data:`FAMILIES` is refused."""
-    return next((reason for reason, names in REFUSED.items() if model_type in names.split()), UNKNOWN)
+def refusal(model_type: str, text_type: str | None = None) -> str:
+    """Return why a model type that is not supported is refused.
+
+    ``text_type`` is that of a multimodal model's text decoder.
+    """
+    reason = next((reason for reason, names in REFUSED.items() if model_type in names.split()), UNKNOWN)
+    if reason is not UNKNOWN or text_type in (None, model_type, *FAMILIES, *DECODERS):
+        return reason
+    return f"its text decoder is of type {text_type!r}: {refusal(str(text_type))}"

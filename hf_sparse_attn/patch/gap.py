@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_sparse_attn.patch.chunked import SLICED
+from hf_sparse_attn.patch.chunked import SLICED, check_sliceable
 
 
 class Gap:
@@ -32,6 +32,7 @@ class Gap:
 
     def close(self, arguments: dict[str, Any], first_position: int) -> dict[str, Any]:
         """Return the decoder's arguments for the kept tokens, which keep their positions."""
+        check_sliceable(arguments, self.tokens, "padding inside a prompt")
         closed = dict(arguments)
         for name, dim in SLICED.items():
             value = closed.get(name)

@@ -15,7 +15,7 @@ from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_wit
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.head_shard import HeadShard
-from hf_sparse_attn.patched import Patch, get_patch, is_patched, patched_method
+from hf_sparse_attn.patched import Patch, get_patch, is_multimodal, is_patched, patched_method, text_model
 from hf_sparse_attn.rope import depends_on_length
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
@@ -107,7 +107,7 @@ class PrepareCache(StandIn):
         patch = get_patch(self.model)
         make = partial(
             SparseCache,
-            self.model.config,
+            text_model(self.model).config,
             patch.method,
             kv_storage=patch.kv_storage,
             head_shard=patch.head_shard,
@@ -156,10 +156,12 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
 def is_step_one_graph(model: PreTrainedModel) -> bool:
     """Whether a decode step of a patched model over a static cache is this process's work on one device alone.
 
-    Under tensor parallelism the devices exchange their parts without the host.
+    Under tensor parallelism the devices exchange their parts without the host. Steps of multimodal models, which make
+    positions and masks of their own, have not been checked.
     """
     return (
         bool(model._can_compile_fullgraph)
+        and not is_multimodal(model)
         and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
         and not is_split_by_layers(model)
     )

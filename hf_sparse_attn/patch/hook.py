@@ -18,7 +18,7 @@ from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
-from hf_sparse_attn.patched import Patch, get_patch, layer_devices
+from hf_sparse_attn.patched import Patch, get_patch, layer_devices, text_model
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
 PAGED_CACHE = "PagedAttentionCache"
@@ -36,15 +36,15 @@ class DecoderHooks:
     Parameters
     ----------
     model
-        The patched model that the decoder belongs to.
+        The patched model that the decoder belongs to, also if it is multimodal.
     implementations
         Names of the sparse attention functions, one of which must be the model's attention implementation.
     """
 
     def __init__(self, model: PreTrainedModel, implementations: tuple[str, ...]) -> None:
-        self.model = model
+        self.model, self.text = model, text_model(model)
         self.implementations = implementations
-        self.parameters = list(inspect.signature(model.get_decoder().forward).parameters)
+        self.parameters = list(inspect.signature(self.text.get_decoder().forward).parameters)
 
     def before(
         self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -68,9 +68,11 @@ class DecoderHooks:
         self._check_state(kwargs)
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
+        if not patch.method.needs_mask and isinstance(kwargs.get("attention_mask"), dict):
+            kwargs["attention_mask"] = _mask(kwargs)  # a multimodal model may hand on one for each kind of layer
         cache = self._cache_for(cache, kwargs, patch)
         if cache is None:  # without a cache the pass is dense
-            check_positions(self.model.config, patch.method, tokens.shape[1], 0)
+            check_positions(self.text.config, patch.method, tokens.shape[1], 0)
             return (), _densely(decoder, kwargs, patch)
         kwargs[CACHE] = cache
         return (), self._begin(decoder, cache, kwargs, patch)
@@ -84,7 +86,7 @@ class DecoderHooks:
         return output
 
     def _check_state(self, kwargs: dict[str, Any]) -> None:
-        config = self.model.config
+        config = self.text.config
         if config._attn_implementation not in self.implementations:
             raise ValueError(
                 f"the attention implementation of this patched {type(self.model).__name__} was set to "
@@ -103,7 +105,7 @@ class DecoderHooks:
         """Return the cache of a pass: the given one, a new one, or None without caching."""
         if cache is None:
             use_cache = kwargs.get("use_cache")
-            use_cache = self.model.config.use_cache if use_cache is None else use_cache
+            use_cache = self.text.config.use_cache if use_cache is None else use_cache
             return self._new_cache(patch) if use_cache else None
         if patch.takes_prefix and type(cache) is DynamicCache:
             return with_prefix(self._new_cache(patch), cache)
@@ -112,7 +114,7 @@ class DecoderHooks:
         return checked
 
     def _new_cache(self, patch: Patch) -> SparseCache:
-        return SparseCache(self.model.config, patch.method, kv_storage=patch.kv_storage, head_shard=patch.head_shard)
+        return SparseCache(self.text.config, patch.method, kv_storage=patch.kv_storage, head_shard=patch.head_shard)
 
     def _begin(
         self, decoder: torch.nn.Module, cache: SparseCache, kwargs: dict[str, Any], patch: Patch
@@ -125,7 +127,7 @@ class DecoderHooks:
         kwargs = _behind_prefix(kwargs, cache)
         mask = _mask(kwargs)
         cached, query_length = cache.prefix_tokens + cache.length, _tokens(kwargs).shape[1]
-        method, config = patch.method, self.model.config
+        method, config = patch.method, self.text.config
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
         cache.shared.recorder = patch.recorder
@@ -149,10 +151,10 @@ class DecoderHooks:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _reserve_host(self, cache: SparseCache, rows: int, query_length: int, patch: Patch) -> None:
         """Allocate the host memory of a pass, so that no layer runs if there is too little."""
-        config = self.model.config
+        config = self.text.config
         kv_heads = config.num_key_value_heads // patch.head_shard.size
         shape = (rows, kv_heads, query_length, head_dim_of(config))
-        cache.reserve_host(shape, self.model.dtype, partial(layer_devices, self.model))
+        cache.reserve_host(shape, self.text.dtype, partial(layer_devices, self.model))
 
     def _sparsely(
         self,
@@ -174,7 +176,7 @@ class DecoderHooks:
         if patch.rope_tables is not None:
             check_consecutive(kwargs.get("position_ids"), mask, method)
         length = _tokens(kwargs).shape[1]
-        chunk = cache.shared.prefill_chunk = method.prefill_chunk(max_positions(self.model.config))
+        chunk = cache.shared.prefill_chunk = method.prefill_chunk(max_positions(self.text.config))
         if chunk is None:
             return kwargs
         # Each layer divides its pass by itself, but not a compiled one.
@@ -202,7 +204,7 @@ def _close_gap(cache: SparseCache, kwargs: dict[str, Any]) -> tuple[dict[str, An
     mask, length = kwargs.get("attention_mask"), _tokens(kwargs).shape[1]
     if not isinstance(mask, torch.Tensor) or (length == 1 and not cache.left_out):
         return kwargs, None
-    is_token, kept = cache.leave_out(token_mask(mask, cache.fed, length), length)
+    is_token, kept = cache.leave_out(token_mask(mask, cache.fed, length, cache.may_look_ahead), length)
     if kept is None:
         return ({**kwargs, "attention_mask": is_token} if cache.left_out else kwargs), None
     gap = Gap(length, kept)

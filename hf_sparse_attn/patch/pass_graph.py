@@ -29,7 +29,7 @@ def check_recordable(model: PreTrainedModel, device: torch.device, cache: Sparse
     if not is_step_one_graph(model):
         raise ValueError(
             f"cuda_graph=True is not supported by this {type(model).__name__}: a decode step of it needs the host, or "
-            "several devices"
+            "several devices, or it is a multimodal model"
         )
     group = get_patch(model).head_shard.group
     if group is not None and torch.distributed.get_backend(group) != "nccl":

@@ -3,7 +3,8 @@
 A patched model differs from a stock one in five places. Unpatching removes only what patching added.
 
 1. ``config`` is a copy of the model's own, so models that share a configuration do not share the patch.
-   ``config._attn_implementation`` names the sparse attention function, registered together with a mask function.
+   ``config._attn_implementation`` names the sparse attention function, registered together with a mask function. In a
+   multimodal model only the text decoder's configuration names it, and those that hold that one are copies too.
 2. Hooks around the decoder pass the cache to that function, check the arguments, and feed long prompts in chunks if the
    method asks for it.
 3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`, and an
@@ -32,9 +33,9 @@ from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatchi
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.rehearsal import rehearse
-from hf_sparse_attn.patch.support import check_supported, has_prefix
+from hf_sparse_attn.patch.support import check_supported, check_type, has_prefix
 from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of, ranks_of
-from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch
+from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch, text_model
 from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 if TYPE_CHECKING:
@@ -68,7 +69,14 @@ def _attention_mask(**arguments: Any) -> torch.Tensor | None:
 
 def _padding_mask(**arguments: Any) -> torch.Tensor | None:
     """Return the 2-D mask unchanged: the decoder hook reads the padding from it, and nothing attends under it."""
-    mask: torch.Tensor | None = None if arguments["q_length"] == 1 else arguments.get("attention_mask")
+    if arguments["q_length"] == 1:
+        return None
+    if not arguments["allow_is_causal_skip"]:  # the mask is more than causal attention between tokens
+        raise ValueError(
+            "the model masks this prompt in a way of its own, such as attention to later tokens of an image, and the "
+            "method that it is patched with attends by causal rows alone; use another method, such as 'quest'"
+        )
+    mask: torch.Tensor | None = arguments.get("attention_mask")
     return mask
 
 
@@ -93,7 +101,8 @@ def patch_model(
     ----------
     model
         A model of a supported type (Llama, Qwen3, Gemma 3, ...; docs/compatibility.md lists them) in evaluation mode,
-        on any device, in fp32, bf16 or fp16; or a PEFT model around one.
+        on any device, in fp32, bf16 or fp16; or a PEFT model around one. Of a multimodal model (Qwen2.5-VL, LLaVA,
+        ...), the text decoder's attention is made sparse; encoders of images and sound stay as they are.
     method
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
     kv_storage
@@ -128,7 +137,9 @@ def patch_model(
     inner = base_model(model)
     with agreement(ranks_of(inner)) as settings:
         checked = make_method(method, **hyperparameters)
-        takes_prefix, head_shard = has_prefix(model), head_shard_of(inner)
+        takes_prefix = has_prefix(model)
+        check_type(inner)
+        head_shard = head_shard_of(inner)
         check_supported(inner, checked, takes_prefix, kv_storage, head_shard)
         settings |= {"method": repr(checked), "kv_storage": kv_storage}
     recorder = _take_out(inner).recorder if is_patched(inner) else None
@@ -182,30 +193,31 @@ def _put_in(
     head_shard: HeadShard,
     recorder: SelectionRecord | None,
 ) -> None:
-    decoder = model.get_decoder()
+    text = text_model(model)
+    decoder = text.get_decoder()
     patch = Patch(
         method,
-        stock_config=model.config,
-        config=copy.copy(model.config),
+        configs=_copied_configs(model, text.config),
         kv_storage=kv_storage,
         head_shard=head_shard,
         takes_prefix=takes_prefix,
         recorder=recorder,
     )
-    _replace_config(model, patch.stock_config, patch.config)
-    model.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
+    for stock, own in patch.configs:
+        _replace_config(model, stock, own)
+    text.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
     set_patch(model, patch)
     hooks = DecoderHooks(model, IMPLEMENTATIONS)
     before = partial(decoder.register_forward_pre_hook, hooks.before, with_kwargs=True)
     after = partial(decoder.register_forward_hook, hooks.after, prepend=True, with_kwargs=True, always_call=True)
     patch.hooks += [register(decoder, "before", before), register(decoder, "after", after)]
     if method.rotates_keys:
-        rotary = decoder_rotary(model)
-        patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(model.config)))
+        rotary = decoder_rotary(text)
+        patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(text.config)))
         patch.hooks.append(register(rotary, "rotary", partial(rotary.register_forward_hook, rotate_nothing)))
     elif method.changes_rope:
-        rotary = decoder_rotary(model)
-        other = OtherRope(rotary, method.rope_config(patch.stock_config))
+        rotary = decoder_rotary(text)
+        other = OtherRope(rotary, method.rope_config(patch.configs[0][0]))
         hook = partial(rotary.register_forward_hook, other, with_kwargs=True)
         patch.hooks.append(register(rotary, "rotary", hook))
     for layer in decoder.layers if method.rehearses else ():
@@ -229,9 +241,26 @@ def _take_out(model: PreTrainedModel) -> Patch:
             model.__dict__.pop(name)
             if name in patch.stock_attributes:
                 model.__dict__[name] = patch.stock_attributes[name]
-    _replace_config(model, patch.config, _config_to_put_back(patch.config, patch.stock_config))
+    for stock, own in patch.configs:
+        _replace_config(model, own, _config_to_put_back(own, stock, patch))
     set_patch(model, None)
     return patch
+
+
+def _copied_configs(
+    model: PreTrainedModel, text_config: PreTrainedConfig
+) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
+    """Return the configurations of ``Patch.configs`` with their copies, in which that of the text is a copy too."""
+    copied = [(text_config, copy.copy(text_config))]
+    in_use = {id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None}
+    for config in in_use.values():
+        held = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config
+        names = [name for name, value in vars(config).items() if value is held]
+        if names and held.model_type == text_config.model_type:
+            own = copy.copy(config)
+            own.__dict__.update(dict.fromkeys(names, copied[0][1]))
+            copied.append((config, own))
+    return copied
 
 
 def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrainedConfig) -> None:
@@ -240,10 +269,11 @@ def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrain
             module.config = new
 
 
-def _config_to_put_back(patched: PreTrainedConfig, stock: PreTrainedConfig) -> PreTrainedConfig:
+def _config_to_put_back(patched: PreTrainedConfig, stock: PreTrainedConfig, patch: Patch) -> PreTrainedConfig:
     """Return the stock configuration, updated with changes made to the copy while the model was patched."""
     for name, value in patched.__dict__.items():
         is_ours = name == "_attn_implementation_internal" and value in IMPLEMENTATIONS
+        is_ours |= any(value is own for _, own in patch.configs)
         if not is_ours and (name not in stock.__dict__ or stock.__dict__[name] is not value):
             stock.__dict__[name] = value
     return stock

@@ -15,7 +15,7 @@ from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
 from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
-from hf_sparse_attn.patched import patched_method
+from hf_sparse_attn.patched import patched_method, text_model
 from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class SelfSpeculation:
         answer = VerifiedAnswer(
             model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-        limit = max_positions(model.config)
+        limit = max_positions(text_model(model).config)
         if answer.most_tokens > limit:
             raise ValueError(
                 f"max_new_tokens must leave the text within the model's {limit} positions, since self-speculation "

@@ -8,12 +8,44 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
-from hf_sparse_attn.patch.families import FAMILIES, in_short, refusal
+from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, in_short, refusal
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS
+from hf_sparse_attn.patch.tensor_parallel import ranks_of
+from hf_sparse_attn.patched import is_multimodal, is_patched, text_model
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
 MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
+
+
+def check_type(model: PreTrainedModel) -> None:
+    """Raise if a model is not of a supported type, or holds a text decoder of one that is not."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a Transformers model ({in_short()}), got {type(model).__name__}")
+    kind, supported = model.config.model_type, FAMILIES | DECODERS
+    if kind in supported:
+        return
+    who = f"{type(model).__name__} (model type {kind!r})"
+    if kind not in MULTIMODAL:
+        raise ValueError(f"{who} is not supported: {refusal(kind, _text_type(model))}; supported: {in_short()}")
+    text = text_model(model)
+    text_kind = text.config.model_type
+    if text_kind not in supported:
+        raise ValueError(
+            f"{who} is not supported with a text decoder of model type {text_kind!r}: {refusal(text_kind)}; "
+            f"supported: {in_short()}"
+        )
+    if text is model or not hasattr(text.get_decoder(), "layers"):
+        raise ValueError(f"{who} holds no text decoder: patch the model that does")
+
+
+def _text_type(model: PreTrainedModel) -> str | None:
+    """Return the model type of a model's text; None if its configuration has several."""
+    try:
+        kind: str = model.config.get_text_config(decoder=True).model_type
+    except ValueError:
+        return None
+    return kind
 
 
 def check_supported(
@@ -23,7 +55,7 @@ def check_supported(
     kv_storage: str = "device",
     head_shard: HeadShard = WHOLE,
 ) -> None:
-    """Raise if the model cannot be patched with the method."""
+    """Raise if a model, of a type that :func:`check_type` allows, cannot be patched with the method."""
     if takes_prefix and method.rotates_keys:
         raise ValueError(
             f"method {method.name!r} caches keys before RoPE, which does not work with a learned prefix (PEFT's prefix "
@@ -34,23 +66,19 @@ def check_supported(
             f"method {method.name!r} adds up the attention weights of every query, and a learned prefix (PEFT's prefix "
             "tuning) has keys without queries; use another method, such as 'tova'"
         )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a Transformers model ({in_short()}), got {type(model).__name__}")
-    config = model.config
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"{type(model).__name__} (model type {config.model_type!r}) is not supported: "
-            f"{refusal(config.model_type)}; supported: {in_short()}"
-        )
-    _check_family(model, method)
-    if model.training:
+    if is_multimodal(model):
+        _check_multimodal(model, takes_prefix)
+    text = text_model(model)
+    config = text.config
+    _check_family(model, config, method)
+    if model.training or text.training:
         raise ValueError(NO_TRAINING)
-    if config.output_attentions:
+    if model.config.output_attentions or config.output_attentions:
         raise ValueError(NO_ATTENTIONS)
     head_dim = head_dim_of(config)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
-    method.check_model(model)
+    method.check_model(text)
     cache = SparseCache(config, method, kv_storage=kv_storage, head_shard=head_shard)
     full_attention = cache.sparse_layers
     if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
@@ -72,10 +100,21 @@ def check_supported(
     cache.check_rows(1)
 
 
-def _check_family(model: PreTrainedModel, method: SparseMethod) -> None:
-    """Raise if the model type or its configuration does not allow what the method needs, or attends otherwise."""
-    config = model.config
-    family, who = FAMILIES[config.model_type], f"{type(model).__name__} (model type {config.model_type!r})"
+def _check_multimodal(model: PreTrainedModel, takes_prefix: bool) -> None:
+    """Raise if a multimodal model is used in a way that has not been checked."""
+    who = f"the multimodal {type(model).__name__}"
+    if takes_prefix:
+        raise ValueError(f"a learned prefix (PEFT's prefix tuning) is not supported by {who}")
+    if not ranks_of(model).is_whole:
+        raise ValueError(f"tensor parallelism is not supported by {who}; allowed: one process")
+    if is_patched(text_model(model)):
+        raise ValueError(f"the text decoder of {who} is patched by itself: call unpatch_model on it first")
+
+
+def _check_family(model: PreTrainedModel, config: PreTrainedConfig, method: SparseMethod) -> None:
+    """Raise if the model type or its text's configuration does not allow the method, or attends otherwise."""
+    family = (FAMILIES | DECODERS)[config.model_type]
+    who = f"{type(model).__name__} (model type {config.model_type!r})"
     if method.rotates_keys and family.rotation is not None:
         raise ValueError(
             f"method {method.name!r} caches keys before RoPE and rotates them itself, which {who} does not allow: "
@@ -85,6 +124,11 @@ def _check_family(model: PreTrainedModel, method: SparseMethod) -> None:
         raise ValueError(
             f"method {method.name!r} makes a layer's query from the input of the layer before, which {who} does not "
             f"allow: {family.rehearsal}; use another method, such as 'quest'"
+        )
+    if method.changes_rope and family.other_rope is not None:
+        raise ValueError(
+            f"method {method.name!r} replaces the model's RoPE, which {who} does not allow: {family.other_rope}; use "
+            "another method, such as 'quest'"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(

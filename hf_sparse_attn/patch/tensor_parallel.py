@@ -14,6 +14,7 @@ import transformers
 
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
+from hf_sparse_attn.patched import text_model
 
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 AGREEMENT_TIMEOUT = timedelta(seconds=60)
@@ -44,7 +45,7 @@ def head_shard_of(model: Any) -> HeadShard:
     if ranks.is_whole or not _divides_heads(model):
         return WHOLE
     for name in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(model.config, name)
+        heads = getattr(text_model(model).config, name)
         if heads % ranks.size:
             raise ValueError(
                 f"tensor parallelism over {ranks.size} processes does not divide the model's {name}={heads}; "

@@ -1,0 +1,242 @@
+"""Comparison of patched with stock models that read text and images.
+
+``python -m tests.families`` runs it for every image-text model that Transformers has, and writes docs/families.json.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from hf_sparse_attn import METHODS, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.patch.families import DECODERS, FAMILIES, Family, refusal
+from hf_sparse_attn.patched import text_model
+from tests.compared import (
+    ALL_FULL,
+    NEW_TOKENS,
+    OVERRIDES,
+    TINY,
+    always_sparse,
+    answer,
+    difference,
+    method_of,
+    random_model,
+    taken,
+)
+
+COVERED = ("quest", "keycodes", "tokenselect")
+COVERING = 128
+"""A budget for every token of a prompt and its answer."""
+IMAGE_TOKEN = 90
+PROMPTS = (57, 33)
+"""Tokens of text in a batch of prompts, without those of an image."""
+NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "out_hidden_size": TINY["hidden_size"],
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "image_size": 28,
+    "patch_size": 14,
+    "num_channels": 3,
+}
+"""Settings of a tiny encoder of images; a configuration takes those that it has."""
+ENCODERS: dict[str, dict[str, Any]] = {"qwen2_vl": {"hidden_size": TINY["hidden_size"]}}
+"""Settings of encoders, where a model needs others."""
+_SECTIONS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "use_sliding_window": True,
+}
+TEXT: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["glm46v", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"], _SECTIONS),
+    "qwen3_vl_moe": {**_SECTIONS, **ALL_FULL},
+}
+"""Settings of text decoders, beside those of their model types."""
+OUTER: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "llava_next": {"image_grid_pinpoints": [[28, 28]]},
+    "llava_next_video": {"image_grid_pinpoints": [[28, 28]]},
+    "llava_onevision": {"image_grid_pinpoints": [[28, 28]]},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "llava": {"vision_feature_select_strategy": "default", "vision_feature_layer": -1},
+}
+"""Settings of the models themselves, beside those of their texts and images."""
+
+
+def tiny_multimodal(model_type: str, text: dict[str, Any] | None = None) -> PreTrainedModel:
+    """Create a random multimodal model in float64, as :func:`tests.compared.random_model` does.
+
+    Parameters
+    ----------
+    model_type
+        A model type of Transformers' list of image-text models.
+    text
+        Settings of the text decoder's configuration; ``model_type`` among them names another decoder.
+
+    Raises
+    ------
+    ValueError
+        The model would not be tiny.
+    """
+    config_class, text = CONFIG_MAPPING[model_type], dict(text or {})
+    default, parts = config_class(), {}
+    for name in default.sub_configs:
+        part = getattr(default, name, None)
+        if part is None:
+            continue
+        if part is default.get_text_config(decoder=True):
+            part = CONFIG_MAPPING[text.pop("model_type")]() if "model_type" in text else part
+            wanted = {**TINY, **OVERRIDES.get(part.model_type, {}), **TEXT.get(model_type, {}), **text}
+            if not set(getattr(part, "layer_types", None) or []) <= set(TINY["layer_types"]):
+                del wanted["layer_types"]  # it has layers of other kinds
+        else:
+            wanted = {**VISION, **ENCODERS.get(model_type, {})}
+        parts[name] = type(part)(**taken(part, wanted))
+    names = ("image_token_id", "image_token_index")
+    tokens = {name: IMAGE_TOKEN for name in names if hasattr(default, name)}
+    config = config_class(**{**parts, **tokens, **OUTER.get(model_type, {})})
+    return random_model(getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]), config)
+
+
+def text_prompts() -> dict[str, torch.Tensor]:
+    """Return a batch of left-padded prompts of text, int64 [rows, tokens], and their mask."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, IMAGE_TOKEN, (len(PROMPTS), max(PROMPTS)), generator=generator)
+    mask = (torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def image_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a batch of left-padded prompts, each with an image of random pixels among its text.
+
+    Raises
+    ------
+    ValueError
+        The model takes images in a form that is not written here.
+    """
+    generator, rows, config = torch.Generator().manual_seed(4), len(PROMPTS), model.config
+    features = _features_of(model)
+    if features is None:
+        raise ValueError("no get_image_features")
+    inputs = _pixels(config, list(inspect.signature(features).parameters), generator)
+    found = features(**inputs)
+    found = getattr(found, "pooler_output", found)
+    width = text_model(model).config.hidden_size
+    tokens: int = sum(part.numel() for part in found) // width // rows
+    prompts = text_prompts()
+    ids, mask = (
+        torch.cat([part[:, :40], torch.full((rows, tokens), new), part[:, 40:]], dim=1)
+        for part, new in ((prompts["input_ids"], IMAGE_TOKEN), (prompts["attention_mask"], 1))
+    )
+    names = inspect.signature(model.forward).parameters
+    types = {name: (ids == IMAGE_TOKEN).long() for name in ("token_type_ids", "mm_token_type_ids") if name in names}
+    return {"input_ids": ids, "attention_mask": mask, **inputs, **types}
+
+
+def _features_of(model: PreTrainedModel) -> Any:
+    """Return the method that encodes images, of a model or of the model inside it; None if there is none."""
+    return next(
+        (part.get_image_features for part in (model, model.base_model) if hasattr(part, "get_image_features")), None
+    )
+
+
+def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return an image for each prompt, in the form that the parameters of ``get_image_features`` tell."""
+    rows, vision = len(PROMPTS), config.vision_config
+
+    def pixels(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    if "image_grid_thw" in parameters:  # Qwen2-VL and others: patches of every image, and their grid
+        grid = torch.tensor([[1, 4, 6]] * rows)
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or vision.num_channels
+        patch_size = getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        merge = {"image_merge_sizes": torch.tensor([2] * rows)} if "image_merge_sizes" in parameters else {}
+        return {"pixel_values": pixels(int(grid.prod(1).sum()), channels * patch_size), "image_grid_thw": grid, **merge}
+    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+    if "image_sizes" in parameters:
+        parts = (2,) if hasattr(config, "image_grid_pinpoints") else ()  # the whole image, and its only part
+        return {"pixel_values": pixels(rows, *parts, 3, size, size), "image_sizes": torch.tensor([[size, size]] * rows)}
+    images = (1,) if "pixel_attention_mask" in parameters else ()
+    return {"pixel_values": pixels(rows, *images, 3, size, size)}
+
+
+def decode(model: PreTrainedModel, prompts: dict[str, torch.Tensor], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
+    output = model.generate(
+        **prompts,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **more,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]) -> str:
+    """Compare a budget that covers everything, in the cache that ``generate()`` makes, with the stock model.
+
+    Raises
+    ------
+    ValueError
+        No decode step was counted.
+    """
+    expected = decode(model, prompts)
+    with always_sparse(name), sparse_attention(model, method_of(name, COVERING)):
+        found = decode(model, prompts)
+        if sparse_attention_stats(model).decode_steps == 0:
+            raise ValueError("no decode step ran")
+    return difference(found, expected)
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of the text decoder that a supported type has by default."""
+    return (FAMILIES | DECODERS)[text_type(model_type)]
+
+
+def text_type(model_type: str) -> str:
+    """Return the model type of the text decoder that a multimodal model has by default."""
+    kind: str = CONFIG_MAPPING[model_type]().get_text_config(decoder=True).model_type
+    return kind
+
+
+def without_windows(model_type: str) -> PreTrainedModel:
+    """Create a tiny model whose text layers all have full attention."""
+    return tiny_multimodal(model_type, {"layer_types": ["full_attention"] * TINY["num_hidden_layers"], **NO_WINDOW})
+
+
+def results_of(model_type: str) -> dict[str, Any]:
+    """Return the checks' results for a supported multimodal model, over prompts of text and prompts with an image."""
+    results: dict[str, Any] = {"text_decoder": text_type(model_type)}
+    family = family_of(model_type)
+    for name in COVERED:
+        rotates = METHODS[name].rotates_keys
+        if rotates and family.rotation:
+            results[name] = f"refused: {family.rotation}"
+            continue
+        model = without_windows(model_type) if rotates else tiny_multimodal(model_type)
+        found = [answer(covering, model, name, prompts) for prompts in (text_prompts(), image_prompts(model))]
+        results[name] = next((result for result in found if result != "equal"), "equal")
+    return results
+
+
+def reason_of(model_type: str) -> dict[str, Any]:
+    """Return why a multimodal model is refused."""
+    return {"reason": refusal(model_type, text_type(model_type))}
