@@ -143,7 +143,7 @@ def claims_table() -> str:
 
 
 def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, str]:
-    """Return the tables of supported and refused model types, of the results of ``python -m tests.families``."""
+    """Return the tables of supported and refused model types, from the results of ``python -m tests.families``."""
     supported: dict[tuple[str, ...], list[str]] = {}
     for model_type, found in results["supported"].items():
         answers = (found[name] for name in ("oracle_topk", "quest", "keycodes", "tokenselect", "infinigen"))
@@ -159,9 +159,20 @@ def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, st
         lines += [[", ".join(f"`{name}`" for name in names), *cells] for cells, names in by_size]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
+    multimodal: dict[tuple[str, ...], list[str]] = {}
+    for model_type, found in results["multimodal"].items():
+        answers = ["yes" if found[name] == "equal" else found[name] for name in ("quest", "keycodes", "tokenselect")]
+        row = (f"`{found['text_decoder']}`", "yes" if set(answers[:2]) == {"yes"} else "no", answers[2])
+        multimodal.setdefault(row, []).append(model_type)
+    multimodal_refused: dict[tuple[str, ...], list[str]] = {}
+    for model_type, found in results["multimodal_refused"].items():
+        reason = re.sub(r"^its text decoder is of type '\S+': ", "of its text decoder: ", found["reason"])
+        multimodal_refused.setdefault((reason,), []).append(model_type)
     return {
         "supported": table(["most methods", "TokenSelect, InfLLM, SelfExtend", "InfiniGen"], supported),
         "refused": table(["reason"], refused),
+        "multimodal": table(["text decoder", "most methods", "TokenSelect, InfLLM, SelfExtend"], multimodal),
+        "multimodal-refused": table(["reason"], multimodal_refused),
     }
 
 

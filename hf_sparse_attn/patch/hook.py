@@ -127,6 +127,8 @@ class DecoderHooks:
         kwargs = _behind_prefix(kwargs, cache)
         mask = _mask(kwargs)
         cached, query_length = cache.prefix_tokens + cache.length, _tokens(kwargs).shape[1]
+        if query_length == 1 and isinstance(mask, torch.Tensor) and mask.dim() == 4:
+            mask = mask[..., : cache.length + 1]  # a multimodal model masks the room of static buffers too
         method, config = patch.method, self.text.config
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])

@@ -69,14 +69,14 @@ def _attention_mask(**arguments: Any) -> torch.Tensor | None:
 
 def _padding_mask(**arguments: Any) -> torch.Tensor | None:
     """Return the 2-D mask unchanged: the decoder hook reads the padding from it, and nothing attends under it."""
+    mask: torch.Tensor | None = arguments.get("attention_mask")
     if arguments["q_length"] == 1:
-        return None
+        return mask if arguments["allow_is_causal_skip"] else None  # None for a static cache, as above
     if not arguments["allow_is_causal_skip"]:  # the mask is more than causal attention between tokens
         raise ValueError(
             "the model masks this prompt in a way of its own, such as attention to later tokens of an image, and the "
             "method that it is patched with attends by causal rows alone; use another method, such as 'quest'"
         )
-    mask: torch.Tensor | None = arguments.get("attention_mask")
     return mask
 
 
@@ -141,10 +141,22 @@ def patch_model(
         check_type(inner)
         head_shard = head_shard_of(inner)
         check_supported(inner, checked, takes_prefix, kv_storage, head_shard)
+        _check_patched_once(inner)
         settings |= {"method": repr(checked), "kv_storage": kv_storage}
     recorder = _take_out(inner).recorder if is_patched(inner) else None
     _put_in(inner, checked, kv_storage, takes_prefix, head_shard, recorder)
     return model
+
+
+def _check_patched_once(model: PreTrainedModel) -> None:
+    """Raise if a model's decoder is patched already as part of another model: of the one inside it, or around it."""
+    for hook in text_model(model).get_decoder()._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, DecoderHooks) and owner.model is not model:
+            raise ValueError(
+                f"the decoder of this {type(model).__name__} is patched already, by patch_model of a "
+                f"{type(owner.model).__name__} that shares it: call unpatch_model on that model first"
+            )
 
 
 def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, in_short, refusal
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS
 from hf_sparse_attn.patch.tensor_parallel import ranks_of
-from hf_sparse_attn.patched import is_multimodal, is_patched, text_model
+from hf_sparse_attn.patched import is_multimodal, text_model
 from hf_sparse_attn.rope import head_dim_of, max_positions
 
 MAX_HEAD_DIM = 256
@@ -107,14 +107,13 @@ def _check_multimodal(model: PreTrainedModel, takes_prefix: bool) -> None:
         raise ValueError(f"a learned prefix (PEFT's prefix tuning) is not supported by {who}")
     if not ranks_of(model).is_whole:
         raise ValueError(f"tensor parallelism is not supported by {who}; allowed: one process")
-    if is_patched(text_model(model)):
-        raise ValueError(f"the text decoder of {who} is patched by itself: call unpatch_model on it first")
 
 
 def _check_family(model: PreTrainedModel, config: PreTrainedConfig, method: SparseMethod) -> None:
     """Raise if the model type or its text's configuration does not allow the method, or attends otherwise."""
     family = (FAMILIES | DECODERS)[config.model_type]
-    who = f"{type(model).__name__} (model type {config.model_type!r})"
+    inside = f", text decoder {config.model_type!r}" if is_multimodal(model) else ""
+    who = f"{type(model).__name__} (model type {model.config.model_type!r}{inside})"
     if method.rotates_keys and family.rotation is not None:
         raise ValueError(
             f"method {method.name!r} caches keys before RoPE and rotates them itself, which {who} does not allow: "

@@ -9,21 +9,24 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, patch_model, sparse_attention
 from hf_sparse_attn.methods import NTK
 from hf_sparse_attn.patch import fused as fusing
-from hf_sparse_attn.patch.families import FAMILIES, REFUSED, UNKNOWN, Family, refusal
+from hf_sparse_attn.patch.families import FAMILIES, MULTIMODAL, REFUSED, UNKNOWN, Family, refusal
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import is_patched
+from tests.compared import ROUNDING
 from tests.families import (
     BUDGET,
     IN_FLOAT32,
     MAX_CACHE_LEN,
     RESULTS,
-    ROUNDING,
     always_sparse,
     covering,
     decode,
@@ -262,6 +265,7 @@ def test_every_model_type_is_listed_once():
     assert len(refused) == len(set(refused))
     assert not set(refused) & set(FAMILIES)
     results = json.loads(RESULTS.read_text())
-    assert set(results["refused"]) == set(refused)
+    assert set(results["refused"]) | set(results["multimodal_refused"]) >= set(refused) >= set(results["refused"])
     if transformers.__version__ == results["versions"]["transformers"]:
-        assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == set(refused) | set(FAMILIES)
+        others = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == (set(refused) | set(FAMILIES) | set(MULTIMODAL)) - others
