@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from math import log2
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 TUNED = Path(__file__).parent / "tuned.json"
 SHAPE = ("pairs", "group", "head_dim", "tokens")
 """Dimensions of a choice: batch * KV heads, query heads per KV head, head_dim, and capacity in tokens."""
+_dimensions = itemgetter(*SHAPE)
 
 DEFAULTS: dict[str, dict[str, int]] = {
     # Pages in a tile, programs for each multiprocessor, warps in a program.
@@ -223,9 +225,9 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
 _forced: dict[str, dict[str, int]] = {}
 
 
-def choice(op: str, device: torch.device, *, pairs: int, group: int, head_dim: int, tokens: int) -> dict[str, int]:
-    """Return the choice of the nearest shape measured on such a device, by the dimensions of `SHAPE`."""
-    return _forced.get(op) or _nearest(op, device, (pairs, group, head_dim, tokens))
+def choice(op: str, device: torch.device, **shape: int) -> dict[str, int]:
+    """Return the choice of the nearest shape measured on such a device; `shape` gives `SHAPE` by name."""
+    return _forced.get(op) or _nearest(op, device, _dimensions(shape))
 
 
 @contextmanager
