@@ -122,10 +122,15 @@ def measure_model(
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens), ``traffic`` (see
-        :func:`~eval.costs.traffic_per_step`) and ``peak_memory_bytes``. ``compile_seconds`` is the extra time of a
-        compiled side's first run. ``memory_ratio``, on CUDA, is peak memory over weights and dense K and V. ``ratio``,
-        of a patched side, is the best dense median over its own, with that dense side's name; None if no dense side
-        fits. ``tokens_in_common``, of a compiled patched side, counts the first tokens equal to the uncompiled ones
+        :func:`~eval.costs.traffic_per_step`) and ``peak_memory_bytes``.
+        ``first_run_extra_seconds`` is the time by which its first run exceeds the median of its later ones: of a
+        compiled side, compilation and the first recordings; of one with ``fuse=True``, compilation of the fused parts;
+        of any other, what is set up once in a process, such as kernels that no side before has used. The recording that
+        each call makes anew with ``cuda_graph=True`` is in all runs, not in the difference. ``compile_seconds`` is the
+        same for compiled sides, None for others. ``memory_ratio``, on CUDA, is peak memory over weights and dense K
+        and V. ``ratio``, of a patched side, is the best dense median over its own, with that dense side's name; None if
+        no dense side fits. ``tokens_in_common``, of a compiled patched side, counts the first tokens equal to the
+        uncompiled ones
         (roundings differ).
 
     Raises
@@ -291,12 +296,13 @@ def _entries(
     for side in sides:
         first_ms = [run.ttft_ms for run in runs[side.name]]
         probe = probes[side.name]
-        usual_seconds = median(run.seconds for run in runs[side.name])
+        extra_seconds = max(0.0, probe.first_seconds - median(run.seconds for run in runs[side.name]))
         copied_bytes = work.kv_bytes if side.copies_cache else 0
         entry: dict[str, Any] = {
             **side.described(),
             "tokens": probe.last.token_ids[0],
-            "compile_seconds": max(0.0, probe.first_seconds - usual_seconds) if side.compiled else None,
+            "compile_seconds": extra_seconds if side.compiled else None,
+            "first_run_extra_seconds": extra_seconds,
             "ttft_ms": {**quartiles(first_ms), "all": first_ms},
             "tpot_ms": quartiles([ms for run in runs[side.name] for ms in run.token_ms]),
             **probe.last.costs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,32 @@ def test_the_table_shows_every_side(report: dict[str, Any]) -> None:
     tpot = side["tpot_ms"]
     assert f"{tpot['median']:.2f} ({tpot['q1']:.2f}-{tpot['q3']:.2f})" in text
     assert f"{side['ratio']['tpot']:.2f}x" in text
+    assert "first run, s more" in " ".join(text.split())
+
+
+def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of compiled sides, of recorded and fused ones, and of those that prepare nothing; a faster first run is none."""
+    use_tape(monkeypatch)
+    monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    generate, calls = speed.generate, dict[str, int]()
+    first_seconds = {STATIC: 9.0, "quest, 64": 8.0, f"quest, 64{GRAPH}": 4.0, f"quest, 64{FUSED}": 7.0, DYNAMIC: 1.0}
+
+    def timed(model: Any, side: Any, work: Any, new_tokens: int) -> Any:
+        calls[side.name] = calls.get(side.name, 0) + 1
+        seconds = first_seconds.get(side.name, 2.0) if calls[side.name] == 1 else (2.0, 5.0, 2.0)[calls[side.name] - 2]
+        return replace(generate(model, side, work, new_tokens), seconds=seconds)
+
+    monkeypatch.setattr(speed, "generate", timed)
+    [result] = measure_model(tiny_model(), config(repeats=3))["results"]
+    extra = {side["name"]: side["first_run_extra_seconds"] for side in result["sides"]}
+    assert {name: seconds for name, seconds in extra.items() if seconds} == {
+        STATIC: 7.0,
+        "quest, 64": 6.0,
+        f"quest, 64{GRAPH}": 2.0,
+        f"quest, 64{FUSED}": 5.0,
+    }
+    for side in result["sides"]:
+        assert side["compile_seconds"] == (extra[side["name"]] if side["compiled"] else None)
 
 
 @pytest.mark.parametrize(
@@ -508,8 +535,12 @@ def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_p
 @pytest.mark.gpu
 def test_on_cuda() -> None:
     report = measure(config(shape="smollm2-135m", contexts=(2048,), dtype="bfloat16", device="cuda"))
-    dense, _, static, patched, _, _, _ = report["results"][0]["sides"]
+    dense, _, static, patched, _, recorded, fused, _ = report["results"][0]["sides"]
     assert static["compiled"]
     assert patched["compiled"]
+    for side in (static, patched):
+        assert side["first_run_extra_seconds"] == side["compile_seconds"] > 0
+    assert recorded["compile_seconds"] is fused["compile_seconds"] is None
+    assert fused["first_run_extra_seconds"] > 0  # norms and RoPE are compiled
     assert patched["kv_fraction"] < dense["kv_fraction"] == 1
     assert report["memory_measures"].startswith("CUDA, allocated")
