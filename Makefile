@@ -107,7 +107,7 @@ ifeq ($(PYTHON),$(BIN)/python)
 GPU_TESTS := tests
 $(GPU_GROUPS) bench cuda: $(STAMP)
 else # what needs no more than torch, triton and transformers
-GPU_TESTS := tests/ops tests/cache tests/test_compiled.py tests/test_devices.py
+GPU_TESTS := tests/ops tests/cache tests/test_compiled.py tests/test_devices.py tests/test_sinks.py tests/reliability
 endif
 # Four groups, since most of the time is compilation on the host: `make -j4 test-gpu` runs them side by side.
 test-gpu: $(GPU_GROUPS)

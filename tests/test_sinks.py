@@ -3,6 +3,7 @@
 Models are in float64, and their sinks weigh about as much as all tokens together: to leave them out changes everything.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -17,11 +19,13 @@ from hf_sparse_attn import (
     METHODS,
     Quest,
     SelfSpeculation,
+    SparseCache,
     SparseMethod,
     prepare_context,
     record_selections,
     sparse_attention,
 )
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.sinks import sdpa_attention, with_sinks
 from tests.families import MAX_CACHE_LEN, PROMPTS, decode, decode_patched, difference, tiny_model
 from tests.models import COVERING, SPARSE
@@ -31,6 +35,7 @@ FULL_ATTENTION = {
     "max_position_embeddings": 512,
     "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},  # NTK scales no RoPE that is scaled already
 }
+GPU = "cuda"
 REPLAY = "tests_replayed_reads"
 SELECTING = ["quest", "keycodes", "arkvale", "psa", "squeezed", "double_sparsity", "streaming_llm", "tova", "snapkv"]
 """Methods whose decode steps read tokens at their own positions, after a dense prefill."""
@@ -176,6 +181,38 @@ def test_sinks_matter(monkeypatch):
         )
         assert difference(decode_patched(model, method, None), dense_decode()).startswith("tokens differ")
     assert difference(decode_patched(model, method, None), dense_decode()) == "equal"
+
+
+def teacher_forced(model, cache=None):
+    """Logits of a prompt's last token and of eight steps that are fed given tokens, [steps, rows, vocabulary]."""
+    ids = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(4)).to(model.device)
+    output = model(ids[:, :52], use_cache=True, **{CACHE: cache})
+    logits = [output.logits[:, -1]]
+    for at in range(52, 60):
+        output = model(ids[:, at : at + 1], use_cache=True, **{CACHE: output[CACHE]})
+        logits.append(output.logits[:, -1])
+    return torch.stack(logits).double().cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method_name", METHODS)
+@torch.inference_mode()
+def test_bfloat16_on_cuda_is_as_close_to_float64_as_the_stock_model(method_name, monkeypatch):
+    """By the Triton kernels; all experts serve each token, so that no rounding chooses others."""
+    with torch.inference_mode(False):
+        model = tiny_model("gpt_oss", num_experts_per_tok=4, **FULL_ATTENTION)
+        for layer, own in zip(model.model.layers, sink_model().model.layers, strict=True):
+            layer.self_attn.sinks.data = own.self_attn.sinks.data.clone()
+        model = model.bfloat16()
+        exact = teacher_forced(deepcopy(model).double())
+        model = model.to(GPU)
+    stock = (teacher_forced(model) - exact).abs().mean()
+    method = covering(method_name)
+    monkeypatch.setattr(METHODS[method_name], "covers", lambda self, length: False)
+    with use_impl("triton"), sparse_attention(model, method):
+        for room in rooms(method):
+            found = teacher_forced(model, SparseCache.for_model(model, room))
+            assert (found - exact).abs().mean() <= 2 * stock
 
 
 def prompt(rows=2, tokens=40):
