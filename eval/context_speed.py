@@ -19,6 +19,7 @@ from eval.errors import EvalError
 from eval.speed_runs import forget_compiled, is_cuda
 from eval.speed_shapes import SHAPES, build_model, seeded
 from hf_sparse_attn import FixedContext, Squeezed, prepare_context, sparse_attention, sparse_attention_stats
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.cli.memory import PeakMemory
 
 CHECKED_TOKENS = 8
@@ -126,7 +127,7 @@ def measure_context_speed(
 
 def _prefill(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, chunk_size: int) -> None:
     for part in torch.split(ids, chunk_size, dim=1):
-        model.get_decoder()(input_ids=part, past_key_values=cache, use_cache=True)
+        model.get_decoder()(input_ids=part, use_cache=True, **{CACHE: cache})
 
 
 def _stock_side(
@@ -161,7 +162,7 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, new_tokens:
     answer: torch.Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,

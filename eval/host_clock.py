@@ -19,7 +19,7 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 from transformers import AttentionInterface, PreTrainedModel
 
 from eval.speed_runs import TokenClock
-from hf_sparse_attn import SparseCache
+from hf_sparse_attn import SparseCache, cache_argument
 from hf_sparse_attn.attention import sparse_attention_forward
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.patch import IMPLEMENTATIONS
@@ -204,7 +204,7 @@ class CompilationClock:
             seconds.append((time.perf_counter() - started) / GUARD_CHECKS if all(passed) else None)
         return {
             "number": len(lines),
-            "of_cache": sum("past_key_values']" in line for line in lines),
+            "of_cache": sum(f"{cache_argument.CACHE}']" in line for line in lines),
             "in_python": sum(line.startswith("LAMBDA_GUARD") for line in lines),
             "microseconds": None if None in seconds else 1e6 * sum(each for each in seconds if each is not None),
         }

@@ -25,6 +25,7 @@ from eval.speed_config import SpeedConfig
 from eval.speed_runs import is_cuda, random_ids, setting
 from eval.speed_shapes import SHAPES, build_model, seeded
 from hf_sparse_attn import SparseCache, SparseMethod, sparse_attention
+from hf_sparse_attn.cache_argument import CACHE
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 FIRST_CALLS = 4
@@ -197,7 +198,7 @@ class _Side:
         model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=config.new_tokens,
             min_new_tokens=config.new_tokens,
             do_sample=False,

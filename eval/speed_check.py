@@ -16,6 +16,7 @@ from eval.errors import EvalError
 from eval.knobs import knob_of
 from eval.speed_runs import ON_HOST, Side, Work, generate
 from hf_sparse_attn import SparseMethod, sparse_attention
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.rope import max_positions
 
 CHECKED_TOKENS = 4
@@ -161,7 +162,7 @@ def logit_gap(
     patched = nullcontext() if reference.method is None else sparse_attention(model, reference.method)
     with torch.inference_mode(), patched:
         for part in parts:
-            logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[row, -1]
+            logits = model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[row, -1]
     gap = float(logits[expected[row][step]] - logits[token])
     return gap, abs(gap) / (torch.finfo(logits.dtype).eps * float(logits.abs().max()))
 

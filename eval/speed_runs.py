@@ -31,6 +31,7 @@ from hf_sparse_attn import (
     SpeculationStats,
     sparse_attention,
 )
+from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
@@ -143,7 +144,7 @@ class Work:
         context = prompt.shape[1] - 1
         filled = empty_cache(model, DENSE, context + new_tokens + 1)
         with torch.no_grad(), sparse_attention(model, DENSE):
-            model(prompt[:, :context], past_key_values=filled, use_cache=True, logits_to_keep=1)
+            model(prompt[:, :context], use_cache=True, logits_to_keep=1, **{CACHE: filled})
         _clear_beyond(filled, context)
         return cls(model, context, context + new_tokens + 1, prompt, lambda: filled)
 
@@ -350,7 +351,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         output = model.generate(
             work.input_ids,
             attention_mask=torch.ones_like(work.input_ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
