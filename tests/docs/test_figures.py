@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 131072
+BESIDE = ("code_step", "Quest, as many tokens")
 
 
 def side(report: str, name: str) -> tuple[float, float]:
@@ -210,6 +211,44 @@ def test_sentences_have_the_figures_of_the_results(page, sentences):
     text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
     for sentence in sentences():
         assert sentence in text
+
+
+def test_the_kernels_page_has_the_figures_of_the_h100():
+    entries = json.loads((ROOT / "kernels/benchmarks/results/nvidia-h100-80gb-hbm3.json").read_text())["entries"]
+    steps = {(each["op"], each["variant"], each["shape"]["name"]): each for each in entries if each["times"]}
+
+    def ratio(op, variant, shape):
+        return steps[op, variant, shape]["against"]["layers"]["ratio"]
+
+    def us(op, variant):
+        return steps[op, variant, "q32-kv8-d128-b1-128K"]["times"]["layers"]["median"]
+
+    shapes = [f"q32-kv8-d128-b1-{length}" for length in ("128K", "512K")]
+    shapes += ["q32-kv32-d128-b1-32K", "q28-kv4-d128-b1-128K", "q32-kv8-d128-b1-8K", "q32-kv8-d128-b8-128K"]
+    quest = [ratio("cluster_step", "clusters", shape) for shape in shapes]
+    codes = {
+        name: [ratio("code_step", f"{name}, clusters", shape) for shape in (*shapes[:2], shapes[-1])]
+        for name in ("softmax", "max")
+    }
+    many = ratio("code_step", "softmax, clusters", "q32-kv32-d128-b1-128K")
+    over = {
+        name: [us("code_step", f"{name}, clusters") / us(*other) for other in (("cluster_step", "clusters"), BESIDE)]
+        for name in codes
+    }
+    text = (ROOT / "kernels/README.md").read_text()
+    assert (
+        f"{quest[0]:.1f}x with 32/8 heads at 128K, {quest[1]:.1f}x at 512K, {quest[2]:.1f}x with 32/32 heads at 32K "
+        f"(goal 7.03x), {quest[3]:.1f}x with 28/4 at 128K (goal 4.8x), {quest[4]:.2f}x with 32/8 at 8K (goal 1.4x) and "
+        f"{quest[5]:.1f}x at batch 8."
+    ) in text
+    assert (
+        f"{many:.1f}x dense with 32/32 heads at 128K (goal 9x); with 32/8 heads at 128K {codes['softmax'][0]:.1f}x "
+        f'(goal 4x), and {codes["max"][0]:.1f}x with `"max"`, which takes {over["max"][0]:.2f} times as long as '
+        f"Quest's step with 2,048 tokens, where softmax takes {over['softmax'][0]:.2f} times as long (goal 1.25), and "
+        f"{over['max'][1]:.2f} and {over['softmax'][1]:.2f} times as long as Quest's step with as many tokens; as "
+        f"separate launches at 512K {codes['softmax'][1]:.1f}x and {codes['max'][1]:.1f}x, and at batch 8 "
+        f"{codes['softmax'][2]:.1f}x and {codes['max'][2]:.1f}x (goals 9x)."
+    ) in text
 
 
 def test_tokens_of_one_gpu_and_of_two():
