@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.padding import causal_mask, token_mask
-from hf_sparse_attn.cache_argument import CACHE, renamed
+from hf_sparse_attn.cache_argument import CACHE, OLD_NAME, renamed
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
@@ -95,7 +95,8 @@ class DecoderHooks:
             )
         if self.model.training:
             raise ValueError(NO_TRAINING)
-        if type(kwargs.get("cache")).__name__ == PAGED_CACHE:  # from a manager older than the patch
+        paged = kwargs.get("cache")  # from a manager of continuous batching that is older than the patch
+        if paged is not None and (CACHE == OLD_NAME or type(paged).__name__ == PAGED_CACHE):
             raise ValueError(NO_PAGED_CACHE)
         wants_attentions = kwargs.get("output_attentions")
         if wants_attentions or (wants_attentions is None and config.output_attentions):

@@ -176,7 +176,7 @@ def test_continuous_batching_is_refused(method_name):
         model.generate(**PROMPT, cache_implementation="paged", **GREEDY)
     with pytest.raises(ValueError, match=r"continuous batching .* call generate\(\)"):
         # The call of a manager that was created before the model was patched.
-        model(PROMPT["input_ids"], cache=object(), use_cache=False)
+        model(PROMPT["input_ids"], cache=type("PagedAttentionCache", (), {})(), use_cache=False)
     kept = model.init_continuous_batching
     unpatch_model(model)
     assert "init_continuous_batching" not in model.__dict__
