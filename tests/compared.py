@@ -14,6 +14,9 @@ from hf_sparse_attn import METHODS, SparseMethod
 
 BUDGET = 24
 """Tokens that a step reads where the budget is sparse: under half of every row."""
+COVERED = ("quest", "keycodes", "tokenselect")
+PROMPTS = (57, 33)
+"""Tokens of text in a batch of prompts, without those of an image."""
 NEW_TOKENS = 6
 MAX_PARAMETERS = 20e6
 ROUNDING = 1e-5
@@ -130,3 +133,18 @@ def answer(check: Callable[..., str], *arguments: Any) -> str:
             return check(*arguments)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def greedy(model: PreTrainedModel, prompts: dict[str, torch.Tensor], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
+    output = model.generate(
+        **prompts,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **more,
+    )
+    return output.sequences, torch.stack(output.logits)

@@ -32,20 +32,20 @@ from tests import multimodal
 from tests.compared import (
     ALL_FULL,
     BUDGET,
-    NEW_TOKENS,
+    COVERED,
     OVERRIDES,
+    PROMPTS,
     TINY,
     always_sparse,
     answer,
     difference,
+    greedy,
     method_of,
     random_model,
     taken,
 )
 
 RESULTS = Path(__file__).parents[1] / "docs/families.json"
-COVERED = ("quest", "keycodes", "tokenselect")
-PROMPTS = (57, 33)
 MAX_CACHE_LEN = 80
 PLAIN = "tests_plain_attention"
 IN_FLOAT32 = ("granite_swa", "granitemoe_swa")
@@ -81,20 +81,8 @@ def decode(model: PreTrainedModel, cache: Any = None, custom_generate: Any = Non
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, TINY["vocab_size"], (len(PROMPTS), max(PROMPTS)), generator=generator)
     mask = (torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]).long()
-    output = model.generate(
-        ids * mask,
-        attention_mask=mask,
-        past_key_values=cache,
-        custom_generate=custom_generate,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        disable_compile=True,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return output.sequences, torch.stack(output.logits)
+    prompts = {"input_ids": ids * mask, "attention_mask": mask}
+    return greedy(model, prompts, past_key_values=cache, custom_generate=custom_generate, disable_compile=True)
 
 
 def decode_patched(model: PreTrainedModel, method: SparseMethod, max_cache_len: int | None) -> Any:

@@ -18,23 +18,22 @@ from hf_sparse_attn.patch.families import DECODERS, FAMILIES, Family, refusal
 from hf_sparse_attn.patched import text_model
 from tests.compared import (
     ALL_FULL,
-    NEW_TOKENS,
+    COVERED,
     OVERRIDES,
+    PROMPTS,
     TINY,
     always_sparse,
     answer,
     difference,
+    greedy,
     method_of,
     random_model,
     taken,
 )
 
-COVERED = ("quest", "keycodes", "tokenselect")
 COVERING = 128
 """A budget for every token of a prompt and its answer."""
 IMAGE_TOKEN = 90
-PROMPTS = (57, 33)
-"""Tokens of text in a batch of prompts, without those of an image."""
 NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 VISION: dict[str, Any] = {
@@ -175,21 +174,6 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
     return {"pixel_values": pixels(rows, *images, 3, size, size)}
 
 
-def decode(model: PreTrainedModel, prompts: dict[str, torch.Tensor], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
-    output = model.generate(
-        **prompts,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **more,
-    )
-    return output.sequences, torch.stack(output.logits)
-
-
 def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]) -> str:
     """Compare a budget that covers everything, in the cache that ``generate()`` makes, with the stock model.
 
@@ -198,9 +182,9 @@ def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]
     ValueError
         No decode step was counted.
     """
-    expected = decode(model, prompts)
+    expected = greedy(model, prompts)
     with always_sparse(name), sparse_attention(model, method_of(name, COVERING)):
-        found = decode(model, prompts)
+        found = greedy(model, prompts)
         if sparse_attention_stats(model).decode_steps == 0:
             raise ValueError("no decode step ran")
     return difference(found, expected)

@@ -26,13 +26,12 @@ from hf_sparse_attn.patch.chunked import check_sliceable
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, REFUSED, refusal
 from hf_sparse_attn.patch.patch import IMPLEMENTATIONS
 from hf_sparse_attn.patched import is_patched, patched_method, text_model
-from tests.compared import BUDGET, always_sparse, difference, method_of
+from tests.compared import BUDGET, always_sparse, difference, greedy, method_of
 from tests.families import RESULTS
 from tests.multimodal import (
     COVERING,
     IMAGE_TOKEN,
     covering,
-    decode,
     family_of,
     image_prompts,
     text_prompts,
@@ -87,11 +86,11 @@ def test_images_matter_to_these_prompts(model_type):
     """The comparisons above would not see a patch that loses the image, or the mask of its tokens, if they did not."""
     model = tiny_multimodal(model_type)
     prompts = image_prompts(model)
-    expected = decode(model, prompts)
+    expected = greedy(model, prompts)
     others = [{**prompts, "pixel_values": -prompts["pixel_values"]}]
     others += [{name: value for name, value in prompts.items() if "type_ids" not in name}] * (model_type == "gemma3")
     for other in others:
-        assert difference(decode(model, other), expected) != "equal"
+        assert difference(greedy(model, other), expected) != "equal"
 
 
 @models
@@ -100,11 +99,11 @@ def test_a_static_cache(model_type):
     """Its steps are not compiled."""
     model = tiny_multimodal(model_type)
     prompts = image_prompts(model)
-    expected = decode(model, prompts)
+    expected = greedy(model, prompts)
     with always_sparse("quest"), sparse_attention(model, method_of("quest", COVERING)):
-        assert difference(decode(model, prompts, cache_implementation="static"), expected) == "equal"
+        assert difference(greedy(model, prompts, cache_implementation="static"), expected) == "equal"
         cache = SparseCache.for_model(model, max_cache_len=96)
-        assert difference(decode(model, prompts, past_key_values=cache), expected) == "equal"
+        assert difference(greedy(model, prompts, past_key_values=cache), expected) == "equal"
 
 
 @models
@@ -112,9 +111,9 @@ def test_a_static_cache(model_type):
 def test_a_small_budget_reads_less(model_type):
     model = tiny_multimodal(model_type)
     prompts = image_prompts(model)
-    expected = decode(model, prompts)
+    expected = greedy(model, prompts)
     with sparse_attention(model, method_of("keycodes", BUDGET)):
-        sparse = decode(model, prompts)
+        sparse = greedy(model, prompts)
         stats = sparse_attention_stats(model)
     assert 0 < stats.kv_fraction < 1
     assert difference(sparse, expected) != "equal"
@@ -125,13 +124,13 @@ def test_a_small_budget_reads_less(model_type):
 def test_loops_of_the_packages_own(model_type):
     model = tiny_multimodal(model_type)
     prompts = image_prompts(model)
-    dense = decode(model, prompts)
+    dense = greedy(model, prompts)
     with sparse_attention(model, method_of("quest", BUDGET)):
-        sparse = decode(model, prompts)
-        assert difference(decode(model, prompts, custom_generate=DecodeAhead()), sparse) == "equal"
-        assert difference(decode(model, prompts, custom_generate=SelfSpeculation()), dense) == "equal"
+        sparse = greedy(model, prompts)
+        assert difference(greedy(model, prompts, custom_generate=DecodeAhead()), sparse) == "equal"
+        assert difference(greedy(model, prompts, custom_generate=SelfSpeculation()), dense) == "equal"
         with pytest.raises(ValueError, match=r"cuda_graph=True is not supported by this .*multimodal"):
-            decode(model, prompts, custom_generate=DecodeAhead(cuda_graph=True))
+            greedy(model, prompts, custom_generate=DecodeAhead(cuda_graph=True))
 
 
 @models
@@ -148,7 +147,7 @@ def test_beams_and_another_turn(model_type):
         ids = torch.cat([first.sequences, more], dim=1)
         new = ids.shape[1] - prompts["input_ids"].shape[1]
         mask = torch.cat([prompts["attention_mask"], torch.ones(2, new, dtype=torch.long)], dim=1)
-        return decode(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=first.past_key_values)
+        return greedy(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=first.past_key_values)
 
     def beams():
         return model.generate(**prompts, **settings, num_beams=3, max_new_tokens=5)
@@ -206,7 +205,7 @@ def test_a_change_of_the_attention_implementation_is_noticed_and_kept():
     model = patch_model(tiny_multimodal("llava"), "quest")
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="of this patched LlavaForConditionalGeneration was set to 'eager'"):
-        decode(model, text_prompts())
+        greedy(model, text_prompts())
     unpatch_model(model)
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "eager"
 
@@ -216,11 +215,11 @@ def test_a_saved_cache(tmp_path):
     model, prompts = tiny_multimodal("llava"), text_prompts()
     with sparse_attention(model, method_of("quest", COVERING)):
         cache = SparseCache.for_model(model)
-        expected = decode(model, prompts, past_key_values=cache)
+        expected = greedy(model, prompts, past_key_values=cache)
         cache.crop(-10)
         cache.save(tmp_path / "cache.safetensors", model)
         loaded = SparseCache.load(tmp_path / "cache.safetensors", model)
-        assert difference(decode(model, prompts, past_key_values=loaded), expected) == "equal"
+        assert difference(greedy(model, prompts, past_key_values=loaded), expected) == "equal"
 
 
 @pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys] + ["ntk"])
@@ -242,18 +241,18 @@ def test_three_positions_a_token_are_refused_by_rehearsal():
 def test_tokens_that_see_later_ones_need_a_dense_prefill(method_name):
     model = tiny_multimodal("gemma3")
     with sparse_attention(model, method_name):
-        decode(model, text_prompts())
+        greedy(model, text_prompts())
         with pytest.raises(ValueError, match=r"not causal .* a method whose prefill is dense"):
-            decode(model, image_prompts(model))
+            greedy(model, image_prompts(model))
 
 
 @torch.inference_mode()
 def test_tokens_that_see_later_ones_need_a_mask():
     model = tiny_multimodal("gemma3", {"layer_types": ["full_attention"] * 3})
     with sparse_attention(model, "squeezed"):
-        decode(model, text_prompts())
+        greedy(model, text_prompts())
         with pytest.raises(ValueError, match=r"attention to later tokens of an image.*use another method"):
-            decode(model, image_prompts(model))
+            greedy(model, image_prompts(model))
 
 
 @torch.inference_mode()
