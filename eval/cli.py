@@ -184,7 +184,7 @@ def speed(
         str,
         typer.Option(
             "--split",
-            help="How a shape is spread over GPUs: 'layers' (device_map='auto'), 'heads' (tensor parallelism, with "
+            help="How the model is spread over GPUs: 'layers' (device_map='auto'), 'heads' (tensor parallelism, with "
             "torchrun --nproc-per-node N -m eval speed ...).",
         ),
     ] = "none",

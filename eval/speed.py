@@ -37,7 +37,7 @@ from eval.speed_runs import (
 )
 from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
-from eval.split import Split
+from eval.split import Split, load_split
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cli.memory import PeakMemory
@@ -80,6 +80,8 @@ def open_model(config: SpeedConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         dtype: torch.dtype = getattr(torch, config.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if config.shape is not None:
             return build_model(SHAPES[config.shape], dtype, device, config.seed, Split(config.split)), None
+        if config.split != Split.NONE:
+            return load_split(config.model or "", dtype, Split(config.split))
         return load_model(config.model or "", dtype, device)
     except ModelLoadError as error:
         raise EvalError(str(error)) from error

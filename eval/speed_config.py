@@ -41,7 +41,7 @@ class SpeedConfig:
     kv_storage : str
         ``"host"`` to run each method with K and V in host memory too; else ``"device"``.
     split : str
-        How a shape is spread over GPUs: a value of :class:`eval.split.Split`.
+        How the model is spread over GPUs: a value of :class:`eval.split.Split`.
     """
 
     model: str | None = None
@@ -73,8 +73,6 @@ class SpeedConfig:
             raise EvalError(f"shape={self.shape!r} is unknown; known: {', '.join(SHAPES)}")
         if self.split not in [split.value for split in Split]:
             raise EvalError(f"split={self.split!r} is unknown; known: {', '.join(split.value for split in Split)}")
-        if self.split != Split.NONE and self.shape is None:
-            raise EvalError(f"split={self.split!r} needs a shape, got model={self.model!r}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise EvalError(f"dtype={self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
         if not self.contexts:

@@ -9,10 +9,18 @@ from enum import Enum
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eval.errors import EvalError
 from eval.processes import Processes
+from hf_sparse_attn.cli.models import load_errors, locate
 from hf_sparse_attn.cli.progress import hidden_bars
 
 
@@ -42,6 +50,40 @@ def build_placed(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     settings = {"config": config, "state_dict": {}, "dtype": dtype, "attn_implementation": "sdpa"}
     with hidden_bars():
         return model_class.from_pretrained(None, **settings, **_placement(device, split))
+
+
+def load_split(name: str, dtype: torch.dtype, split: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model over several GPUs, in evaluation mode with SDPA, and its tokenizer.
+
+    Parameters
+    ----------
+    name : str
+        As for :func:`~hf_sparse_attn.cli.models.load_model`, but no GGUF file: each process reads its part of the
+        weights, which safetensors allow.
+    dtype : torch.dtype
+        Of the weights.
+    split : Split
+        ``LAYERS`` or ``HEADS``.
+
+    Raises
+    ------
+    EvalError
+        There are not several GPUs or processes, or the model is a GGUF file.
+    ModelLoadError
+        The model does not exist or cannot be read.
+    """
+    source, options = locate(name)
+    if options:
+        raise EvalError(
+            f"split={split.value!r} needs safetensors, got the GGUF file {name!r}: write them with "
+            "`hf-sparse-attn unpack`"
+        )
+    placement = _placement(torch.device("cpu"), split)
+    with load_errors(name), hidden_bars():
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        settings = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+        model = AutoModelForCausalLM.from_pretrained(source, **settings, **placement)
+    return model.eval(), tokenizer
 
 
 def _placement(device: torch.device, split: Split) -> dict[str, Any]:
