@@ -65,6 +65,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "soak": reliability.soak_table,
     "sanitizer": reliability.sanitizer_table,
     "families": lambda kind: family_tables(json.loads((ROOT / "docs/families.json").read_text()))[kind],
+    "real-weights": lambda: real_weights_table(json.loads((ROOT / "docs/real_weights.json").read_text())),
 }
 """Generators of the tables that replace marks ``<!-- generated: NAME ARGUMENTS -->`` on a page."""
 
@@ -174,6 +175,18 @@ def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, st
         "multimodal": table(["text decoder", "most methods", "TokenSelect, InfLLM, SelfExtend"], multimodal),
         "multimodal-refused": table(["reason"], multimodal_refused),
     }
+
+
+def real_weights_table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the table of published weights, from the results of ``python -m tests.real_weights``."""
+    checks = ("oracle_topk", "quest", "keycodes", "tokenselect")
+    lines = [["weights", "model type", "layers", "with a sliding window", *(f"`{name}`" for name in checks)]]
+    lines.append(["---"] * len(lines[0]))
+    for title, found in results.items():
+        answers = ("refused" if found[name].startswith("refused") else found[name] for name in checks)
+        sizes = (str(found["layers"]), str(found["sliding_window_layers"]))
+        lines.append([title.removesuffix(".gguf"), f"`{found['model_type']}`", *sizes, *answers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def drawing(path: Path, label: str) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,6 @@ from tests.compared import (
 )
 
 RESULTS = Path(__file__).parents[1] / "docs/families.json"
-MAX_CACHE_LEN = 80
 PLAIN = "tests_plain_attention"
 IN_FLOAT32 = ("granite_swa", "granitemoe_swa")
 """Families whose own attention has a softmax in float32, where the mask of a float64 model overflows for padding."""
@@ -76,16 +76,55 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
     return random_model(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), config)
 
 
-def decode(model: PreTrainedModel, cache: Any = None, custom_generate: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue left-padded prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
+@dataclass(frozen=True)
+class Workload:
+    """What a check decodes, and the sizes that go with it.
+
+    Parameters
+    ----------
+    prompts : dict of torch.Tensor
+        ``input_ids`` and ``attention_mask`` [rows, tokens], left-padded.
+    max_cache_len : int
+        Room for prompts and answers.
+    covering_budget, sparse_budget : int
+        Token budgets: more than a row has, and less than half of every row.
+    """
+
+    prompts: dict[str, torch.Tensor]
+    max_cache_len: int
+    covering_budget: int
+    sparse_budget: int
+
+
+def left_padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` [rows, tokens] of rows of different lengths, padded with token 0."""
+    length = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (length - len(row)) + list(row) for row in rows]),
+        "attention_mask": torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def _random_prompts() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, TINY["vocab_size"], (len(PROMPTS), max(PROMPTS)), generator=generator)
-    mask = (torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]).long()
-    prompts = {"input_ids": ids * mask, "attention_mask": mask}
-    return greedy(model, prompts, past_key_values=cache, custom_generate=custom_generate, disable_compile=True)
+    return left_padded([torch.randint(2, TINY["vocab_size"], (n,), generator=generator).tolist() for n in PROMPTS])
 
 
-def decode_patched(model: PreTrainedModel, method: SparseMethod, max_cache_len: int | None) -> Any:
+RANDOM = Workload(_random_prompts(), max_cache_len=80, covering_budget=128, sparse_budget=BUDGET)
+"""For tiny models."""
+
+
+def decode(
+    model: PreTrainedModel, cache: Any = None, custom_generate: Any = None, workload: Workload = RANDOM
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue prompts greedily; return tokens [rows, tokens] and logits [steps, rows, vocabulary]."""
+    options = {"past_key_values": cache, "custom_generate": custom_generate, "disable_compile": True}
+    return greedy(model, workload.prompts, **options)
+
+
+def decode_patched(
+    model: PreTrainedModel, method: SparseMethod, max_cache_len: int | None, workload: Workload = RANDOM
+) -> Any:
     """Return what :func:`decode` returns for a patched model, with a growing or static cache; check that it is sparse.
 
     Raises
@@ -94,28 +133,35 @@ def decode_patched(model: PreTrainedModel, method: SparseMethod, max_cache_len: 
         No decode step was counted.
     """
     with sparse_attention(model, method):
-        result = decode(model, SparseCache.for_model(model, max_cache_len))
+        result = decode(model, SparseCache.for_model(model, max_cache_len), workload=workload)
         if sparse_attention_stats(model).decode_steps == 0:
             raise ValueError("no decode step ran")
     return result
 
 
-def covering(model: PreTrainedModel, name: str) -> str:
+def covering(model: PreTrainedModel, name: str, workload: Workload = RANDOM) -> str:
     """Compare a budget that covers everything, in growing and in static buffers, with the stock model.
 
     For families :data:`IN_FLOAT32`, with plain attention in the place of their own.
     """
     is_plain = model.config.model_type in IN_FLOAT32
-    expected, method = decode_plain(model, MAX_CACHE_LEN) if is_plain else decode(model), method_of(name, 128)
+    budget = workload.covering_budget
+    expected = decode_plain(model, budget, workload) if is_plain else decode(model, workload=workload)
     with always_sparse(name):
-        found = [difference(decode_patched(model, method, room), expected) for room in (MAX_CACHE_LEN, None)]
-    return next((result for result in found if result != "equal"), "equal")
+        return _in_both_buffers(model, method_of(name, budget), expected, workload)
 
 
-def top_k(model: PreTrainedModel) -> str:
+def top_k(model: PreTrainedModel, workload: Workload = RANDOM) -> str:
     """Compare the tokens with the most attention, as a method of a patched model, with plain attention to them."""
-    expected, method = decode_plain(model, BUDGET), method_of("oracle_topk", BUDGET)
-    found = [difference(decode_patched(model, method, room), expected) for room in (MAX_CACHE_LEN, None)]
+    expected = decode_plain(model, workload.sparse_budget, workload)
+    return _in_both_buffers(model, method_of("oracle_topk", workload.sparse_budget), expected, workload)
+
+
+def _in_both_buffers(
+    model: PreTrainedModel, method: SparseMethod, expected: tuple[torch.Tensor, torch.Tensor], workload: Workload
+) -> str:
+    rooms = (workload.max_cache_len, None)
+    found = [difference(decode_patched(model, method, room, workload), expected) for room in rooms]
     return next((result for result in found if result != "equal"), "equal")
 
 
@@ -131,14 +177,14 @@ def rehearsal(model: PreTrainedModel) -> str:
 
     hooks = [layer.self_attn.register_forward_hook(compare, with_kwargs=True) for layer in model.get_decoder().layers]
     try:
-        decode_plain(model, MAX_CACHE_LEN)
+        decode_plain(model, RANDOM.covering_budget)
     finally:
         for hook in hooks:
             hook.remove()
     return next((result for result in found if result != "equal"), "equal" if found else "no decode step ran")
 
 
-def decode_plain(model: PreTrainedModel, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_plain(model: PreTrainedModel, budget: int, workload: Workload = RANDOM) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what :func:`decode` returns for a stock model whose steps read ``budget`` tokens per KV head.
 
     The tokens are those with the most attention of a KV head's queries together, as of ``oracle_topk``; layers with a
@@ -150,7 +196,7 @@ def decode_plain(model: PreTrainedModel, budget: int) -> tuple[torch.Tensor, tor
     model.set_attn_implementation(PLAIN)
     try:
         with patch.dict(_plain_settings, settings):
-            return decode(model)
+            return decode(model, workload=workload)
     finally:
         model.set_attn_implementation(own)
 

@@ -27,7 +27,7 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.sinks import sdpa_attention, with_sinks
-from tests.families import MAX_CACHE_LEN, PROMPTS, decode, decode_patched, difference, tiny_model
+from tests.families import PROMPTS, RANDOM, decode, decode_patched, difference, tiny_model
 from tests.models import COVERING, SPARSE
 
 FULL_ATTENTION = {
@@ -146,7 +146,7 @@ def test_a_budget_that_covers_everything_equals_the_stock_model(method_name):
 
 
 def rooms(method):
-    return (None,) if method.evicts or method.name == "squeezed" else (MAX_CACHE_LEN, None)
+    return (None,) if method.evicts or method.name == "squeezed" else (RANDOM.max_cache_len, None)
 
 
 @torch.inference_mode()
@@ -163,7 +163,7 @@ def test_dense_layers_and_layers_with_a_window(windows):
     model = sink_model(windows=windows)
     for covers in (True, False):  # the dense shortcut of all layers, and that of dense layers alone
         with patch.object(Quest, "covers", lambda self, length, covers=covers: covers):
-            for room in (MAX_CACHE_LEN, None):
+            for room in (RANDOM.max_cache_len, None):
                 assert difference(decode_patched(model, method, room), dense_decode(windows)) == "equal"
 
 

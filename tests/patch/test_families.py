@@ -21,11 +21,12 @@ from hf_sparse_attn.patch.families import FAMILIES, MULTIMODAL, REFUSED, UNKNOWN
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import is_patched
+from tests import real_weights
 from tests.compared import ROUNDING
 from tests.families import (
     BUDGET,
     IN_FLOAT32,
-    MAX_CACHE_LEN,
+    RANDOM,
     RESULTS,
     always_sparse,
     covering,
@@ -87,7 +88,7 @@ def test_steps_that_run_ahead_or_are_recorded(model_type, monkeypatch):
     with sparse_attention(model, method_of("quest", BUDGET)):
         is_one_graph = is_step_one_graph(model)
         for custom in (None, DecodeAhead(), *[DecodeAhead(cuda_graph=True)] * is_one_graph):
-            results.append(decode(model, SparseCache.for_model(model, MAX_CACHE_LEN), custom))
+            results.append(decode(model, SparseCache.for_model(model, RANDOM.max_cache_len), custom))
     assert [difference(result, results[0]) for result in results] == ["equal"] * len(results)
     assert len(tapes) == is_one_graph
     assert is_one_graph == (model_type != "aria_text")
@@ -103,9 +104,9 @@ def test_norms_and_rope_that_are_compiled_compute_the_same(model_type, monkeypat
     counters.clear()
     model = tiny_model(model_type)
     with sparse_attention(model, method_of("quest", BUDGET)):
-        expected = decode(model, SparseCache.for_model(model, MAX_CACHE_LEN))
+        expected = decode(model, SparseCache.for_model(model, RANDOM.max_cache_len))
         with fused(model):
-            assert difference(decode(model, SparseCache.for_model(model, MAX_CACHE_LEN)), expected) == "equal"
+            assert difference(decode(model, SparseCache.for_model(model, RANDOM.max_cache_len)), expected) == "equal"
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]
 
@@ -115,7 +116,7 @@ def test_norms_and_rope_that_are_compiled_compute_the_same(model_type, monkeypat
 def test_a_step_that_makes_the_host_wait_is_not_recorded(monkeypatch):
     tapes, model = use_tape(monkeypatch), without_windows("mixtral")  # its experts' own implementation waits
     with sparse_attention(model, method_of("quest", BUDGET)):
-        cache = SparseCache.for_model(model, MAX_CACHE_LEN)
+        cache = SparseCache.for_model(model, RANDOM.max_cache_len)
         with pytest.raises(RuntimeError, match=r"cannot be recorded.*nonzero.*leave cuda_graph=True out"):
             decode(model, cache, DecodeAhead(cuda_graph=True))
         assert not tapes
@@ -154,7 +155,7 @@ def test_phi3_with_rope_of_half_of_each_head(method_name):
     model = tiny_model("phi3", **HALF)
     assert model.model.rotary_emb.inv_freq.shape == (4,)  # pairs of channels, of 16 channels
     method = METHODS[method_name](**{"token_budget": 256, **COVERING.get(method_name, {})})
-    rooms = (None,) if method.evicts or method_name == "squeezed" else (MAX_CACHE_LEN, None)
+    rooms = (None,) if method.evicts or method_name == "squeezed" else (RANDOM.max_cache_len, None)
     expected = decode(model)
     with always_sparse(method_name):
         found = [difference(decode_patched(model, method, room), expected) for room in rooms]
@@ -269,3 +270,10 @@ def test_every_model_type_is_listed_once():
     if transformers.__version__ == results["versions"]["transformers"]:
         others = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == (set(refused) | set(FAMILIES) | set(MULTIMODAL)) - others
+
+
+def test_published_weights_pass():
+    for weights, found in json.loads(real_weights.RESULTS.read_text()).items():
+        rotation = FAMILIES[found["model_type"]].rotation
+        assert found["tokenselect"] == (f"refused: {rotation}" if rotation else "equal"), weights
+        assert {found[name] for name in ("oracle_topk", "quest", "keycodes")} == {"equal"}, weights
