@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(path) for path in contracts):
             item.add_marker(pytest.mark.contract)
+    thin_out(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def thin_out(items: list[pytest.Item]) -> None:
+    """Mark cases of tests with ``one_in(n)`` as ``grid``, but for those whose numbers of values add up to 0 modulo n.
+
+    Values are numbered in the order in which a test's cases have them. In CI, where all cases are collected, every
+    value of every parameter must have a case left.
+    """
+    numbered: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # by the value's id
+    kept: set[tuple[str, str, int]] = set()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is None:
+            continue
+        test, numbers = item.nodeid.partition("[")[0], {}
+        for name, value in independent_parameters(item).items():
+            values = numbered[test, name]
+            numbers[name] = values.setdefault(id(value), len(values))
+        if sum(numbers.values()) % mark.args[0]:
+            item.add_marker(pytest.mark.grid)
+        else:
+            kept |= {(test, name, number) for name, number in numbers.items()}
+    left_out = {(*key, number) for key, values in numbered.items() for number in values.values()} - kept
+    if IN_CI and left_out:
+        raise pytest.UsageError(f"one_in leaves values out of every case: {left_out}")
+
+
+def independent_parameters(item: pytest.Item) -> dict[str, Any]:
+    """Return the values of a case's parameters; of parameters that vary together, the first alone."""
+    values: dict[str, Any] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for name in names[1:]:
+            del values[name.strip()]
+    return values
 
 
 def fail_unwanted_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

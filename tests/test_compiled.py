@@ -37,6 +37,7 @@ from tests import models
 from tests.families import tiny_model
 from tests.methods.toy import TokenTopK, UnboundedQuest
 from tests.models import FAMILIES, random_ids
+from tests.ops.helpers import grid
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SMALL = Quest(token_budget=48)
@@ -134,27 +135,27 @@ def test_budget_that_covers_all_is_dense_token_for_token(family):
     "method",
     [
         PSA(threshold=0.8, block_size=8, microbatch=2),
-        PSA(threshold=0.9, block_size=16, microbatch=1, metadata="minmax", token_budget=64, dense_layers=1),
+        grid(PSA(threshold=0.9, block_size=16, microbatch=1, metadata="minmax", token_budget=64, dense_layers=1)),
         ArkVale(token_budget=64, page_size=16),
         Quest(token_budget=48, bounds_dtype="model"),
         TokenSelect(token_budget=48, chunk_size=64, selection_cache_threshold=0.5),
-        TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits"),
+        grid(TokenSelect(token_budget=48, selection_cache_threshold=1, vote="logits")),
         TokenTopK(token_budget=48),
         OracleTopK(token_budget=48),
         MInference(token_budget=48, block_size=16),
         InfLLM(token_budget=48, n_init=4, n_local=12, block_size=8, chunk_size=64),
         InfiniGen(token_budget=48, alpha=2.0),
-        InfiniGen(alpha=3.0, max_share=0.5, dense_layers=2),
+        grid(InfiniGen(alpha=3.0, max_share=0.5, dense_layers=2)),
         SelfExtend(group_size=3, window=20, chunk_size=64),
         NTK(factor=2.0),
         DoubleSparsity(token_budget=48, channels=4),
-        DoubleSparsity(token_budget=48, channels=3, label_bits=16, dense_layers=0),
+        grid(DoubleSparsity(token_budget=48, channels=3, label_bits=16, dense_layers=0)),
         KeyCodes(token_budget=48, page_size=16),
-        KeyCodes(token_budget=48, page_size=32, bits=2, group_reduce="max", query_centre=False, dense_layers=1),
+        grid(KeyCodes(token_budget=48, page_size=32, bits=2, group_reduce="max", query_centre=False, dense_layers=1)),
         RaBitQCache(top_p=0.7, page_size=16, sink_tokens=16),
-        RaBitQCache(top_p=0.9, page_size=32, sink_tokens=0, token_budget=64, dense_layers=0),
+        grid(RaBitQCache(top_p=0.9, page_size=32, sink_tokens=0, token_budget=64, dense_layers=0)),
         Squeezed(target_sparsity=0.7, clusters=0.1, window=10),
-        Squeezed(target_sparsity=0.7, clusters=0.1, window=10, levels=2, token_budget=60),
+        grid(Squeezed(target_sparsity=0.7, clusters=0.1, window=10, levels=2, token_budget=60)),
         "full",
     ],
     ids=str,

@@ -34,6 +34,7 @@ class Interrupt:
             raise self.error
 
 
+@pytest.mark.one_in(2)
 @every_method
 @kinds_of_storage
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])

@@ -82,6 +82,7 @@ def logits_of(model, cache, parts, **options):
     return [model(part, past_key_values=cache, **options).logits for part in parts]
 
 
+@pytest.mark.one_in(2)
 @small_methods
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 @torch.inference_mode()
@@ -108,6 +109,7 @@ def test_generated_logits_are_those_of_the_device(method, cache_implementation, 
         assert 0 < stats[1].bytes_loaded < sum(layer.kv_bytes for layer in sparse_layers)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("method", SMALL[:3], ids=str)
 @torch.inference_mode()
@@ -131,6 +133,7 @@ def test_full_budget_is_dense_token_for_token(method, scenario):
         assert torch.equal(scenario(model, lambda: SparseCache.for_model(model)), expected)
 
 
+@pytest.mark.one_in(2)
 @small_methods
 @pytest.mark.parametrize("max_cache_len", [None, 200])
 @torch.inference_mode()
@@ -158,6 +161,7 @@ def test_cached_rows_change_as_on_the_device(method, max_cache_len, exact, store
         assert torch.equal(on_device, on_host)
 
 
+@pytest.mark.one_in(2)
 @small_methods
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda cache: cache.fork(cache.method)], ids=["copy", "fork"])
 @pytest.mark.parametrize("max_cache_len", [None, 140])

@@ -625,13 +625,13 @@ storages = pytest.mark.parametrize("is_static", [False, True], ids=["growing", "
 @storages
 @on_devices(METHODS)
 def test_any_sequence_of_operations(method, device, is_static, monkeypatch):
-    run(method, is_static, device, monkeypatch, examples=12)
+    run(method, is_static, device, monkeypatch, examples=6)
 
 
 @storages
 @on_devices(IN_HOST_MEMORY)
 def test_any_sequence_of_operations_in_host_memory(method, device, is_static, monkeypatch):
-    run(method, is_static, device, monkeypatch, examples=12, kv_storage="host")
+    run(method, is_static, device, monkeypatch, examples=6, kv_storage="host")
 
 
 @pytest.mark.grid

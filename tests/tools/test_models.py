@@ -15,6 +15,7 @@ CASTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @sparse_methods
 @pytest.mark.parametrize("name", CASTS)
 def test_casting_a_patched_model(name, method_name):

@@ -23,7 +23,7 @@ from hf_sparse_attn_kernels.codes import cluster
 
 from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
 from tests.ops.emulation import CLUSTERS, clusters_fixture, planned_with
-from tests.ops.helpers import IMPLS, check_schema, device
+from tests.ops.helpers import IMPLS, check_schema, device, grid
 
 BUDGET = {"max_tokens": 80, "sink_tokens": 4}
 STATE = ("keys", "values", "codes", "factors", "centres", "centre_scale", "coded")
@@ -237,10 +237,10 @@ def _check_choice(found, exact, arguments):
     [
         ([5000, 0, 33], 2, 4, "softmax", 200, "unbiased"),
         ([62, 63, 64, 127], 1, 1, "softmax", 100, "unbiased"),
-        ([63, 127], 2, 4, "softmax", 100, "least_squares"),
-        ([3001], 1, 7, "softmax", 1024, "unbiased"),
         ([703, 90], 2, 8, "max", 128, "least_squares"),
-        ([2047], 2, 2, "softmax", 300, "unbiased"),
+        grid([63, 127], 2, 4, "softmax", 100, "least_squares"),
+        grid([3001], 1, 7, "softmax", 1024, "unbiased"),
+        grid([2047], 2, 2, "softmax", 300, "unbiased"),
         ([1151], 1, 3, "max", 90, "least_squares"),
     ],
 )
