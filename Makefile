@@ -56,7 +56,7 @@ demo: $(COMMAND)
 	$(BIN)/hf-sparse-attn compare --model smollm2 --method quest,keycodes --token-budget 256 --passkey-tokens 2000
 
 notebooks: $(STAMP)
-	$(BIN)/python notebooks/run.py --jobs $(WORKERS) --timeout 300
+	$(BIN)/python notebooks/run.py --jobs $(WORKERS) --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
