@@ -25,7 +25,7 @@ def test_the_fastest_candidate_of_every_launch_is_found(monkeypatch):
 
     monkeypatch.setattr(tune_module, "_time", nine_for_256_pages)
     monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family in (QUEST, CLUSTERS) else [])
-    monkeypatch.setattr(tune_module, "fits", lambda layer, choice: choice["cluster"] != 16)
+    monkeypatch.setitem(tune_module.FITS, "cluster_step", lambda layer, choice: choice["cluster"] != 16)
     monkeypatch.setattr(tune_module, "LAYERS", 1)
     lines, stored = [], []
     found = tune(torch.device("cpu"), [SHAPE], chosen_launches([]), lines.append, lambda part: stored.append(str(part)))
@@ -49,7 +49,7 @@ def test_clusters_are_chosen_where_they_are_clearly_faster(monkeypatch, of_launc
     times = {8: 10.0, 0: of_launches}
     monkeypatch.setattr(tune_module, "_time", lambda entry, layers, choices: times[choices["cluster_step"]["cluster"]])
     monkeypatch.setattr(tune_module, "tuned_shapes", lambda family: [SHAPE] if family is CLUSTERS else [])
-    monkeypatch.setattr(tune_module, "fits", lambda layer, choice: choice["cluster"] in times)
+    monkeypatch.setitem(tune_module.FITS, "cluster_step", lambda layer, choice: choice["cluster"] in times)
     monkeypatch.setattr(tune_module, "LAYERS", 1)
     found = tune(torch.device("cpu"), [SHAPE], ["cluster_step"], lambda line: None)
     assert [entry["choice"] for entry in found["cluster_step"]] == [chosen]
@@ -68,7 +68,7 @@ def test_keycodes_step_is_timed_with_the_clusters_that_fit(monkeypatch):
     found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
     assert timed == [SEPARATE_LAUNCHES]  # no clusters on a CPU
     assert [entry["choice"] for entry in found["code_step"]] == [SEPARATE_LAUNCHES]
-    monkeypatch.setattr(tune_module, "step_fits", lambda layer, choice: choice["cluster"] in (0, 16))
+    monkeypatch.setitem(tune_module.FITS, "code_step", lambda layer, choice: choice["cluster"] in (0, 16))
     found = tune(torch.device("cpu"), [shape], ["code_step"], lambda line: None)
     assert [entry["choice"] for entry in found["code_step"]] == [{"cluster": 16, "threads": 256}]
 

@@ -17,6 +17,7 @@ OWN_TESTS = (
     "rope_decode",
     "runs_decode",
     "progressive_decode",
+    "progressive_step",
     "code_scan",
     "softmax_scan",
     "bit_scan",

@@ -103,9 +103,14 @@ def compile_chosen(implementation: Any, shapes: Iterable[Shape], reductions: Ite
 
 def fits(layer: Layer, choice: dict[str, int]) -> bool:
     """Return whether a choice's clusters serve a layer's step and all run at once; separate launches always fit."""
+    return plan_fits("cluster_step", plan_of, layer, choice)
+
+
+def plan_fits(launch: str, plan_of: Callable[[Any], Plan | None], layer: Any, choice: dict[str, int]) -> bool:
+    """Return whether a layer's step is launched as a choice says; separate launches always fit."""
     if not choice["cluster"]:
         return True
-    with tuning.forced(cluster_step=choice):
+    with tuning.forced(**{launch: choice}):
         plan = plan_of(layer)
     return plan is not None and plan.cluster == choice["cluster"]
 

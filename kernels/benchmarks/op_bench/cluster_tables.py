@@ -1,10 +1,10 @@
-"""Tables of Quest's whole step on clusters and as separate launches."""
+"""Tables of the whole steps of Quest, KeyCodes and PSA on clusters and as separate launches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from op_bench.registry import CLUSTER_STEPS, CODE_STEPS, QUEST_BESIDE_CODES
+from op_bench.registry import CLUSTER_STEPS, CODE_STEPS, PSA_CLUSTER_STEPS, QUEST_BESIDE_CODES
 from op_bench.results import Record, shape_of
 from op_bench.shapes import Shape
 from op_bench.tables import by_shape, measured_with, shape_cells, table
@@ -52,6 +52,14 @@ CODE_STAGES = (
 )
 
 
+PSA_STAGES = (
+    "The stages: `query` loads the query and makes whole numbers of it; `scores` scores pages and appends the token; "
+    "`exchange` shares the log-sum-exp of the heads; `bins` counts pages by score; `list` sends the best ones to the "
+    "blocks; `rank` sorts them; `attend` attends to a wave of them; `stop` finds the page after which enough was read; "
+    "`merge` shares the partial outputs; `write` adds them up. Of stages that come several times, the last counts.\n"
+)
+
+
 def cluster_part(report: Record) -> list[str]:
     """Return the tables of Quest's step by implementation and of the stages' clocks, empty if none was measured."""
     return _step_part(report, "Quest's step", {"": CLUSTER_STEPS}, QUEST_STAGES)
@@ -61,6 +69,11 @@ def code_step_part(report: Record) -> list[str]:
     """Return the tables of KeyCodes' step by implementation and of the stages' clocks, empty if none was measured."""
     by_reduction = {f'Scores reduced over a group by `"{name}"`:\n': steps for name, steps in CODE_STEPS.items()}
     return [*_step_part(report, "KeyCodes' step", by_reduction, CODE_STAGES), *_beside_quest(report)]
+
+
+def psa_step_part(report: Record) -> list[str]:
+    """Return the tables of PSA's step by implementation and of the stages' clocks, empty if none was measured."""
+    return _step_part(report, "Progressive Sparse Attention's step", {"": PSA_CLUSTER_STEPS}, PSA_STAGES)
 
 
 def _beside_quest(report: Record) -> list[str]:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels._cluster import Plan
 from hf_sparse_attn_kernels.codes import cluster
 
 from op_bench import oracle
-from op_bench.cluster_entries import CLUSTERS, ON_CLUSTERS, cluster_details, compile_chosen, host_times
+from op_bench.cluster_entries import CLUSTERS, ON_CLUSTERS, cluster_details, compile_chosen, host_times, plan_fits
 from op_bench.code_entries import check_step, run_step, step_bytes
 from op_bench.code_workload import CodedLayer, code, code_layer_bytes, make_code_layer
 from op_bench.dense import fast_backends
@@ -62,11 +61,7 @@ def plan_of(group_reduce: str, layer: CodedLayer) -> Plan | None:
 
 def step_fits(layer: CodedLayer, choice: dict[str, int]) -> bool:
     """Return whether a choice's clusters serve a layer's step and all run at once; separate launches always fit."""
-    if not choice["cluster"]:
-        return True
-    with tuning.forced(code_step=choice):
-        plan = plan_of(REDUCTIONS[0], layer)
-    return plan is not None and plan.cluster == choice["cluster"]
+    return plan_fits("code_step", partial(plan_of, REDUCTIONS[0]), layer, choice)
 
 
 def _details_of_clusters(group_reduce: str, layers: list[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from op_bench.beside_quest import codes_part, progressive_part
 from op_bench.break_even import break_even, speed_ratios, step_ratios
-from op_bench.cluster_tables import cluster_part, code_step_part
+from op_bench.cluster_tables import cluster_part, code_step_part, psa_step_part
 from op_bench.load_tables import load_part
 from op_bench.plot import THEMES, series, times_svg
 from op_bench.registry import STEP
@@ -44,6 +44,7 @@ def tables(root: Path) -> str:
         parts += token_part(report)
         parts += squeezed_part(report)
         parts += progressive_part(report)
+        parts += psa_step_part(report)
         parts += codes_part(report)
         parts += code_step_part(report)
         parts += load_part(report)

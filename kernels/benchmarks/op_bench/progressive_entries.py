@@ -24,7 +24,8 @@ KIND = "int8"
 """Kind of the page bounds."""
 
 
-def _rank(layer: Layer, scores: torch.Tensor, impl: str | None) -> Outputs:
+def rank(layer: Layer, scores: torch.Tensor, impl: str | None) -> Outputs:
+    """Return the order of all blocks by their scores, and the counts."""
     row_bounds = (layer.seq_start, layer.seq_end)
     ranked: Outputs = ops.rank_blocks(scores, *row_bounds, block_size=layer.settings.block_size, impl=impl)
     return ranked
@@ -45,7 +46,7 @@ def _decode(layer: Layer, block_order: torch.Tensor, block_counts: torch.Tensor,
 
 
 def _run_rank(layer: Layer, impl: str | None) -> Outputs:
-    return _rank(layer, layer.scores, impl)
+    return rank(layer, layer.scores, impl)
 
 
 def _run_decode(layer: Layer, impl: str | None) -> Outputs:
@@ -87,7 +88,7 @@ def _take_newest_token_away(layer: Layer) -> None:
 
 
 def _check_rank(layer: Layer, scores: torch.Tensor, ranked: Outputs) -> None:
-    for name, ours, theirs in zip(("order", "counts"), ranked, _rank(layer, scores, "reference"), strict=True):
+    for name, ours, theirs in zip(("order", "counts"), ranked, rank(layer, scores, "reference"), strict=True):
         if not torch.equal(ours, theirs):
             raise oracle.Mismatch(f"rank_blocks: {int((ours != theirs).sum())} values of the {name} differ")
 
@@ -97,33 +98,47 @@ def _check_appended_and_ranked(layer: Layer, ranked: Outputs) -> None:
     oracle.check_appended(layer)
     oracle.check_step_bounds(layer, KIND)
     scores = oracle.reference_scores(layer, KIND)
-    (order, counts), (expected_order, expected_counts) = ranked, _rank(layer, scores, "reference")
+    (order, counts), (expected_order, expected_counts) = ranked, rank(layer, scores, "reference")
     if not torch.equal(counts, expected_counts):
         raise oracle.Mismatch("append_and_rank: counts differ from the reference's")
     if not torch.equal(order.sort(dim=-1)[0], expected_order.sort(dim=-1)[0]):
         raise oracle.Mismatch("append_and_rank: the order does not hold every block once")
-    if not torch.equal(order[..., 0], expected_order[..., 0]):
-        raise oracle.Mismatch("append_and_rank: the newest block is not the first")
-    ours, theirs = (scores.gather(2, blocks[..., 1:].long()) for blocks in (order, expected_order))
+    check_order("append_and_rank", scores, order, expected_order)
+
+
+def check_order(op: str, scores: torch.Tensor, order: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that blocks come in the order of their scores, the newest first; scores that rounding may swap tie."""
+    if not torch.equal(order[..., 0], expected[..., 0]):
+        raise oracle.Mismatch(f"{op}: the newest block is not the first")
+    ours, theirs = (scores.gather(2, blocks[..., 1:].long()) for blocks in (order, expected))
     apart, rounding = float((ours - theirs).abs().max()), oracle.score_rounding(scores)
     if not apart <= rounding:
         raise oracle.Mismatch(
-            f"append_and_rank: scores in order differ from the reference's by {apart:.2e}, ties allowed to "
-            f"{rounding:.2e}"
+            f"{op}: scores in order differ from the reference's by {apart:.2e}, ties allowed to {rounding:.2e}"
         )
 
 
 def _check_append_and_rank(layer: Layer, outputs: Outputs) -> None:
     _check_appended_and_ranked(layer, outputs)
-    oracle.check_counter(layer, (0, 0, _metadata_bytes(layer), 0))
+    oracle.check_counter(layer, (0, 0, metadata_bytes(layer), 0))
 
 
-def _metadata_bytes(layer: Layer) -> int:
+def metadata_bytes(layer: Layer) -> int:
+    """Return the bytes of the bounds that a step reads."""
     return floors.metadata_bytes(KIND, layer.shape, layer.settings)
 
 
-def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor, metadata_bytes: int = 0) -> None:
-    """Check where the reading stopped, against block sums in float32, then attention to what was read."""
+def check_decode(
+    layer: Layer,
+    outputs: Outputs,
+    block_order: torch.Tensor,
+    scored_bytes: int = 0,
+    read: torch.Tensor | None = None,
+) -> None:
+    """Check where the reading stopped, against block sums in float32, then attention to what was read.
+
+    ``read`` begins with the blocks read, by default as ``block_order`` does.
+    """
     out, read_counts = outputs
     expected = blocks_needed(layer, block_order)
     if not torch.equal(read_counts, expected):
@@ -131,10 +146,10 @@ def _check_decode(layer: Layer, outputs: Outputs, block_order: torch.Tensor, met
         raise oracle.Mismatch(f"progressive_decode: {wrong} of {expected.numel()} rows and heads stop elsewhere")
     if not bool((expected == layer.settings.max_blocks).all()):
         raise oracle.Mismatch(f"workload: not every row and head reads {layer.settings.max_blocks} blocks")
-    oracle.check_sparse_output(out, layer, block_order, read_counts)
+    oracle.check_sparse_output(out, layer, block_order if read is None else read, read_counts)
     pairs = layer.shape.batch * layer.shape.kv_heads
     tokens = (pairs * layer.settings.token_budget, pairs * layer.shape.length)
-    oracle.check_counter(layer, (*tokens, metadata_bytes, 1))
+    oracle.check_counter(layer, (*tokens, scored_bytes, 1))
 
 
 def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
@@ -162,7 +177,7 @@ def blocks_needed(layer: Layer, block_order: torch.Tensor) -> torch.Tensor:
 def _check_step(layer: Layer, outputs: Outputs) -> None:
     out, read_counts, *ranked = outputs
     _check_appended_and_ranked(layer, tuple(ranked))
-    _check_decode(layer, (out, read_counts), ranked[0], _metadata_bytes(layer))
+    check_decode(layer, (out, read_counts), ranked[0], metadata_bytes(layer))
 
 
 def _rank_bytes(shape: Shape, settings: Settings) -> int:
@@ -180,8 +195,8 @@ def _decode_bytes(shape: Shape, settings: Settings) -> int:
     return floors.sparse_decode_bytes(shape, in_blocks(settings))
 
 
-def _step_bytes(shape: Shape, settings: Settings) -> int:
-    """Bytes that Quest's step with pages of the same size moves: the order stays on the chip."""
+def step_bytes(shape: Shape, settings: Settings) -> int:
+    """Return the bytes that Quest's step with pages of the same size moves: the order stays on the chip."""
     return floors.step_bytes(KIND, shape, in_blocks(settings))
 
 
@@ -197,7 +212,7 @@ PROGRESSIVE = Family(
             "progressive_decode",
             "",
             _run_decode,
-            lambda layer, outputs: _check_decode(layer, outputs, layer.block_indices),
+            lambda layer, outputs: check_decode(layer, outputs, layer.block_indices),
             _decode_bytes,
             _reset_counter,
             against_dense=True,
@@ -210,11 +225,11 @@ PROGRESSIVE = Family(
             _append_and_rank_bytes,
             _take_newest_token_away,
         ),
-        Entry("psa_step", "", _run_step, _check_step, _step_bytes, _take_newest_token_away, against_dense=True),
+        Entry("psa_step", "", _run_step, _check_step, step_bytes, _take_newest_token_away, against_dense=True),
     ),
     make_progressive_layer,
     progressive_layer_bytes,
-    step_bytes=_step_bytes,
+    step_bytes=step_bytes,
     backends=backends,
 )
 """At the shapes of Quest's step, which reads as many tokens."""

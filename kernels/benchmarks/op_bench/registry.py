@@ -15,6 +15,7 @@ from op_bench.entry import Entry, Family, Outputs
 from op_bench.keep_entries import KEPT
 from op_bench.load_entries import LOADS
 from op_bench.progressive_entries import PROGRESSIVE
+from op_bench.psa_step_entries import LAUNCHES, ON_CLUSTERS, PSA_CLUSTERS
 from op_bench.quest_entries import QUEST, STEP
 from op_bench.shapes import Shape
 from op_bench.squeezed_entries import SQUEEZED_DECODE, SQUEEZED_PREFILL
@@ -28,6 +29,7 @@ __all__ = [
     "FAMILIES",
     "KEYCODES_STEP",
     "LOAD",
+    "PSA_CLUSTER_STEPS",
     "PSA_STEP",
     "QUEST_BESIDE_CODES",
     "SQUEEZED_PREFILL_STEP",
@@ -56,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
     CODE_CLUSTERS,
     CODE_CLUSTERS_ON_TEXT,
     QUEST_WITH_AS_MANY_TOKENS,
+    PSA_CLUSTERS,
 )
 ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in family.entries)
 
@@ -78,6 +81,8 @@ CODE_STEPS = {
     for group_reduce, (clusters, launches) in STEPS.items()
 }
 """The entries of KeyCodes' whole step in both ways, by the reduction over the group."""
+PSA_CLUSTER_STEPS = tuple((entry.op, entry.variant) for entry in (ON_CLUSTERS, LAUNCHES))
+"""The entries of PSA's whole step: by default, on clusters where they are faster, and as Triton launches."""
 QUEST_BESIDE_CODES = (QUEST_BESIDE.op, QUEST_BESIDE.variant)
 """The entry of Quest's whole step that reads as many tokens as KeyCodes'."""
 LOAD = "load_blocks"

@@ -11,13 +11,16 @@ import torch
 from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels.codes import bit_scan
 from hf_sparse_attn_kernels.codes import cluster as code_cluster
+from hf_sparse_attn_kernels.psa import cluster as psa_cluster
 from hf_sparse_attn_kernels.quest import cluster as quest_cluster
 
-from op_bench.cluster_entries import CLUSTERS, compile_candidates, fits
+from op_bench import cluster_entries, code_step_entries, psa_step_entries
+from op_bench.cluster_entries import CLUSTERS, compile_candidates
 from op_bench.code_entries import CODES
-from op_bench.code_step_entries import CODE_CLUSTERS, step_fits
+from op_bench.code_step_entries import CODE_CLUSTERS
 from op_bench.entry import Entry, Family
 from op_bench.progressive_entries import PROGRESSIVE
+from op_bench.psa_step_entries import PSA_CLUSTERS
 from op_bench.quest_entries import QUEST
 from op_bench.shapes import Settings, Shape
 from op_bench.squeezed_entries import SQUEEZED_DECODE
@@ -42,13 +45,21 @@ TIMED_WITH: dict[str, tuple[Family, str, str | None]] = {
     "token_choice": (CODES, "keycodes_step", "softmax"),
     "cluster_step": (CLUSTERS, "cluster_step", "clusters"),
     "code_step": (CODE_CLUSTERS, "code_step", "softmax, clusters"),
+    "progressive_step": (PSA_CLUSTERS, "progressive_step", "clusters"),
 }
 """The op whose time decides, and its variant; None for the first, or the 8-bit one if there is one.
 
 For attention to a selection it is the whole step: when its programs start depends on the kernel before.
 """
-ON_CLUSTERS = {"cluster_step": quest_cluster, "code_step": code_cluster}
+ON_CLUSTERS = {"cluster_step": quest_cluster, "code_step": code_cluster, "progressive_step": psa_cluster}
 """The modules of steps on clusters, by launch; they are timed with the first reduction, softmax."""
+FITS: dict[str, Callable[[Any, dict[str, int]], bool]] = {
+    "cluster_step": cluster_entries.fits,
+    "code_step": code_step_entries.step_fits,
+    "progressive_step": psa_step_entries.step_fits,
+    "bit_scan": lambda layer, choice: choice["per_multiprocessor"] == 0 or layer.query.shape[-1] == bit_scan.HEAD_DIM,
+}
+"""Whether a choice serves a layer, by launch; any choice of another launch does."""
 SEPARATE_LAUNCHES = {"cluster": 0, "threads": 512}
 """The choice under which a step runs as the launches that are tuned before it."""
 AS_FAST = 1.03
@@ -133,7 +144,8 @@ def _tune_shape(
     best: dict[str, dict[str, int]] = {}
     for launch in launches:
         entry = timed_entry(launch)
-        candidates = [each for each in tuning.CANDIDATES[launch] if _fits(launch, layers[0], each)]
+        fits = FITS.get(launch, lambda layer, choice: True)
+        candidates = [each for each in tuning.CANDIDATES[launch] if fits(layers[0], each)]
         apart = dict.fromkeys(ON_CLUSTERS, SEPARATE_LAUNCHES)
         times = [_time(entry, layers, apart | best | {launch: candidate}) for candidate in candidates]
         best[launch] = _fastest(candidates, times)
@@ -142,14 +154,6 @@ def _tune_shape(
         )
         say(f"{shape.name} {launch}, us: {', '.join(measured)}; {best[launch]}")
     return best
-
-
-def _fits(launch: str, layer: Any, choice: dict[str, int]) -> bool:
-    if launch == "cluster_step":
-        return fits(layer, choice)
-    if launch == "bit_scan":
-        return choice["per_multiprocessor"] == 0 or layer.query.shape[-1] == bit_scan.HEAD_DIM
-    return launch != "code_step" or step_fits(layer, choice)
 
 
 def _fastest(candidates: list[dict[str, int]], times: list[float]) -> dict[str, int]:

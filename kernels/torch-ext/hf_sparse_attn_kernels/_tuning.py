@@ -220,6 +220,10 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         {"cluster": cluster, "threads": threads}
         for cluster, threads in (*product((2, 3, 4, 8, 12, 16), (256, 512)), (0, 512))
     ],
+    "progressive_step": [
+        {"cluster": cluster, "threads": threads}
+        for cluster, threads in (*product((2, 4, 8, 12, 16), (256, 512)), (0, 512))
+    ],
 }
 
 _forced: dict[str, dict[str, int]] = {}
