@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ def _fused_forward(kind: Any) -> Callable[..., Any] | None:
     forward = kind.forward
     if kind.__name__.endswith("Norm") and not kind.__module__.startswith("torch."):  # torch's are one kernel
         return _compiled(forward, BACKEND)
-    if isinstance(forward, FunctionType) and ROPE in forward.__code__.co_names and ROPE in forward.__globals__:
-        return _with_global(forward, ROPE, _compiled(forward.__globals__[ROPE], BACKEND))
+    decorated = inspect.unwrap(forward)
+    if isinstance(decorated, FunctionType) and ROPE in decorated.__code__.co_names and ROPE in decorated.__globals__:
+        rotating = _with_global(decorated, ROPE, _compiled(decorated.__globals__[ROPE], BACKEND))
+        return _with_decorated(forward, decorated, rotating)
     return None
 
 
@@ -99,9 +102,29 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return compiled
 
 
+def _with_decorated(function: Any, decorated: FunctionType, value: FunctionType) -> FunctionType | None:
+    """Copy a function with its decorators, which hold what they decorate in their closures, around another one.
+
+    Returns None if a decorator holds it elsewhere.
+    """
+    if function is decorated:
+        return value
+    inner = function.__wrapped__
+    cells = getattr(function, "__closure__", None) or ()
+    around = _with_decorated(inner, decorated, value)
+    if around is None or not any(cell.cell_contents is inner for cell in cells):
+        return None
+    closure = tuple(CellType(around) if cell.cell_contents is inner else cell for cell in cells)
+    return _copied(function, function.__globals__, closure)
+
+
 def _with_global(function: FunctionType, name: str, value: object) -> FunctionType:
     """Copy a function that reads a global of its module, so that the copy reads another value."""
     namespace = {**function.__globals__, name: value}
-    copied = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    return _copied(function, namespace, function.__closure__)
+
+
+def _copied(function: FunctionType, namespace: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    copied = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied

@@ -6,8 +6,9 @@ On a CPU a tape stands in for the CUDA graph. It repeats the recorded ops alone,
 import gc
 import sys
 import weakref
-from functools import partial
+from functools import partial, wraps
 from operator import add
+from types import FunctionType
 
 import pytest
 import torch
@@ -394,3 +395,31 @@ def test_lossless_decoding_on_cuda(method):
     with use_impl("triton"):
         assert torch.equal(model.generate(**inputs, **arguments, custom_generate=speculation), expected)
     assert speculation.stats.verifications > 1
+
+
+def _decorated(function):
+    @wraps(function)
+    def decorated(*args, **kwargs):
+        return function(*args, **{"scale" if name == "factor" else name: each for name, each in kwargs.items()})
+
+    return decorated
+
+
+def test_rope_is_compiled_under_the_decorators_of_a_forward():
+    """Transformers 5.24 decorates the ``forward`` of attention, which still takes the old name of an argument."""
+
+    def forward(self, x, scale):
+        return apply_rotary_pos_emb(x) * scale  # noqa: F821
+
+    def kept_elsewhere(*args):
+        return kept_elsewhere.__wrapped__(*args)
+
+    own = FunctionType(forward.__code__, {"apply_rotary_pos_emb": lambda x: x + 1}, "forward")
+    other = FunctionType(forward.__code__, {"apply_rotary_pos_emb": lambda x: x + 2}, "forward")
+    kept_elsewhere.__wrapped__ = own
+    twice = _decorated(_decorated(own))
+    assert twice(None, 3, factor=2) == 8
+    assert fusing._with_decorated(twice, own, other)(None, 3, factor=2) == 10
+    assert twice(None, 3, factor=2) == 8
+    assert fusing._with_decorated(own, own, other) is other
+    assert fusing._with_decorated(kept_elsewhere, own, other) is None
