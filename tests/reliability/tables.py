@@ -40,9 +40,10 @@ def fault_table(results: Path = RESULTS) -> str:
 def soak_table(results: Path = RESULTS) -> str:
     """Return what the long runs decoded, what they checked, and their memory after the warm-up and at the end."""
     heads = ("method", "steps", "operations", "checks", "largest error", "resident MiB", "tensors", "objects", "flat")
-    lines, report = [_row(*heads), _row("---", *["---:"] * (len(heads) - 1))], {}
+    lines, machines = [_row(*heads), _row("---", *["---:"] * (len(heads) - 1))], []
     for path in sorted(results.glob("soak-*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
+        machines.append(f"`{report['method']}`: {_machine(report)}")
         first, last = report["samples"][len(report["samples"]) // 4], report["samples"][-1]
         lines.append(
             _row(
@@ -57,9 +58,9 @@ def soak_table(results: Path = RESULTS) -> str:
                 "yes" if report["flat"] else "**no**",
             )
         )
-    if not report:
+    if not machines:
         raise ValueError(f"{results} holds no soak-*.json: run python -m tests.reliability soak")
-    return "\n".join(lines) + f"\n\n{_machine(report)}"
+    return "\n".join(lines) + f"\n\n{' '.join(machines)}"
 
 
 def sanitizer_table(results: Path = RESULTS) -> str:
