@@ -150,8 +150,14 @@ def test_memory_runs_out_in_a_step_of_generate(way: str) -> None:
 
 @contextmanager
 def ctrl_c() -> Iterator[Callable[[float], None]]:
-    """Return a function that has another thread send SIGINT to this process after some seconds."""
+    """Return a function that has another thread send SIGINT to this process after some seconds.
+
+    Callbacks of the garbage collector are set aside: Python drops what one of them raises, and after a long collection
+    the first of them (hypothesis has one) is where the signal is seen.
+    """
     former, timers = signal.signal(signal.SIGINT, signal.default_int_handler), list[threading.Timer]()
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
 
     def press(seconds: float) -> None:
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
@@ -164,6 +170,7 @@ def ctrl_c() -> Iterator[Callable[[float], None]]:
             timer.cancel()
             timer.join()
         signal.signal(signal.SIGINT, former)
+        gc.callbacks[:] = callbacks
 
 
 def interrupted(pair: Pair, ids: torch.Tensor, way: str, token: int, seconds: float) -> None:
