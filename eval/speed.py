@@ -37,7 +37,7 @@ from eval.speed_runs import (
 )
 from eval.speed_shapes import SHAPES, build_model
 from eval.speed_table import speed_table
-from eval.split import Split, load_split
+from eval.split import Split, exchange, load_split
 from eval.store import write_json
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cli.memory import PeakMemory
@@ -177,6 +177,7 @@ def _report(model: PreTrainedModel, config: SpeedConfig, results: list[dict[str,
         "machine": {
             "device": device_name(model.device),
             "devices": torch.cuda.device_count() if config.split == Split.LAYERS else Processes.started().world_size,
+            "exchange": exchange() if config.split == Split.HEADS else None,
             **versions(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         },

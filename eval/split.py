@@ -113,6 +113,19 @@ def process_group() -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
+ONE_SHOT = "one-shot"
+"""The exchange by torch's own kernels between the GPUs of one host, for which ``ENABLE_INTRA_NODE_COMM=1`` asks."""
+
+
+def exchange() -> str | None:
+    """Return how processes add up their parts: :data:`ONE_SHOT` or the backend; None without a group of processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    # torch leaves it to NCCL, without a word, where GPUs are not joined: so its count of them is what tells.
+    count = getattr(torch._C._distributed_c10d, "_get_intra_node_comm_usage_counter", lambda: 0)
+    return ONE_SHOT if count() else torch.distributed.get_backend()
+
+
 def wait_for_others() -> None:
     """Wait until every process of a group is here, so that none is timed while it waits for another one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

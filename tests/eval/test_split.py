@@ -12,7 +12,7 @@ import torch
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure
 from eval.speed_shapes import SHAPES, build_model
-from eval.split import Split, load_split
+from eval.split import ONE_SHOT, Split, exchange, load_split
 from tests.tiny import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +48,19 @@ def test_heads_over_two_processes(is_shape, model_dir, tmp_path):
     assert tokens(heads) == tokens(one)
     assert heads["machine"]["devices"] == 2
     assert one["machine"]["devices"] == 1
+    assert (heads["machine"]["exchange"], one["machine"]["exchange"]) == ("gloo", None)
     whole, half = (each["results"][0]["weights_and_kv_bytes"] for each in (one, heads))
     assert half < 0.6 * whole
+
+
+@pytest.mark.parametrize(("used", "expected"), [(0, "gloo"), (5, ONE_SHOT)])
+def test_exchange_is_what_torch_has_counted(used, expected, monkeypatch):
+    assert exchange() is None
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    counter = "_get_intra_node_comm_usage_counter"  # builds for a CPU lack it
+    monkeypatch.setattr(torch._C._distributed_c10d, counter, lambda: used, raising=False)
+    assert exchange() == expected
 
 
 def test_a_matrix_depends_on_the_seed_and_its_name():

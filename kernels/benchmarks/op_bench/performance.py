@@ -131,7 +131,8 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
         settings, machine = report["settings"], report["machine"]
         split = settings.get("split", "none")
         device = machine["device"] if split == "none" else f"{machine['devices']} {machine['device']}, by {split}"
-        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {device}"]
+        exchange = ", one-shot exchange" if machine.get("exchange") == "one-shot" else ""
+        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {device}{exchange}"]
         for result in report["results"]:
             times = {side["name"]: side["tpot_ms"] for side in result["sides"]}
             for side in result["sides"]:
