@@ -163,7 +163,8 @@ def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, st
     multimodal: dict[tuple[str, ...], list[str]] = {}
     for model_type, found in results["multimodal"].items():
         answers = ["yes" if found[name] == "equal" else found[name] for name in ("quest", "keycodes", "tokenselect")]
-        row = (f"`{found['text_decoder']}`", "yes" if set(answers[:2]) == {"yes"} else "no", answers[2])
+        compiled = "yes" if found["compiled"] == "equal" else found["compiled"]
+        row = (f"`{found['text_decoder']}`", "yes" if set(answers[:2]) == {"yes"} else "no", answers[2], compiled)
         multimodal.setdefault(row, []).append(model_type)
     multimodal_refused: dict[tuple[str, ...], list[str]] = {}
     for model_type, found in results["multimodal_refused"].items():
@@ -172,7 +173,9 @@ def family_tables(results: dict[str, dict[str, dict[str, str]]]) -> dict[str, st
     return {
         "supported": table(["most methods", "TokenSelect, InfLLM, SelfExtend", "InfiniGen"], supported),
         "refused": table(["reason"], refused),
-        "multimodal": table(["text decoder", "most methods", "TokenSelect, InfLLM, SelfExtend"], multimodal),
+        "multimodal": table(
+            ["text decoder", "most methods", "TokenSelect, InfLLM, SelfExtend", "compiled steps"], multimodal
+        ),
         "multimodal-refused": table(["reason"], multimodal_refused),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn import METHODS, SparseMethod
 
@@ -148,3 +148,10 @@ def greedy(model: PreTrainedModel, prompts: dict[str, torch.Tensor], **more: Any
         **more,
     )
     return output.sequences, torch.stack(output.logits)
+
+
+def compile_config(*, backend: str = "eager", fullgraph: bool = True) -> CompileConfig:
+    """Return the configuration by which ``generate()`` compiles steps, on a CPU too; a graph break is an error."""
+    config = CompileConfig(backend=backend, mode=None, fullgraph=fullgraph)
+    config._compile_all_devices = True
+    return config

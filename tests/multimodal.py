@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_sparse_attn import METHODS, sparse_attention, sparse_attention_stats
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, Family, refusal
+from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import text_model
 from tests.compared import (
     ALL_FULL,
@@ -24,6 +25,7 @@ from tests.compared import (
     TINY,
     always_sparse,
     answer,
+    compile_config,
     difference,
     greedy,
     method_of,
@@ -34,6 +36,8 @@ from tests.compared import (
 COVERING = 128
 """A budget for every token of a prompt and its answer."""
 IMAGE_TOKEN = 90
+IMAGE_START = 91
+"""Comes before the tokens of an image. Qwen-VL counts images by it when it repeats a prompt."""
 NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
 
 VISION: dict[str, Any] = {
@@ -107,6 +111,8 @@ def tiny_multimodal(model_type: str, text: dict[str, Any] | None = None) -> PreT
         parts[name] = type(part)(**taken(part, wanted))
     names = ("image_token_id", "image_token_index")
     tokens = {name: IMAGE_TOKEN for name in names if hasattr(default, name)}
+    if hasattr(default, "vision_start_token_id"):
+        tokens["vision_start_token_id"] = IMAGE_START
     config = config_class(**{**parts, **tokens, **OUTER.get(model_type, {})})
     return random_model(getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]), config)
 
@@ -137,6 +143,7 @@ def image_prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     width = text_model(model).config.hidden_size
     tokens: int = sum(part.numel() for part in found) // width // rows
     prompts = text_prompts()
+    prompts["input_ids"][:, 39] = IMAGE_START
     ids, mask = (
         torch.cat([part[:, :40], torch.full((rows, tokens), new), part[:, 40:]], dim=1)
         for part, new in ((prompts["input_ids"], IMAGE_TOKEN), (prompts["attention_mask"], 1))
@@ -190,6 +197,27 @@ def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]
     return difference(found, expected)
 
 
+def for_compilation(model_type: str) -> PreTrainedModel:
+    """Create a tiny model that has neither windows nor, among experts, a loop of the host's."""
+    model = tiny_multimodal(model_type, {"layer_types": ["full_attention"] * TINY["num_hidden_layers"]})
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def compiled(model: PreTrainedModel, prompts: dict[str, torch.Tensor]) -> str:
+    """Compare compiled steps of a budget that covers everything with the stock model.
+
+    They are not compiled, or one graph, if the model's code is not.
+    """
+    expected = greedy(model, prompts)
+    with always_sparse("quest"), sparse_attention(model, method_of("quest", COVERING)):
+        if not is_step_one_graph(model):
+            return "not one graph"
+        found = greedy(model, prompts, compile_config=compile_config(), cache_implementation="static")
+    return difference(found, expected)
+
+
 def family_of(model_type: str) -> Family:
     """Return the family of the text decoder that a supported type has by default."""
     return (FAMILIES | DECODERS)[text_type(model_type)]
@@ -218,6 +246,10 @@ def results_of(model_type: str) -> dict[str, Any]:
         model = without_windows(model_type) if rotates else tiny_multimodal(model_type)
         found = [answer(covering, model, name, prompts) for prompts in (text_prompts(), image_prompts(model))]
         results[name] = next((result for result in found if result != "equal"), "equal")
+    torch._dynamo.reset()  # it compiles a function a few times only
+    model = for_compilation(model_type)
+    found = [answer(compiled, model, prompts) for prompts in (text_prompts(), image_prompts(model))]
+    results["compiled"] = next((result for result in found if result != "equal"), "equal")
     return results
 
 

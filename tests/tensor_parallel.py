@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo.utils import counters
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_sparse_attn import (
@@ -35,6 +35,7 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.patch import tensor_parallel
 from hf_sparse_attn.patched import get_patch, is_patched, patched_method
+from tests.compared import compile_config
 from tests.families import tiny_model
 from tests.models import FAMILIES, SPARSE, make_model
 
@@ -186,9 +187,7 @@ def static(model: PreTrainedModel) -> Any:
 
 def compiled(model: PreTrainedModel) -> Any:
     """Return the tokens of compiled steps, of a method that exchanges nothing and of one whose steps exchange votes."""
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True)  # a graph break is an error
-    config._compile_all_devices = True
-    found = []
+    config, found = compile_config(), []
     for method in map(sparse, ("quest", "tokenselect")):
         torch._dynamo.reset()
         counters.clear()

@@ -5,7 +5,7 @@ import torch
 from hf_sparse_attn_kernels import append_and_attend, append_and_attend_tokens, use_impl
 from hf_sparse_attn_kernels._tuning import forced
 from torch._dynamo.utils import counters
-from transformers import CONFIG_MAPPING, CompileConfig
+from transformers import CONFIG_MAPPING
 
 from hf_sparse_attn import (
     NTK,
@@ -34,6 +34,7 @@ from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import static_capacity
 from hf_sparse_attn.rope import decoder_rotary
 from tests import models
+from tests.compared import compile_config
 from tests.families import tiny_model
 from tests.methods.toy import TokenTopK, UnboundedQuest
 from tests.models import FAMILIES, random_ids
@@ -66,9 +67,7 @@ def make_model(family, **overrides):
 
 def compiled(backend="eager"):
     """The arguments that make generate() compile, on CPU too; a graph break is an error."""
-    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
-    config._compile_all_devices = True
-    return {**GREEDY, "compile_config": config}
+    return {**GREEDY, "compile_config": compile_config(backend=backend)}
 
 
 def graphs():

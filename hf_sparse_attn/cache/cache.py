@@ -27,6 +27,7 @@ from hf_sparse_attn.cache.parked import Exchange, ParkedTensors
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
+from hf_sparse_attn.cache.window import WindowLayer
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import get_patch, text_model
@@ -154,7 +155,9 @@ class SparseCache(Cache):  # type: ignore[misc]
                     head_shard,
                     kv_heads,
                 )
-            elif type(layer) is not DynamicSlidingWindowLayer:
+            elif type(layer) is DynamicSlidingWindowLayer:
+                layers[layer_idx] = WindowLayer(sliding_window=layer.sliding_window)
+            else:
                 raise ValueError(
                     f"layer {layer_idx} keeps a {type(layer).__name__}; "
                     "only full-attention and sliding-window layers are supported"

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
@@ -156,13 +158,15 @@ def _may_compile(model: PreTrainedModel, generation_config: Any, generation_mode
 def is_step_one_graph(model: PreTrainedModel) -> bool:
     """Whether a decode step of a patched model over a static cache is this process's work on one device alone.
 
-    Under tensor parallelism the devices exchange their parts without the host. Steps of multimodal models, which make
-    positions and masks of their own, have not been checked.
+    Under tensor parallelism the devices exchange their parts without the host. Before Transformers 5.23, a step of a
+    model that reads images is given which tokens of the whole text are those of images: each time another shape.
     """
+    if is_multimodal(model) and Version(transformers.__version__) < Version("5.23"):
+        return False
+    rope_config = patched_method(model).rope_config(text_model(model).config)
     return (
         bool(model._can_compile_fullgraph)
-        and not is_multimodal(model)
-        and not depends_on_length(patched_method(model).rope_config(model.config))  # the host computes its frequencies
+        and not depends_on_length(rope_config)  # the host computes its frequencies
         and not is_split_by_layers(model)
     )
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.patch.fused import fused
@@ -29,7 +30,7 @@ def check_recordable(model: PreTrainedModel, device: torch.device, cache: Sparse
     if not is_step_one_graph(model):
         raise ValueError(
             f"cuda_graph=True is not supported by this {type(model).__name__}: a decode step of it needs the host, or "
-            "several devices, or it is a multimodal model"
+            "several devices, or it reads images and Transformers is older than 5.23"
         )
     group = get_patch(model).head_shard.group
     if group is not None and torch.distributed.get_backend(group) != "nccl":
@@ -77,7 +78,8 @@ class PassGraph:
     def __call__(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Run a pass by the model's arguments; return its logits, which the next pass overwrites.
 
-        Tensors among the arguments have the shapes of the first pass, and other arguments its values.
+        Tensors in the arguments, such as a mask for each kind of layers, have the shapes of the first pass, and others
+        its values.
 
         Raises
         ------
@@ -85,13 +87,11 @@ class PassGraph:
             The pass cannot be recorded.
         """
         if not self._inputs:
-            self._inputs = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-            }
+            self._inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
             return self._run()
-        for name, value in inputs.items():
+        for held, value in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
             if isinstance(value, torch.Tensor):
-                self._inputs[name].copy_(value)
+                held.copy_(value)
         if self._replay is None:
             self._replay, self._logits = self._record(inputs["input_ids"].device)
         self._replay()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from eval import lossless, lossless_runs, speed_runs
@@ -26,6 +26,7 @@ from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SelfSpeculation, sparse_attention
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
+from tests.compared import compile_config
 from tests.graph_tape import use_tape
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -224,8 +225,7 @@ def test_compiled_sides_compile_in_their_first_run_alone(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
     tapes = use_tape(monkeypatch)
     model = build_model(replace(SHAPES["tiny"], num_hidden_layers=3), torch.float64, torch.device("cpu"))
-    model.generation_config.compile_config = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    model.generation_config.compile_config._compile_all_devices = True
+    model.generation_config.compile_config = compile_config()
     config = replace(SHORT, draft_tokens=(2,), contexts=(150, 90))
     name = "quest, 48, draft 2"
     # A draft's step and a dense pass are compiled once for all contexts.

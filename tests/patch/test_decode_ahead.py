@@ -6,11 +6,11 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
 
 from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, patch_model, sparse_attention_stats
 from hf_sparse_attn.patch import decode_ahead
 from hf_sparse_attn.patch.answer import Answer
+from tests.compared import compile_config
 from tests.models import DEVICE, SPARSE, VOCABULARY, make_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -34,9 +34,7 @@ def padded_batch():
 
 
 def compiled():
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    config._compile_all_devices = True
-    return {"disable_compile": False, "compile_config": config}
+    return {"disable_compile": False, "compile_config": compile_config()}
 
 
 class Streamer:

@@ -8,6 +8,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -24,15 +26,19 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.patch.chunked import check_sliceable
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, REFUSED, refusal
+from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patch.patch import IMPLEMENTATIONS
 from hf_sparse_attn.patched import is_patched, patched_method, text_model
 from tests.compared import BUDGET, always_sparse, difference, greedy, method_of
 from tests.families import RESULTS
+from tests.graph_tape import use_tape
 from tests.multimodal import (
     COVERING,
     IMAGE_TOKEN,
+    compiled,
     covering,
     family_of,
+    for_compilation,
     image_prompts,
     text_prompts,
     tiny_multimodal,
@@ -46,6 +52,15 @@ UNLIKE = ["gemma3", "llava", "qwen2_5_vl"]
 MROPE = [name for name in HERE if family_of(name).other_rope]
 
 models = pytest.mark.parametrize("model_type", UNLIKE)
+
+
+@pytest.fixture
+def dynamo():
+    """What Dynamo counts in a test that begins with nothing compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    torch._dynamo.reset()
 
 
 def prompts_of(kind, model):
@@ -96,7 +111,7 @@ def test_images_matter_to_these_prompts(model_type):
 @models
 @torch.inference_mode()
 def test_a_static_cache(model_type):
-    """Its steps are not compiled."""
+    """Its steps are not compiled on a CPU."""
     model = tiny_multimodal(model_type)
     prompts = image_prompts(model)
     expected = greedy(model, prompts)
@@ -104,6 +119,57 @@ def test_a_static_cache(model_type):
         assert difference(greedy(model, prompts, cache_implementation="static"), expected) == "equal"
         cache = SparseCache.for_model(model, max_cache_len=96)
         assert difference(greedy(model, prompts, past_key_values=cache), expected) == "equal"
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.grid] * (name not in UNLIKE)) for name in HERE]
+)
+@torch.inference_mode()
+def test_compiled_steps(model_type, dynamo):
+    """If those of the stock model are: some types say that their code cannot be compiled as one graph.
+
+    Prompts with images have one more graph at most, since the model then has more arguments.
+    """
+    model, graphs = for_compilation(model_type), []
+    with sparse_attention(model, method_of("quest", COVERING)):
+        one = int(is_step_one_graph(model))
+    for prompts in [text_prompts(), image_prompts(model)] * 2:
+        assert compiled(model, prompts) == ("equal" if one else "not one graph")
+        graphs.append(dynamo["stats"]["unique_graphs"])
+    assert graphs[0] == one
+    assert graphs[1] in (one, 2 * one)
+    assert graphs[2:] == [graphs[1]] * 2
+    assert not dynamo["graph_break"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a tape of a CPU's ops stands in for the graph")
+@pytest.mark.parametrize("fuse", [False, True], ids=["as it is", "fused"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.grid] * (name not in UNLIKE)) for name in HERE]
+)
+@torch.inference_mode()
+def test_recorded_steps(model_type, fuse, monkeypatch, dynamo):
+    tapes, model = use_tape(monkeypatch), for_compilation(model_type)
+    prompts, recorded = image_prompts(model), {"cache_implementation": "static"}
+    with sparse_attention(model, method_of("keycodes", BUDGET)):
+        expected = greedy(model, prompts)
+        recorded["custom_generate"] = DecodeAhead(cuda_graph=True, fuse=fuse)
+        if not is_step_one_graph(model):
+            with pytest.raises(ValueError, match=r"cuda_graph=True is not supported by this .*needs the host"):
+                greedy(model, prompts, **recorded)
+            return
+        assert difference(greedy(model, prompts, **recorded), expected) == "equal"
+    assert len(tapes) == 1
+    assert (dynamo["stats"]["unique_graphs"] > 0) == fuse
+
+
+@models
+@torch.inference_mode()
+def test_which_steps_are_one_graph(model_type, monkeypatch):
+    with sparse_attention(tiny_multimodal(model_type), "quest") as model:
+        for version, expected in (("5.22.1", False), ("5.23.0", True), ("5.24.0.dev0", True)):
+            monkeypatch.setattr(transformers, "__version__", version)
+            assert is_step_one_graph(model) == expected
 
 
 @models
@@ -129,8 +195,6 @@ def test_loops_of_the_packages_own(model_type):
         sparse = greedy(model, prompts)
         assert difference(greedy(model, prompts, custom_generate=DecodeAhead()), sparse) == "equal"
         assert difference(greedy(model, prompts, custom_generate=SelfSpeculation()), dense) == "equal"
-        with pytest.raises(ValueError, match=r"cuda_graph=True is not supported by this .*multimodal"):
-            greedy(model, prompts, custom_generate=DecodeAhead(cuda_graph=True))
 
 
 @models
@@ -327,6 +391,7 @@ def test_the_results_are_those_of_the_code():
     assert list(results["multimodal"]) == sorted(MULTIMODAL)
     for model_type, found in results["multimodal"].items():
         family = (FAMILIES | DECODERS)[found.pop("text_decoder")]
+        assert found.pop("compiled") in ("equal", "not one graph"), model_type
         assert found.pop("tokenselect") == (f"refused: {family.rotation}" if family.rotation else "equal"), model_type
         assert set(found.values()) == {"equal"}, model_type
     for model_type, found in results["multimodal_refused"].items():

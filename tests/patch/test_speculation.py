@@ -4,7 +4,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_sparse_attn import (
     METHODS,
@@ -16,6 +16,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
 )
 from hf_sparse_attn.patch.draft_and_verify import speculative_sample
+from tests.compared import compile_config
 from tests.models import COVERING, DEVICE, SPARSE, VOCABULARY, make_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -265,8 +266,7 @@ def test_stopping_criteria_of_the_user():
     ],
 )
 def test_a_static_cache_whose_drafts_and_verifications_are_compiled(method):
-    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
-    config._compile_all_devices = True
+    config = compile_config()
     model, inputs = dense_model(num_hidden_layers=2), padded_batch()
     expected = model.generate(**inputs, **GREEDY)
     patched(model, method)
@@ -298,8 +298,7 @@ def test_a_static_cache_whose_drafts_and_verifications_are_compiled(method):
 
 @pytest.mark.parametrize("method", ["quest", "keycodes"])
 def test_a_verification_that_dynamo_leaves_uncompiled(method):
-    config = CompileConfig(backend="eager", mode=None)
-    config._compile_all_devices = True
+    config = compile_config(fullgraph=False)
     model, inputs = dense_model(num_hidden_layers=3), padded_batch()
     expected = model.generate(**inputs, **GREEDY)
     patched(model, method)
