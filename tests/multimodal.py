@@ -59,13 +59,20 @@ VISION: dict[str, Any] = {
 """Settings of a tiny encoder of images; a configuration takes those that it has."""
 ENCODERS: dict[str, dict[str, Any]] = {"qwen2_vl": {"hidden_size": TINY["hidden_size"]}}
 """Settings of encoders, where a model needs others."""
-_SECTIONS = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    "use_sliding_window": True,
-}
+
+
+def _sections(*pairs: int) -> dict[str, Any]:
+    """Return settings of a RoPE that rotates so many pairs of channels by time, by height and by width."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(pairs)}
+    return {"rope_parameters": rope, "use_sliding_window": True}
+
+
+_MROPE = ("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+_MROPE_WITH_EXPERTS = ("qwen3_omni_moe_thinker", "qwen3_vl_moe")
 TEXT: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(["glm46v", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"], _SECTIONS),
-    "qwen3_vl_moe": {**_SECTIONS, **ALL_FULL},
+    **{name: _sections(2, 3, 3) for name in _MROPE},
+    **{name: {**_sections(2, 3, 3), **ALL_FULL} for name in _MROPE_WITH_EXPERTS},
+    "glm4v_moe": _sections(1, 1, 2),  # half of each head rotates
 }
 """Settings of text decoders, beside those of their model types."""
 OUTER: dict[str, dict[str, Any]] = {
@@ -76,6 +83,8 @@ OUTER: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": [[28, 28]]},
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "llava": {"vision_feature_select_strategy": "default", "vision_feature_layer": -1},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": IMAGE_START},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": IMAGE_START},
 }
 """Settings of the models themselves, beside those of their texts and images."""
 

@@ -62,14 +62,16 @@ FAMILIES: dict[str, Family] = {
 """Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
 
 DECODERS: dict[str, Family] = {
-    **_families("glm4v_text qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text", MROPE, MROPE, MROPE),
+    **_families("glm4v_moe_text glm4v_text glm_ocr_text qwen2_5_omni_text qwen2_5_vl_text", MROPE, MROPE, MROPE),
+    **_families("qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text", MROPE, MROPE, MROPE),
 }
 """Supported text decoders that exist only inside multimodal models."""
 
 _MULTIMODAL = (
-    "aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 glm46v glm4v got_ocr2 hyperclovax_vision_v2 idefics2 "
-    "idefics3 internvl lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 pp_chart2table "
-    "qianfan_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llava vipllava"
+    "aya_vision cohere2_vision cosmos3_omni deepseek_vl exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 "
+    "hyperclovax_vision_v2 idefics2 idefics3 internvl lighton_ocr llava llava_next llava_next_video llava_onevision "
+    "mistral3 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl "
+    "qwen3_vl_moe shieldgemma2 smolvlm video_llava vipllava"
 )
 MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
 """Types of multimodal models that are supported if their text decoder is. Text and images were checked."""

@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -24,6 +23,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
+from hf_sparse_attn.patch import generation
 from hf_sparse_attn.patch.chunked import check_sliceable
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, REFUSED, refusal
 from hf_sparse_attn.patch.generation import is_step_one_graph
@@ -168,7 +168,7 @@ def test_recorded_steps(model_type, fuse, monkeypatch, dynamo):
 def test_which_steps_are_one_graph(model_type, monkeypatch):
     with sparse_attention(tiny_multimodal(model_type), "quest") as model:
         for version, expected in (("5.22.1", False), ("5.23.0", True), ("5.24.0.dev0", True)):
-            monkeypatch.setattr(transformers, "__version__", version)
+            monkeypatch.setattr(generation.transformers, "__version__", version)
             assert is_step_one_graph(model) == expected
 
 

@@ -153,6 +153,7 @@ class Wrapped(torch.Tensor):
 
 
 @torch.no_grad()
+@torch._dynamo.config.patch(recompile_limit=8)  # Transformers 5.16 has raised it
 def test_products_of_one_row_are_compiled_once_for_each_shape(monkeypatch):
     """More shapes than Dynamo compiles of one function, with biases and without."""
     products = []
@@ -165,7 +166,6 @@ def test_products_of_one_row_are_compiled_once_for_each_shape(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(fusing, "BACKEND", backend)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # Transformers 5.16 has raised it
     kinds = set()
     for family in ("llama", "qwen2", "qwen3", "mistral"):
         model, ids = make_model(family, dtype=torch.float64), random_ids(1, 1)
