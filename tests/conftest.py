@@ -93,6 +93,17 @@ def fail_unwanted_skip(report: pytest.TestReport | pytest.CollectReport) -> None
 
 
 @pytest.fixture
+def dynamo() -> Generator[dict[str, Any], None, None]:
+    """What Dynamo counts in a test that begins with nothing compiled. It limits how often a function is compiled."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def exact() -> Generator[None, None, None]:
     """Run the ops' references, which take float64, on CUDA too."""
     from hf_sparse_attn_kernels import use_impl

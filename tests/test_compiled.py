@@ -44,16 +44,9 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_t
 SMALL = Quest(token_budget=48)
 DTYPE = torch.float64 if models.DEVICE == "cpu" else torch.float32
 
+pytestmark = pytest.mark.usefixtures("dynamo")  # all models share the compiled code
+
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Reset Dynamo: all models share the compiled code, and Dynamo limits recompilations."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def make_model(family, **overrides):

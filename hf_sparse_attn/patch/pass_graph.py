@@ -72,6 +72,8 @@ class PassGraph:
     def __init__(self, cache: SparseCache, model: PreTrainedModel, fuse: bool) -> None:
         self._cache, self._model, self._fuse = cache, model, fuse
         self._inputs: dict[str, Any] = {}
+        self._held: list[Any] = []
+        """What is in the arguments, at any depth."""
         self._logits: torch.Tensor | None = None
         self._replay: Callable[[], object] | None = None
 
@@ -88,8 +90,9 @@ class PassGraph:
         """
         if not self._inputs:
             self._inputs = tree_map_only(torch.Tensor, torch.clone, inputs)
+            self._held = tree_leaves(self._inputs)
             return self._run()
-        for held, value in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+        for held, value in zip(self._held, tree_leaves(inputs), strict=True):
             if isinstance(value, torch.Tensor):
                 held.copy_(value)
         if self._replay is None:

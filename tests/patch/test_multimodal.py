@@ -8,7 +8,6 @@ import json
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -52,15 +51,6 @@ UNLIKE = ["gemma3", "llava", "qwen2_5_vl"]
 MROPE = [name for name in HERE if family_of(name).other_rope]
 
 models = pytest.mark.parametrize("model_type", UNLIKE)
-
-
-@pytest.fixture
-def dynamo():
-    """What Dynamo counts in a test that begins with nothing compiled."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield counters
-    torch._dynamo.reset()
 
 
 def prompts_of(kind, model):
