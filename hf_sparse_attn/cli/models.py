@@ -266,7 +266,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
-    if name in ALIASES or path.suffix.lower() == ".gguf":
+    if name in ALIASES or (path.suffix.lower() == ".gguf" and not path.is_dir()):
         if name not in ALIASES and not path.is_file():
             raise ModelLoadError(f"model {name!r}: no such GGUF file")
         if importlib.util.find_spec("gguf") is None:
