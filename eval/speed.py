@@ -238,7 +238,7 @@ def _measure_context(
     checked = []
     for method in methods:
         progress(f"{where}, check: {method.name}, {method.token_budget}")
-        checked.append(check_if_it_fits(model, work, method, dense_ids))
+        checked.append(check_if_it_fits(model, work, method, dense_ids, sides))
     sides = [side for side in sides if side.name in probes]
 
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}

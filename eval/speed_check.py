@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from eval.config import DENSE
 from eval.errors import EvalError
 from eval.knobs import knob_of
-from eval.speed_runs import ON_HOST, Side, Work, generate
+from eval.speed_runs import Side, Work, generate
 from hf_sparse_attn import SparseMethod, sparse_attention
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.rope import max_positions
@@ -27,13 +27,18 @@ TIE_ROUNDINGS = 4
 
 
 def check_covering(
-    model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    work: Work,
+    method: SparseMethod,
+    dense_ids: Sequence[Sequence[int]],
+    on_host: Side | None = None,
 ) -> dict[str, Any]:
     """Raise unless the method, with a budget for everything, starts with the same tokens as dense attention.
 
     ``dense_ids`` has the tokens of each row. Dense attention on CUDA is not deterministic, so tokens whose logits tie
     count as equal. If the method caches keys before RoPE, dense attention gets the filled buffers rotated. An offloaded
-    method, which would load everything at every step, is compared with itself on the device instead.
+    method, which would load everything at every step, is compared with itself on the device instead; so is ``on_host``,
+    the method's side in host memory, over the cache that the side measures: the host may have no room for another one.
 
     Returns
     -------
@@ -51,18 +56,24 @@ def check_covering(
         expected = generate(model, dense, work, len(expected[0])).token_ids
     _compare(model, work, side, dense, expected, "with a budget for everything the patched model")
     against = dense.name
-    if work.kv_storage == "host":
-        against += f"; in host memory: {_check_in_host_memory(model, work, method)}"
+    if on_host is not None:
+        uncompiled = replace(on_host, compiled=False)
+        _, resident = _check_resident(model, work, uncompiled, method, "the method in host memory")
+        against += f"; in host memory: {resident}"
     return _compared(method, everything.token_budget, expected, against)
 
 
 def check_if_it_fits(
-    model: PreTrainedModel, work: Work, method: SparseMethod, dense_ids: Sequence[Sequence[int]] | None
+    model: PreTrainedModel,
+    work: Work,
+    method: SparseMethod,
+    dense_ids: Sequence[Sequence[int]] | None,
+    sides: Sequence[Side],
 ) -> dict[str, Any]:
     """Check a method as :func:`check_covering`, unless the context in host memory does not fit on the device.
 
     Then there is nothing to compare with: ``tokens`` is 0, and ``against`` says so. ``dense_ids`` is None if no dense
-    side fits.
+    side fits; ``sides`` are those that are measured.
 
     Raises
     ------
@@ -71,18 +82,12 @@ def check_if_it_fits(
     """
     try:
         if dense_ids is not None:
-            return check_covering(model, work, method, dense_ids)
+            on_host = next((side for side in sides if side.method == method and side.kv_storage == "host"), None)
+            return check_covering(model, work, method, dense_ids, on_host)
     except torch.OutOfMemoryError:
         if work.kv_storage != "host":
             raise
     return _compared(method, method.token_budget, ((),), "nothing: it does not fit on the device")
-
-
-def _check_in_host_memory(model: PreTrainedModel, work: Work, method: SparseMethod) -> str:
-    """Raise unless the method starts with the same tokens from host memory; return what it is compared with."""
-    name, new_cache = f"{method.name}, {method.token_budget}{ON_HOST}", partial(work.new_cache, method, "host")
-    side = Side(name, method, new_cache, kv_storage="host")
-    return _check_resident(model, work, side, method, "the method in host memory")[1]
 
 
 def _check_offloaded(model: PreTrainedModel, work: Work, method: SparseMethod) -> dict[str, Any]:

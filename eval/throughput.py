@@ -185,7 +185,7 @@ def _measure_sides(
             work.prepare(side)
             if side.method is not None and side.kv_storage == "device" and side.method not in checks:
                 say(f"check: {side.name}")
-                checks[side.method] = check_if_it_fits(model, work, side.method, dense_ids)
+                checks[side.method] = check_if_it_fits(model, work, side.method, dense_ids, sides)
             say(side.name)
             entry, warm = _serve(side, work, arrived, config)
         except torch.OutOfMemoryError:
@@ -194,7 +194,8 @@ def _measure_sides(
             dense_ids = warm.token_ids
         entries[side.name] = {**side.described(), "kv_storage": side.kv_storage, "error": None} | entry
     if config.kv_storage == "host":  # methods of which no side fits on the device
-        checks |= {method: check_if_it_fits(model, work, method, None) for method in methods if method not in checks}
+        missing = [method for method in methods if method not in checks]
+        checks |= {method: check_if_it_fits(model, work, method, None, sides) for method in missing}
     return [entries[side.name] for side in sides], list(checks.values())
 
 

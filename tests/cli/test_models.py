@@ -227,3 +227,10 @@ def test_gguf_path_is_split_for_transformers(tmp_path: Path) -> None:
 def test_bad_device_is_named() -> None:
     with pytest.raises(ModelLoadError, match="'abacus'"):
         load_model("nobody/nothing", device="abacus")
+
+
+def test_directory_named_like_a_gguf_file_is_a_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "a.gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert models.locate(folder) == (str(folder), {})

@@ -91,8 +91,22 @@ def test_host_memory_is_measured_before_the_context_is_on_the_device(monkeypatch
     report = measure_throughput(THROUGHPUT, lambda what: None)
     assert calls[:6] == [ON_HOST, *["draw"] * 4, ON_HOST]
     assert calls[-1] == "keycodes, 64"
-    assert calls.count("draw") == 3 * 4  # for the side in host memory, for the device, and for the check
+    assert calls.count("draw") == 2 * 4  # for the side in host memory, and for the device
     assert [side["name"] for side in report["sides"]] == [*ON_DEVICE, ON_HOST]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [partial(measure, SPEED), partial(measure_throughput, THROUGHPUT, lambda what: None)],
+    ids=["speed", "throughput"],
+)
+def test_the_check_needs_no_second_cache_in_host_memory(run, monkeypatch):
+    made, make = [], Work._new_host_cache
+    monkeypatch.setattr(Work, "_new_host_cache", lambda *given: made.append(given) or make(*given))
+    report = run()
+    assert len(made) == 1
+    checked = (report["results"][0] if "results" in report else report)["checked"]
+    assert [each["against"] for each in checked] == ["dense attention; in host memory: the same method on the device"]
 
 
 def test_throughput_of_a_context_that_fits_in_host_memory_alone(small_device):
