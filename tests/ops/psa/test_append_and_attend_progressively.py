@@ -283,6 +283,26 @@ def test_clusters_read_and_write_what_the_reference_does(choice, lengths, kv_hea
         torch.testing.assert_close(tensor.float(), right.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.usefixtures("on_clusters")
+@pytest.mark.parametrize("raised", [3, 7])
+def test_clusters_rank_blocks_whose_scores_lie_together(raised):
+    # Nearly all scores share a bin, right behind the first wave's, or far behind them.
+    arguments = _arguments([9990], kv_heads=1, group=2, peak=0.1 if raised == 3 else 0.02, **SERVED)
+    arguments["page_exponent"][..., 5:25] += raised
+    expected = _copy(arguments)
+    with tuning.forced(progressive_step={"cluster": 3, "threads": 256}):
+        found = append_and_attend_progressively(**_copy(arguments), impl="cluster")
+    exact = append_and_attend_progressively(**expected, impl="reference")
+    assert torch.equal(found[3], exact[3])
+    count = found[3].item()
+    assert count > 270
+    names = ("query", "seq_start", "seq_end", "page_size", *STATE[2:])
+    scores = page_scores(**{name: expected[name] for name in names})[0, 0]
+    order, right = (each[0, 0, :count].long() for each in (found[2], exact[2]))
+    assert len(set(order.tolist())) == count
+    torch.testing.assert_close(scores[order], scores[right], rtol=0, atol=1e-5)
+
+
 @pytest.mark.gpu
 def test_clusters_read_equal_blocks_in_ascending_order():
     arguments = _arguments([40_000], kv_heads=1, group=4, **SERVED) | {"threshold": 0.6, "microbatch": 8}

@@ -36,6 +36,7 @@ constexpr int PAGE = 32, HALF = 16;
 constexpr int BINS = 512;
 constexpr int MOST_LISTED = 1024;                         // pages that a batch may have; about as many has the first one,
 constexpr int LISTED_FIRST = 256, LISTED = 768;           // and each of the others, by whole bins
+constexpr int CROWDED = 256;                              // more pages of a bin than are to be compared with one another
 constexpr u32 NEWEST = FORCED + 1;                        // the last pages, of which the newest is the first
 constexpr int EVEN_WEIGHTS = BARRIERS, ODD_WEIGHTS = BARRIERS + 1;
 
@@ -208,24 +209,28 @@ DEVICE int page_of_rank(u64 rank) {
 }
 
 // Bins by the score: 32 for each doubling of the distance from `top`, best first, and those that are forced in the first.
-// Or, with `shift` below 48, by eight bits of the ranks that begin with `prefix`, after one bin for those with more.
+// Or parts of one of them, `divided`, if that is not -1, after one bin for all before it. Or, with `shift` below 48, by
+// eight bits of the ranks that begin with `prefix`, after one bin for those with more.
 struct Bins {
   float top;
-  int shift;
+  int divided, shift;
   u64 prefix;
 };
 
 DEVICE float score_of(u32 key) { return as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key); }
 
-DEVICE int bin_of_score(u32 key, float top) {
+DEVICE int bin_of_score(u32 key, float top, int divided = -1) {
   if (key >= FORCED) return 0;
   constexpr float LEAST = 1.f / 256.f;                    // of the distances that are told apart by doublings
   const u32 bits = as_bits(fmaxf(top - score_of(key), 0.f) + LEAST) - 0x3B800000u;
-  return (int)min(bits >> 18, (u32)BINS - 1);
+  const int bin = (int)min(bits >> 18, (u32)BINS - 1);
+  if (divided < 0) return bin;
+  if (bin != divided) return bin < divided ? 0 : BINS;
+  return 1 + (int)min((bits - ((u32)bin << 18)) >> 9, (u32)BINS - 2);
 }
 
 DEVICE int bin_in(const Bins& bins, u64 rank) {
-  if (bins.shift == 48) return bin_of_score((u32)(rank >> 16), bins.top);
+  if (bins.shift == 48) return bin_of_score((u32)(rank >> 16), bins.top, bins.divided);
   const u64 begin = rank >> bins.shift >> 8;
   if (begin != bins.prefix) return begin > bins.prefix ? 0 : BINS;
   return 256 - (int)(rank >> bins.shift & 255);
@@ -303,7 +308,7 @@ DEVICE void place_bins(Shared& s, const Place& at, int call, int goal) {
 DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32* keys, float top, u64 last, int left,
                       int batch, int& call) {
   const u32 last_key = (u32)(last >> 16);
-  Bins bins{batch > 0 && last_key < FORCED ? score_of(last_key) : top, 48, 0};
+  Bins bins{batch > 0 && last_key < FORCED ? score_of(last_key) : top, -1, 48, 0};
   const int local_pages = at.tiles * TILE, goal = min(left, batch > 0 ? LISTED : LISTED_FIRST);
   const int prefetched = batch > 0 ? a.wave : a.first_wave;
   int cut, count;                                         // bins before `cut` are listed
@@ -323,11 +328,16 @@ DEVICE int list_pages(Shared& s, const Arguments& a, const Place& at, const u32*
     }
     place_bins(s, at, call++, goal);
     cut = s.edge + 1, count = s.above + s.level;
-    if (count <= MOST_LISTED) break;
+    const bool divides = s.level > CROWDED && bins.divided < 0 && bins.shift == 48;
+    if (count <= MOST_LISTED && !divides) break;
     cut = s.edge, count = s.above;
-    if (count >= a.microbatch) break;
-    bins.prefix = bins.shift == 48 ? 0 : bins.prefix << 8 | (u32)(256 - s.edge);   // too many in one bin
-    bins.shift -= 8;
+    if (count >= (divides ? prefetched : a.microbatch)) break;   // enough for a wave, which may be the last
+    if (divides) {
+      bins.divided = s.edge;
+    } else {
+      bins.prefix = bins.shift == 48 ? 0 : bins.prefix << 8 | (u32)(256 - s.edge);   // too many in one bin
+      bins.shift -= 8;
+    }
   }
   MARK(Stage::BINS);
 #pragma unroll 1
