@@ -54,7 +54,7 @@ def test_calls_that_are_listed_are_public() -> None:
 
     section = TEXT.split("\n## Use\n")[1].split("\n## ")[0]
     calls = re.findall(r"^\| `(?:with )?([\w.]+)\(", section, re.MULTILINE)
-    assert len(calls) == 8
+    assert len(calls) == 7
     for call in calls:
         name, *attributes = call.split(".")
         assert name in hf_sparse_attn.__all__

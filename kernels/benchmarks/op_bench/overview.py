@@ -27,7 +27,13 @@ FILES = {"light": "overview.svg", "dark": "overview-dark.svg"}
 
 TITLE = "Accuracy against bytes read, and time of a decode step against length"
 TITLES = {"qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)"}
-NAMES = {"full": "dense attention", "quest": "Quest", "tokenselect": "TokenSelect", "keycodes": "KeyCodes"}
+NAMES = {
+    "full": "dense attention",
+    "quest": "Quest",
+    "tokenselect": "TokenSelect",
+    "keycodes": "KeyCodes",
+    "rabitqcache": "RaBitQCache",
+}
 
 
 def overview_data(root: Path) -> Record:
