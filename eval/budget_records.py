@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.config import DENSE
+from eval.data_files import from_json
 from eval.errors import EvalError
 from eval.findings import Findings, Place, Record, Target, sample_of
 from eval.knobs import knob_of
@@ -41,14 +42,16 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
     Raises
     ------
     EvalError
-        A folder has no records, records do not belong together, or there is no dense attention or no other method.
+        A folder has no records, records do not belong together or are of files that have changed between them, or there
+        is no dense attention or no other method.
     """
     if target.steps:
         raise EvalError(f"steps={target.steps}: with --records, the recorded settings are the steps")
     records = [record for folder in folders for record in _records(folder)]
-    config = {**read_json(folders[0] / "config.json", "the configuration of a run"), "parameters": {}}
-    config.pop("data", None)  # the files of one of the folders
+    configs = [read_json(folder / "config.json", "the configuration of a run") for folder in folders]
     _check_together(records)
+    _check_files(folders, [config.pop("data", {}) for config in configs])
+    config = {**configs[0], "parameters": {}}
     dense = {_key(record): record for record in records if record["method"] == DENSE}
     methods = _by_method([record for record in records if record["method"] != DENSE])
     if not dense or not methods:
@@ -78,6 +81,18 @@ def _check_together(records: Sequence[Record]) -> None:
         if any(value != values[0] for value in values):
             found = list(dict.fromkeys(map(str, values)))
             raise EvalError(f"records differ in {name}: {', '.join(found)}")
+
+
+def _check_files(folders: Sequence[Path], data: Sequence[Any]) -> None:
+    """A task's file must have the same contents in all folders that name it; fewer samples may need fewer files."""
+    known: dict[tuple[str, str], tuple[Path, str]] = {}
+    for folder, value in zip(folders, data, strict=True):
+        for task, files in from_json(value).items():
+            for file in files:
+                first, contents = known.setdefault((task, file.file), (folder, str(file)))
+                if contents != str(file):
+                    both = f"{contents} in {first} and {file} in {folder}"
+                    raise EvalError(f"records differ in the data of {task}: {file.file} has {both}")
 
 
 def _by_method(records: Sequence[Record]) -> dict[tuple[str, str], dict[float, list[Record]]]:

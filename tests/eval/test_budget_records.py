@@ -59,9 +59,9 @@ def psa(threshold: float, sample: str, score: float, rest: str) -> dict[str, Any
     )
 
 
-def folder_of(path: Path, records: list[dict[str, Any]]) -> Path:
+def folder_of(path: Path, records: list[dict[str, Any]], data: dict[str, Any] | None = None) -> Path:
     path.mkdir()
-    settings = {"benchmark": "passkey", "model": "m", "question": "decode", "seed": 0, "data": {}}
+    settings = {"benchmark": "passkey", "model": "m", "question": "decode", "seed": 0, "data": data or {}}
     (path / "config.json").write_text(json.dumps(settings))
     (path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return path
@@ -109,6 +109,23 @@ def test_records_must_belong_together(tmp_path, changed, message):
     folder = folder_of(tmp_path / "1", [record("full", "a", 1.0), {**quest(64, "a", 1.0), **changed}])
     with pytest.raises(EvalError, match=message):
         judge([folder], Target(target=0.98))
+
+
+def test_records_of_a_file_that_has_changed_do_not_belong_together(tmp_path):
+    def files(*digits):
+        return {"book": [{"file": f"pg19/{digit}.txt", "sha256": digit * 64} for digit in digits]}
+
+    dense, sparse = [record("full", "a", 1.0)], [quest(64, "a", 1.0)]
+    first = folder_of(tmp_path / "1", dense, files("1", "2"))
+    second = folder_of(tmp_path / "2", sparse, files("2"))  # fewer samples may need fewer files
+    assert [found["method"] for found in judge([first, second], Target(target=0.98))["results"]] == ["quest"]
+    changed = {"book": [{"file": "pg19/2.txt", "sha256": "3" * 64}]}
+    third = folder_of(tmp_path / "3", sparse, changed)
+    with pytest.raises(
+        EvalError, match=r"differ in the data of book: pg19/2.txt has sha256 2+ in .*1 and sha256 3+ in"
+    ):
+        judge([first, third], Target(target=0.98), tmp_path / "budget.json")
+    assert not (tmp_path / "budget.json").exists()
 
 
 def test_samples_without_every_setting_leave_nothing_to_judge(tmp_path):
