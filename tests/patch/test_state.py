@@ -317,12 +317,24 @@ def test_hidden_states_of_tokens_that_are_not_cached_are_zero(method_name):
         assert (states[mask == 0] == 0).all()
 
 
+def _pickling_error(model):
+    try:
+        pickle.dumps(model)
+    except AttributeError as error:
+        return str(error)
+    return None
+
+
 @every_method
 @pytest.mark.parametrize("is_used", [False, True])
 @torch.inference_mode()
 def test_a_patched_model_can_be_pickled(model, method_name, is_used):
     ids = random_ids(1, 60)
+    error = _pickling_error(model)  # of Transformers 5.20 with the package `kernels`, whose modules are local classes
     patch_model(model, method_name, **SMALL[method_name])
+    if error is not None:
+        assert _pickling_error(model) == error
+        return
     if is_used:
         model.generate(ids, **GREEDY)
     twin = pickle.loads(pickle.dumps(model))
