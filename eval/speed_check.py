@@ -31,7 +31,7 @@ def check_covering(
     work: Work,
     method: SparseMethod,
     dense_ids: Sequence[Sequence[int]],
-    on_host: Side | None = None,
+    on_host: Side | None,
 ) -> dict[str, Any]:
     """Raise unless the method, with a budget for everything, starts with the same tokens as dense attention.
 

@@ -1,15 +1,13 @@
 """Models that decode with steps on thread-block clusters, on the CPU by the kernels' sources compiled for it."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from hf_sparse_attn_kernels import _cluster, use_impl
 from hf_sparse_attn_kernels import _tuning as tuning
+from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import sparse_attention, sparse_attention_stats
-from tests.models import DEVICE, make_model, random_ids
-from tests.ops.emulation import CpuKernel, on_cpu
+from tests.models import make_model, random_ids
+from tests.ops.emulation import on_device, recorded_launches
 from tests.ops.test_cluster_steps import FAMILIES
 
 METHODS = {
@@ -27,9 +25,7 @@ def test_a_model_decodes_as_with_the_references(family, method, monkeypatch):
     ids = random_ids(2, 400)
     mask = torch.ones_like(ids)
     mask[0, :61] = 0
-    launches, kernel = [], _cluster.ClusterKernel if DEVICE == "cuda" else CpuKernel
-    launch = kernel.__call__
-    monkeypatch.setattr(kernel, "__call__", lambda self, *options: launches.append(launch(self, *options)))
+    launches = recorded_launches(monkeypatch)
 
     def decode(impl):
         with sparse_attention(model, method, **METHODS[method]), use_impl(impl):
@@ -41,8 +37,8 @@ def test_a_model_decodes_as_with_the_references(family, method, monkeypatch):
 
     expected, read = decode("reference")
     assert not launches
-    on_device = nullcontext() if DEVICE == "cuda" else on_cpu(family.module, family.kernel)
-    with on_device, tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}):
+    chosen = tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}})
+    with on_device(family.module, family.kernel), chosen:
         found, also_read = decode("cluster")
     assert len(launches) == NEW_TOKENS - 1
     assert 0 < also_read.kv_bytes < also_read.dense_bytes

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels._nvrtc import CudaError
 
 from tests.ops.codes import test_append_and_attend_tokens as codes
-from tests.ops.emulation import MOST_SHARED, CpuKernel, on_cpu, planned_with
+from tests.ops.emulation import MOST_SHARED, on_device, planned_with, recorded_launches
 from tests.ops.helpers import device, grid
 from tests.ops.psa import test_append_and_attend_progressively as psa
 from tests.ops.quest import test_append_and_attend as quest
@@ -317,16 +317,14 @@ def test_a_driver_that_does_not_say_its_shared_memory_has_no_plan(driver, monkey
 @pytest.mark.parametrize("backend", ["aot_eager", grid("eager")])
 @torch.no_grad()
 def test_a_compiled_step_does_what_an_uncompiled_one_does(family, backend, monkeypatch):
-    launches, kernel = [], _cluster.ClusterKernel if device.type == "cuda" else CpuKernel
-    launch = kernel.__call__
-    monkeypatch.setattr(kernel, "__call__", lambda self, *options: launches.append(launch(self, *options)))
+    launches = recorded_launches(monkeypatch)
     torch._dynamo.reset()
     function = family.function
     step = torch.compile(lambda arguments: function(**arguments), fullgraph=True, backend=backend)
     arguments = family.arguments((150, 33), kv_heads=1, group=4)
     ours, expected = (family.tests._copy(arguments) for _ in range(2))
-    on_device = nullcontext() if device.type == "cuda" else on_cpu(family.module, family.kernel)
-    with on_device, tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}), use_impl("cluster"):
+    on_clusters = on_device(family.module, family.kernel)
+    with on_clusters, tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}), use_impl("cluster"):
         for token in range(2):
             found, exact = step(ours), function(**expected)
             assert len(launches) == 2 * (token + 1)

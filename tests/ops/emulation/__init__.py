@@ -3,7 +3,7 @@
 import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,10 +78,24 @@ def clusters_fixture(module: ModuleType, name: str) -> Any:
 
     @pytest.fixture
     def on_clusters() -> Iterator[None]:
-        with nullcontext() if torch.cuda.is_available() else on_cpu(module, name):
+        with on_device(module, name):
             yield
 
     return on_clusters
+
+
+def on_device(module: ModuleType, name: str) -> AbstractContextManager[None]:
+    """Let a step's implementation on clusters run on the CUDA device, or where there is none as :func:`on_cpu`."""
+    return nullcontext() if torch.cuda.is_available() else on_cpu(module, name)
+
+
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Return a list that gets an entry with each launch of a kernel on clusters."""
+    kernel: Any = _cluster.ClusterKernel if torch.cuda.is_available() else CpuKernel
+    launches: list[None] = []
+    launch = kernel.__call__
+    monkeypatch.setattr(kernel, "__call__", lambda self, *options: launches.append(launch(self, *options)))
+    return launches
 
 
 @contextmanager
