@@ -1,6 +1,7 @@
 """Keys and values in host memory: the tokens and logits of the device's storage, and what crosses the link."""
 
 import copy
+import ctypes
 import gc
 import weakref
 from dataclasses import replace
@@ -22,7 +23,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.cache.host import kept, memory, prompts, room, storage
+from hf_sparse_attn.cache.host import kept, managed, memory, prompts, room, storage
 from hf_sparse_attn.cache.host.storage import GrowingHostStorage, StaticHostStorage
 from hf_sparse_attn.cache.offload.transfers import Transfers
 from hf_sparse_attn.cache.storage import GrowingStorage
@@ -453,11 +454,50 @@ def test_available_memory_is_the_least_of_system_and_container(version, tmp_path
 
 
 @pytest.mark.gpu
-def test_kernels_and_host_share_the_memory_and_it_is_unpinned_in_the_end():
+@pytest.mark.parametrize("is_managed", [True, False])
+def test_kernels_and_host_share_the_memory_and_it_is_freed_in_the_end(is_managed, monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
+    if not is_managed:
+        monkeypatch.setattr(memory, "managed_bytes", lambda num_bytes, device: None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         gc.collect()
-        check_shared_memory(dtype, device, head_dim=80)
+        host = check_shared_memory(dtype, device, head_dim=80)
+        # Memory that is registered is unpinned with its last alias, and stays the host's own.
+        assert is_of_cuda(host) == is_managed
+        begin = host.data_ptr()
+        del host
+        gc.collect()
+        assert not is_of_cuda(begin)
+
+
+def is_of_cuda(host: torch.Tensor | int) -> bool:
+    """Whether the CUDA driver knows the memory of a tensor, or at an address."""
+    begin = host if isinstance(host, int) else host.data_ptr()
+    kind = ctypes.c_uint()
+    memory_type = 2
+    return (
+        ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(kind), memory_type, ctypes.c_uint64(begin)) == 0
+    )
+
+
+@pytest.mark.gpu
+def test_managed_memory_stays_on_the_host():
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.mem_get_info()[0]
+    host, keys, _ = memory.host_tokens((1, 8, 65536, 128), torch.bfloat16, device)  # 256 MiB
+    assert is_of_cuda(host)
+    assert not host.is_pinned()
+    for _ in range(3):
+        keys.add_(1)
+        torch.cuda.synchronize()
+        host[:, :, ::4096] += 1
+    assert bool((keys[:, :, ::4096] == 6).all())
+    assert before - torch.cuda.mem_get_info()[0] < 128 * 2**20
+
+
+def test_without_a_driver_no_memory_is_managed(monkeypatch):
+    monkeypatch.setattr(managed, "_driver", lambda: None)
+    assert managed.managed_bytes(16, torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -469,7 +509,6 @@ def test_keys_and_values_are_neighbours_without_a_storage_in_common(head_dim, dt
 def check_shared_memory(dtype, device, head_dim):
     host, keys, values = memory.host_tokens((2, 3, 5, head_dim), dtype, device)
     assert keys.device == values.device == device
-    assert host.is_pinned() == (device.type == "cuda")
     assert host.data_ptr() == keys.data_ptr()
     assert values.data_ptr() - keys.data_ptr() < 16 + head_dim * dtype.itemsize
     for tensor in (keys, values):
@@ -492,15 +531,19 @@ def check_shared_memory(dtype, device, head_dim):
     assert bool((values[0] == 3).all())
     del keys, tensor
     gc.collect()
-    assert host.is_pinned() == (device.type == "cuda")
+    if device.type == "cuda":
+        assert is_of_cuda(host)
+    assert torch.equal(values[1].cpu(), host[1, :, :, 1])
     del values
     gc.collect()
-    assert not host.is_pinned()
+    assert bool((host[0] == 3).all())
+    return host
 
 
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_where_the_driver_pins_no_pages_torch_allocates_them_and_a_second_refusal_is_an_error(monkeypatch):
+    monkeypatch.setattr(memory, "managed_bytes", lambda num_bytes, device: None)
     monkeypatch.setattr(memory, "_register", lambda host, device: False)
     model = make_model("llama")
     with sparse_attention(model, SMALL[0]):

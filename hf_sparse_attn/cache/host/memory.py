@@ -1,4 +1,4 @@
-"""Pinned host memory as tensors of a device. All that is particular to CUDA's unified addressing is in this file."""
+"""Host memory as tensors of a device. What is particular to CUDA's unified addressing is here and in ``managed``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from hf_sparse_attn.cache.host.managed import managed_bytes
+from hf_sparse_attn.cache.host.release import release, release_postponed
 from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.offload.transfers import pinned_empty
 
@@ -47,8 +50,8 @@ class PinnedPages:
     """Pages of host memory that a CUDA device can address, of zeros.
 
     They have exactly the size asked for: PyTorch's own pinned allocator rounds up to a power of two, which may double
-    the gigabytes of a long context, so it is used only where the driver refuses to pin pages of one's own. They are
-    unpinned and freed once no tensor shows them.
+    the gigabytes of a long context, so it is used only where the driver refuses other ways. They are freed, or
+    unpinned, once no tensor shows them.
 
     Parameters
     ----------
@@ -64,17 +67,11 @@ class PinnedPages:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        _unpin_remaining()
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in PAGE_ADVICE:
-            if hasattr(mmap, advice):
-                with suppress(OSError):  # a kernel without it
-                    pages.madvise(getattr(mmap, advice))
-        self.host = torch.frombuffer(pages, dtype=torch.uint8)
-        is_registered = _register(self.host, device)
-        if not is_registered:
-            self.host = _pinned_by_torch(num_bytes)
-        weakref.finalize(self, _release, self.host, is_registered, device).atexit = False
+        release_postponed()
+        host = managed_bytes(num_bytes, device)
+        if host is None:
+            host = self._registered_bytes(num_bytes, device)
+        self.host = _pinned_by_torch(num_bytes) if host is None else host
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -82,6 +79,19 @@ class PinnedPages:
             "strides": None,
             "version": 3,
         }
+
+    def _registered_bytes(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
+        """Allocate pages and pin them for as long as this object lives; return None if the driver refuses."""
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in PAGE_ADVICE:
+            if hasattr(mmap, advice):
+                with suppress(OSError):  # a kernel without it
+                    pages.madvise(getattr(mmap, advice))
+        host = torch.frombuffer(pages, dtype=torch.uint8)
+        if not _register(host, device):
+            return None
+        weakref.finalize(self, release, partial(_unregister, host), device).atexit = False
+        return host
 
 
 def _register(host: torch.Tensor, device: torch.device) -> bool:
@@ -96,6 +106,10 @@ def _register(host: torch.Tensor, device: torch.device) -> bool:
     return False
 
 
+def _unregister(host: torch.Tensor) -> None:
+    _runtime().cudaHostUnregister(host.data_ptr())
+
+
 def _pinned_by_torch(num_bytes: int) -> torch.Tensor:
     """Allocate zeros by PyTorch's pinned allocator, where pages of one's own cannot be pinned."""
     try:
@@ -106,25 +120,6 @@ def _pinned_by_torch(num_bytes: int) -> torch.Tensor:
             f"({str(error).splitlines()[0]}): free host memory, raise the limit on locked memory (ulimit -l), lower "
             "the batch or the context, or use kv_storage='device'"
         ) from error
-
-
-_remaining: list[tuple[torch.Tensor, bool, torch.device]] = []
-"""Memory whose last tensor was freed while a CUDA graph was being recorded, when nothing may be unpinned."""
-
-
-def _release(host: torch.Tensor, is_registered: bool, device: torch.device) -> None:
-    """Unpin memory, which is freed with the last reference to it, after the work that may still use it."""
-    if torch.cuda.is_current_stream_capturing():
-        _remaining.append((host, is_registered, device))
-        return
-    torch.cuda.synchronize(device)
-    if is_registered:
-        _runtime().cudaHostUnregister(host.data_ptr())
-
-
-def _unpin_remaining() -> None:
-    while _remaining:
-        _release(*_remaining.pop())
 
 
 def _runtime() -> Any:
