@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -40,8 +40,8 @@ class Point:
     """A variant over samples that it shares with the other variants of its model.
 
     Of the samples with needles these are the ones that every variant has measured, apart from variants that have
-    measured no needle at all; the same holds for the other samples. What is a mean over both is None for a variant that
-    has measured only one kind.
+    measured no needle at all, or none of a task; the same holds for the other samples. What is a mean over both is None
+    for a variant that has measured only one kind.
     """
 
     method: str
@@ -89,6 +89,8 @@ class Frontier:
     points: tuple[Point, ...]
     left_out: tuple[str, ...]
     """Variants of which no sample was measured."""
+    incomplete: tuple[str, ...]
+    """Variants that lack a whole task of a kind of which they measured another. They have no point."""
 
     @property
     def of_one_kind(self) -> tuple[str, ...]:
@@ -128,7 +130,8 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
     by_kind: dict[bool, list[dict[Column, Record]]] = {True: [], False: []}
     for found in measured.values():
         by_kind[is_needle(next(iter(found.values())))].append(found)
-    needles, others = _shared(by_kind[True]), _shared(by_kind[False])
+    incomplete = _incomplete(by_kind[True]) | _incomplete(by_kind[False])
+    needles, others = _shared(by_kind[True], incomplete), _shared(by_kind[False], incomplete)
     samples, has_both = [*needles, *others], bool(needles and others)
     if not samples or not any(column[0] != DENSE for column in tried):
         return None
@@ -149,14 +152,30 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
         len(others),
         tuple(dict.fromkeys(_place(next(iter(found.values()))) for found in samples)),
         tuple(sorted(points, key=lambda point: column_order(point.method, point.token_budget, point.variant))),
-        tuple(" ".join(str(part) for part in column if part) for column in columns if column not in tried),
+        tuple(_name(column) for column in columns if column not in tried),
+        tuple(_name(column) for column in columns if column in incomplete),
     )
 
 
-def _shared(measured: Sequence[dict[Column, Record]]) -> list[dict[Column, Record]]:
-    """Return the samples of a kind that every variant has measured which has measured any of them."""
-    columns = {column for found in measured for column in found}
-    return [found for found in measured if len(found) == len(columns)]
+def _name(column: Column) -> str:
+    return " ".join(str(part) for part in column if part)
+
+
+def _incomplete(measured: Sequence[dict[Column, Record]]) -> set[Column]:
+    """Return the variants that have measured samples of a kind, but none of one of its tasks."""
+    places: dict[Column, set[str]] = defaultdict(set)
+    for found in measured:
+        for column, record in found.items():
+            places[column].add(_place(record))
+    every = set().union(*places.values())
+    return {column for column, own in places.items() if own != every}
+
+
+def _shared(measured: Sequence[dict[Column, Record]], incomplete: Set[Column]) -> list[dict[Column, Record]]:
+    """Return the samples of a kind that every complete variant has measured which has measured any of them."""
+    complete = [{column: found[column] for column in found if column not in incomplete} for found in measured]
+    columns = {column for found in complete for column in found}
+    return [found for found in complete if len(found) == len(columns)]
 
 
 def _place(record: Record) -> str:

@@ -69,6 +69,8 @@ def frontier_markdown(folder: Path, table: Table, figures: bool = True) -> str:
         parts.append(f"**{Path(frontier.model).name}**, {frontier.dtype}, {frontier.device}: {_samples(frontier)}.\n")
         if frontier.left_out:
             parts.append(f"Not measured, since every sample failed: {', '.join(frontier.left_out)}.\n")
+        if frontier.incomplete:
+            parts.append(f"Without a point, since whole tasks are missing: {', '.join(frontier.incomplete)}.\n")
         if frontier.of_one_kind:
             parts.append(f"Measured on samples of one kind alone: {', '.join(frontier.of_one_kind)}.\n")
         if figures:

@@ -73,7 +73,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         Last queries of a prompt to keep for forks: the ``keeps_queries`` of their methods. A patched model keeps them,
         and with them the mean of all of the prompt's queries.
     kv_storage
-        Where keys and values lie: ``"device"``, or ``"host"`` for pinned host memory, which the kernels of decode steps
+        Where keys and values lie: ``"device"``, or ``"host"`` for host memory, which the kernels of decode steps
         read themselves. Metadata and dense layers stay on the device.
     head_shard
         The part of the KV heads that this process has under tensor parallelism; :meth:`for_model` knows it.

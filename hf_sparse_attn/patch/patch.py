@@ -106,7 +106,7 @@ def patch_model(
     method
         A name in ``METHODS``, or a method such as ``Quest(token_budget=1024)``.
     kv_storage
-        Where the caches that the model creates keep K and V: ``"device"``, or ``"host"`` for pinned host memory, which
+        Where the caches that the model creates keep K and V: ``"device"``, or ``"host"`` for host memory, which
         the kernels of decode steps read themselves, so that a context need not fit into the device's memory. Methods
         whose steps read keys that they do not select are refused.
     hyperparameters

@@ -251,6 +251,55 @@ def test_the_kernels_page_has_the_figures_of_the_h100():
     ) in text
 
 
+def test_the_kernels_page_has_keycodes_figures_of_the_h200():
+    entries = json.loads((ROOT / "kernels/benchmarks/results/nvidia-h200.json").read_text())["entries"]
+    steps = {(each["op"], each["variant"], each["shape"]["name"]): each for each in entries if each["times"]}
+    first, *others = (f"q32-kv8-d128-{rest}" for rest in ("b1-128K", "b1-512K", "b8-128K"))
+
+    def us(op, variant):
+        return steps[op, variant, first]["times"]["layers"]["median"]
+
+    def ratio(reduction, shape, keys=""):
+        return steps["code_step", f"{reduction}, clusters{keys}", shape]["against"]["layers"]["ratio"]
+
+    many = ratio("softmax", "q32-kv32-d128-b1-128K")
+    over = [us("code_step", f"{name}, clusters") / us("cluster_step", "clusters") for name in ("max", "softmax")]
+    long, batch = ((ratio("softmax", shape), ratio("max", shape)) for shape in others)
+    codes, quick = ratio("softmax", first), ratio("max", first)
+    text_like = [ratio(name, others[0], ", text") for name in ("softmax", "max")]
+    assert (
+        f"There it is {many:.1f}x with 32/32 heads at 128K; with 32/8 heads at 128K {codes:.1f}x, and "
+        f'{quick:.1f}x with `"max"`, which takes {over[0]:.2f} times as long as Quest\'s step with 2,048 '
+        f"tokens, where softmax takes {over[1]:.2f} times as long; at 512K {long[0]:.1f}x and {long[1]:.1f}x, and at "
+        f"batch 8 {batch[0]:.1f}x and {batch[1]:.1f}x. With keys as in a text, {text_like[0]:.1f}x and "
+        f"{text_like[1]:.1f}x at 512K."
+    ) in (ROOT / "kernels/README.md").read_text()
+
+
+def test_keycodes_page_has_the_figures_of_variants_with_as_many_bytes():
+    shown = {}
+    for run in ("21-passkey", "22-needle"):
+        summary = json.loads((ROOT / f"eval/results/results-keycodes-bytes/{run}/summary.json").read_text())
+        for entry in summary["table"]:
+            place = entry["method"], entry["token_budget"]
+            shown.setdefault(place, []).append((100 * (entry["kv_fraction"] or 0), entry["divergence"], entry["score"]))
+
+    def read(*place):
+        return " and ".join(f"{kv:.1f}" for kv, *_ in shown[place])
+
+    def kl(*place):
+        return " and ".join(f"{divergence:.4f}" for _, divergence, _ in shown[place])
+
+    text = " ".join((ROOT / "docs/methods/keycodes.md").read_text().split())
+    assert (
+        f"Quest without them reads {read('quest', 1024)} % with 1,024 tokens, at a divergence of {kl('quest', 1024)}; "
+        f"KeyCodes with 208 tokens reads {read('keycodes', 208)} %, at {kl('keycodes', 208)}, and finds all. With "
+        f"2,048 tokens and no dense layers Quest reads {read('quest', 2048)} %, at {kl('quest', 2048)}; KeyCodes with "
+        f"1,344 reads {read('keycodes', 1344)} %, at {kl('keycodes', 1344)}."
+    ) in text
+    assert [score for *_, score in shown["keycodes", 208]] == [1, 1]
+
+
 def test_tokens_of_one_gpu_and_of_two():
     reports = {
         name: json.loads((ROOT / f"eval/results/split/{name}.json").read_text()) for name in ("one", "heads", "layers")

@@ -123,6 +123,17 @@ def test_a_variant_that_measured_needles_alone_takes_no_other_sample_from_the_re
     assert "quest" in {line.get_label() for line in found.lines}
 
 
+def test_a_variant_that_lacks_a_task_has_no_point_and_takes_no_sample_from_the_rest(tmp_path):
+    book = records_of("passkey", "book", 3, length=4000)
+    sentences = [each for each in records_of("needle", "book", 2, length=4000) if each["variant"] != "bits=2"]
+    others = records_of("longbench", "lcc", 2, score=None)
+    [frontier] = frontiers(sweep(tmp_path, book, sentences, others) / SWEEP)
+    assert (frontier.needles, frontier.others) == (5, 2)
+    assert frontier.incomplete == ("keycodes 256 bits=2",)
+    assert [point.name for point in frontier.points] == ["dense", "keycodes 256", "quest 256", "quest 1,024"]
+    assert "Without a point, since whole tasks are missing: keycodes 256 bits=2." in frontier_tables(tmp_path, SWEEP)
+
+
 def test_models_have_frontiers_of_their_own_and_devices_are_not_mixed(tmp_path):
     large, small = (records_of("passkey", "book", 2, length=4000, model=name) for name in ("large", "small"))
     assert [frontier.model for frontier in frontiers(sweep(tmp_path, large, small) / SWEEP)] == ["large", "small"]

@@ -34,8 +34,7 @@ CONTROL_GROUP_FILES = (
 class HostTokens(NamedTuple):
     """Keys and values in one block of host memory, seen from both sides.
 
-    The key and the value of a token are neighbours. Where the tokens that a step reads lie far apart, the time goes
-    into finding their pages, and so half as many have to be found.
+    The key and the value of a token are neighbours: where pages are small, half as many have to be found.
     """
 
     host: torch.Tensor

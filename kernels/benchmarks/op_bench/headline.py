@@ -132,6 +132,9 @@ def _needles(root: Path) -> list[list[str]]:
 
 
 def _mean(entries: list[Record], name: str, method: str, budget: int | None) -> float:
-    found = [entry for entry in entries if entry["method"] == method and entry["token_budget"] in (budget, None)]
-    samples: int = sum(entry["samples"] for entry in found)
-    return float(sum(entry[name] * entry["samples"] for entry in found) / samples)
+    of_task: dict[tuple[Any, ...], Record] = {}  # every run has dense attention, of which one for each task counts
+    for entry in entries:
+        if entry["method"] == method and entry["token_budget"] in (budget, None):
+            of_task.setdefault(tuple(entry[part] for part in ("benchmark", "task", "length")), entry)
+    samples: int = sum(entry["samples"] for entry in of_task.values())
+    return float(sum(entry[name] * entry["samples"] for entry in of_task.values()) / samples)
