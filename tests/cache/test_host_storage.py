@@ -23,7 +23,7 @@ from hf_sparse_attn import (
     sparse_attention_stats,
     unpatch_model,
 )
-from hf_sparse_attn.cache.host import kept, managed, memory, prompts, room, storage
+from hf_sparse_attn.cache.host import kept, memory, prompts, room, storage
 from hf_sparse_attn.cache.host.storage import GrowingHostStorage, StaticHostStorage
 from hf_sparse_attn.cache.offload.transfers import Transfers
 from hf_sparse_attn.cache.storage import GrowingStorage
@@ -493,11 +493,6 @@ def test_managed_memory_stays_on_the_host():
         host[:, :, ::4096] += 1
     assert bool((keys[:, :, ::4096] == 6).all())
     assert before - torch.cuda.mem_get_info()[0] < 128 * 2**20
-
-
-def test_without_a_driver_no_memory_is_managed(monkeypatch):
-    monkeypatch.setattr(managed, "_driver", lambda: None)
-    assert managed.managed_bytes(16, torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

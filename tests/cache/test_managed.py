@@ -1,0 +1,88 @@
+"""CUDA's managed memory, by a driver that only notes its calls: what is freed, and when there is none."""
+
+import ctypes
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_sparse_attn.cache.host import managed
+
+
+def test_without_a_driver_no_memory_is_managed(monkeypatch):
+    monkeypatch.setattr(managed, "_driver", lambda: None)
+    assert managed.managed_bytes(16, torch.device("cuda", 0)) is None
+
+
+class Driver:
+    """The calls of CUDA's driver that manage memory, over a buffer of the test; one of them may fail."""
+
+    def __init__(self, is_concurrent=True, failing=""):
+        self.is_concurrent, self.failing = is_concurrent, failing
+        self.buffer = (ctypes.c_ubyte * 64)(*range(64))
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = self.is_concurrent
+            if name == "cuMemAllocManaged":
+                arguments[0]._obj.value = ctypes.addressof(self.buffer)
+            if name == "cuMemsetD8Async":
+                ctypes.memset(*(argument.value for argument in arguments[:3]))
+            return 2 if name == self.failing else 0
+
+        return call
+
+
+@pytest.fixture
+def of_driver(monkeypatch):
+    """A function that returns 64 bytes of a driver's managed memory for a device 3, or None."""
+
+    class Stream:
+        cuda_stream = 7
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(managed, "release", lambda free, device: free())
+
+    def allocate(driver):
+        monkeypatch.setattr(managed, "_driver", lambda: driver)
+        return managed.managed_bytes(64, torch.device("cuda", 3))
+
+    return allocate
+
+
+def test_managed_memory_is_zeros_that_are_freed_with_the_last_view(of_driver):
+    driver = Driver()
+    host = of_driver(driver)
+    assert host.tolist() == [0] * 64
+    view = host[8:]
+    del host
+    gc.collect()
+    assert "cuMemFree_v2" not in driver.calls
+    view[0] = 5
+    assert driver.buffer[8] == 5
+    del view
+    gc.collect()
+    assert driver.calls.count("cuMemFree_v2") == 1
+
+
+@pytest.mark.parametrize("failing", ["cuMemAdvise", "cuMemPrefetchAsync", "cuMemsetD8Async", "cuMemAllocManaged"])
+def test_managed_memory_that_is_refused_in_part_is_freed(failing, of_driver):
+    driver = Driver(failing=failing)
+    assert of_driver(driver) is None
+    gc.collect()
+    assert driver.calls.count("cuMemFree_v2") == (failing != "cuMemAllocManaged")
+
+
+def test_no_memory_is_managed_where_host_and_device_may_not_share_it(of_driver):
+    driver = Driver(is_concurrent=False)
+    assert of_driver(driver) is None
+    assert driver.calls == ["cuDeviceGetAttribute"]
