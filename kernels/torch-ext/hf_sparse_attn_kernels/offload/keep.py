@@ -1,7 +1,7 @@
 """Triton launcher and kernels of `keep_chosen`: one launch assigns slots, another reads the missing blocks.
 
 The first has a program a row and KV head. Its threads exchange slots through the tables in global memory, between
-barriers. The second is spread over the device, so that enough bytes are on their way over the link.
+barriers. The second has as many programs as keep the link busy.
 """
 # Triton's decorator is untyped, and so are a kernel's arguments.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -15,7 +15,9 @@ from .._triton import cdiv, launch_options, multiprocessors, next_power_of_2, wa
 MOST_ENTRIES = 1024
 """Entries of a selection, or slots, that the assigning program holds at once."""
 LOADED_BYTES = 8192  # of keys and values that a loading program requests at once: four times 16 in each thread
-LOADERS = 4  # loading programs for each multiprocessor, at most
+MULTIPROCESSORS_PER_LOADER = 4
+"""At least, unless pairs are many. A link needs some hundred KB on their way, each of them for about two microseconds.
+With megabytes on their way, tokens that are spread over gigabytes took longer: too many wait for their addresses."""
 
 
 @triton.jit
@@ -246,7 +248,8 @@ def keep_chosen(
     )
     block_d = next_power_of_2(head_dim)
     block_t = max(1, LOADED_BYTES // 2 // (block_d * keys.element_size()))
-    programs = min(cdiv(chosen * block_size, block_t), cdiv(LOADERS * multiprocessors(keys.device), pairs))
+    loaders = cdiv(multiprocessors(keys.device), MULTIPROCESSORS_PER_LOADER)
+    programs = min(cdiv(chosen * block_size, block_t), cdiv(loaders, pairs))
     load_chosen_kernel[(programs, pairs)](
         keys,
         values,
