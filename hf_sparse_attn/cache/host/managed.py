@@ -1,4 +1,4 @@
-"""CUDA's managed memory, told to stay on the host. The driver maps it for kernels in pages of 2 MiB.
+"""CUDA's managed memory, told to stay on the host. The driver maps it for kernels in large pages.
 
 Kernels that read single tokens, spread over gigabytes, then take as long as the link does. Host memory that is pinned
 (cudaHostRegister, cudaHostAlloc) was mapped in smaller pages, however large the host's own were, and the time went into

@@ -70,7 +70,9 @@ class PinnedPages:
         host = managed_bytes(num_bytes, device)
         if host is None:
             host = self._registered_bytes(num_bytes, device)
-        self.host = _pinned_by_torch(num_bytes) if host is None else host
+        if host is None:
+            host = self._bytes_of_torch(num_bytes, device)
+        self.host = host
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -92,6 +94,12 @@ class PinnedPages:
         weakref.finalize(self, release, partial(_unregister, host), device).atexit = False
         return host
 
+    def _bytes_of_torch(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Allocate zeros by PyTorch's pinned allocator, which gets them back after the work that may use them."""
+        host = _pinned_by_torch(num_bytes)
+        weakref.finalize(self, release, partial(_drop, host), device).atexit = False
+        return host
+
 
 def _register(host: torch.Tensor, device: torch.device) -> bool:
     """Pin memory, and return whether the driver allowed it."""
@@ -107,6 +115,10 @@ def _register(host: torch.Tensor, device: torch.device) -> bool:
 
 def _unregister(host: torch.Tensor) -> None:
     _runtime().cudaHostUnregister(host.data_ptr())
+
+
+def _drop(host: torch.Tensor) -> None:
+    """Do nothing: what was held for this call is freed after it."""
 
 
 def _pinned_by_torch(num_bytes: int) -> torch.Tensor:
