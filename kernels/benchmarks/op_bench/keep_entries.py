@@ -15,7 +15,8 @@ from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import Settings, Shape
 from op_bench.workload import DTYPE
 
-KEEP_SHAPES = (Shape(32, 8, 128, 1, 32768), Shape(28, 4, 128, 1, 32768))
+KEEP_SHAPES = (Shape(32, 8, 128, 1, 32768), Shape(28, 4, 128, 1, 32768), Shape(32, 8, 128, 1, 524288))
+"""The last has gigabytes in each layer, over which the tokens are spread."""
 
 
 @dataclass(frozen=True)
