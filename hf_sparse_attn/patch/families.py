@@ -17,6 +17,7 @@ SCALED_BY_POSITION = "it scales queries by their positions"
 NORM_OF_ALL_HEADS = "it normalizes the queries of all heads together"
 CLIPPED = "it may clip queries"
 FUSED = "one projection makes its queries, keys and values"
+ABSOLUTE = "it has absolute positions instead of RoPE"
 MROPE = "its RoPE gives a token of an image three positions (time, height and width), where a slot is one"
 
 
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     **_families("glm4_moe phi solar_open", rehearsal=PARTIAL),
     **_families("olmo", rehearsal=CLIPPED),
     **_families("phi3", rehearsal=FUSED),
+    **_families("gpt_bigcode", ABSOLUTE, ABSOLUTE, ABSOLUTE),
 }
 """Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
 
@@ -111,7 +113,6 @@ REFUSED: dict[str, str] = {
         "big_bird codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert "
         "roformer xglm xlm xlnet"
     ),
-    "it has absolute positions instead of RoPE": "gpt_bigcode",
     "it reads more than text; its language model may be supported": (
         "cohere_compass_text emu3 fuyu moss_transcribe_diarize phi4_multimodal"
     ),

@@ -131,7 +131,7 @@ def test_a_rehearsed_query_is_the_modules_own(model_type):
 
 
 @pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys])
-@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat"])
+@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat", "gpt_bigcode"])
 def test_methods_that_rotate_keys_are_refused(model_type, method_name):
     model = without_windows(model_type)
     with pytest.raises(ValueError, match=rf"'{method_name}' caches keys before RoPE .*'{model_type}'.*; use a method"):
