@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hf_sparse_attn.cache.host import managed
+from hf_sparse_attn.cache.host import managed, release
 
 
 def test_without_a_driver_no_memory_is_managed(monkeypatch):
@@ -86,3 +86,17 @@ def test_no_memory_is_managed_where_host_and_device_may_not_share_it(of_driver):
     driver = Driver(is_concurrent=False)
     assert of_driver(driver) is None
     assert driver.calls == ["cuDeviceGetAttribute"]
+
+
+def test_what_cannot_be_freed_while_a_graph_is_recorded_waits(monkeypatch):
+    freed, is_recording = [], True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_recording)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: freed.append("after the device's work"))
+    release.release(lambda: freed.append("memory"), torch.device("cuda", 0))
+    release.release_postponed()
+    assert freed == []
+    is_recording = False
+    release.release_postponed()
+    release.release_postponed()
+    assert freed == ["after the device's work", "memory"]

@@ -1,8 +1,8 @@
-"""CUDA's managed memory, told to stay on the host. The driver maps it for kernels in large pages.
+"""CUDA's managed memory, told to stay on the host.
 
-Kernels that read single tokens, spread over gigabytes, then take as long as the link does. Host memory that is pinned
-(cudaHostRegister, cudaHostAlloc) was mapped in smaller pages, however large the host's own were, and the time went into
-translating addresses.
+Kernels that read single tokens out of it, spread over gigabytes, take as long as the link does. Out of host memory that
+is pinned (cudaHostRegister, cudaHostAlloc) they took the longer, the wider the tokens were spread, however large the
+host's own pages were: the time went into translating addresses.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ CONTROL_GROUP_FILES = (
 class HostTokens(NamedTuple):
     """Keys and values in one block of host memory, seen from both sides.
 
-    The key and the value of a token are neighbours: where pages are small, half as many have to be found.
+    The key and the value of a token are neighbours, so that half as many addresses have to be translated.
     """
 
     host: torch.Tensor
@@ -139,7 +139,7 @@ def _runtime() -> Any:
 
 
 def host_tokens(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> HostTokens:
-    """Allocate lasting host memory of zeros for a device's keys and values, pinned unless the device is a CPU.
+    """Allocate lasting host memory of zeros for a device's keys and values, under an address that its kernels use too.
 
     Parameters
     ----------

@@ -21,6 +21,8 @@ def release(free: Callable[[], object], device: torch.device) -> None:
 
 
 def release_postponed() -> None:
-    """Free what was left for later."""
-    while _postponed:
-        release(*_postponed.pop())
+    """Free what was left for later, if it can be freed now."""
+    postponed = _postponed.copy()
+    _postponed.clear()
+    for free, device in postponed:
+        release(free, device)
