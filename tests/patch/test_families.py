@@ -107,7 +107,8 @@ def test_norms_and_rope_that_are_compiled_compute_the_same(model_type, monkeypat
         expected = decode(model, SparseCache.for_model(model, RANDOM.max_cache_len))
         with fused(model):
             assert difference(decode(model, SparseCache.for_model(model, RANDOM.max_cache_len)), expected) == "equal"
-    assert counters["stats"]["unique_graphs"] > 0
+    # gpt_bigcode's norms are torch's, one kernel each, and it has no RoPE.
+    assert (counters["stats"]["unique_graphs"] > 0) == (model_type != "gpt_bigcode")
     assert not counters["graph_break"]
 
 
