@@ -32,10 +32,11 @@ from hf_sparse_attn import (
     sparse_attention,
 )
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.heads import head_dim_of
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
-from hf_sparse_attn.rope import RopeTables, decoder_rotary, head_dim_of, rotated
+from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
 if TYPE_CHECKING:
     from eval.speed_config import SpeedConfig

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn.cache.lasting import lasting_tensors, mark_static
+from hf_sparse_attn.heads import head_dim_of
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -221,12 +222,6 @@ def has_rope_by_kind(config: PreTrainedConfig) -> bool:
     """Whether full-attention and sliding-window layers each have a RoPE of their own."""
     settings = getattr(config, "rope_parameters", None) or {}
     return any(isinstance(kind, dict) for kind in settings.values())
-
-
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the width of a head, which older configurations do not state."""
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim
 
 
 def _rope_settings(config: PreTrainedConfig) -> dict[str, Any]:

@@ -66,6 +66,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True},
     "qwen3_moe": ALL_FULL,
     "gpt_bigcode": {"num_key_value_heads": 1},  # multi_query, its default
+    "laguna": {"num_attention_heads_per_layer": [4, 6, 2]},
     "mimo_v2_flash": {"v_head_dim": 24},
     "smollm3": {"no_rope_layers": [1, 0, 1], **ALL_FULL},
 }

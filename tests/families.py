@@ -52,7 +52,9 @@ IN_FLOAT32 = ("granite_swa", "granitemoe_swa")
 """Families whose own attention has a softmax in float32, where the mask of a float64 model overflows for padding."""
 
 _WHOLE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-WHOLE_HEADS: dict[str, dict[str, Any]] = {name: {"rope_parameters": _WHOLE} for name in ("glm4_moe", "phi")}
+WHOLE_HEADS: dict[str, dict[str, Any]] = {
+    name: {"rope_parameters": _WHOLE} for name in ("glm4_moe", "gpt_neox", "persimmon", "phi")
+}
 """Settings for methods that rotate whole heads, which these families may have."""
 
 

@@ -68,6 +68,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Cases beside each method's own."""
 GATHERED = ("olmo2", "phi3")
 """Model types whose plan gathers the keys of all heads."""
+DIVIDED = ("gpt_neox", *{"laguna"} & set(CONFIG_MAPPING))
+"""Model types whose plan divides the heads of one projection of all states, or layers of different numbers of heads."""
 WITH_SINKS = tuple({"granite_swa"} & set(CONFIG_MAPPING))
 """Model types whose plan divides the attention sinks with the heads."""
 FOUR = ["llama-tokenselect", "llama-squeezed", "llama-duo_attention-file", "qwen3-quest"]
@@ -97,8 +99,9 @@ def write_models(folder: Path) -> None:
     for family in FAMILIES:
         model = make_model(family, dtype=torch.float64, vocab_size=VOCABULARY, **OVERRIDES)
         model.cpu().save_pretrained(folder / family)
-    for model_type in GATHERED:
-        tiny_model(model_type, vocab_size=VOCABULARY).save_pretrained(folder / model_type)
+    for model_type in (*GATHERED, *DIVIDED):
+        dense = {"mlp_layer_types": ["dense"] * 3}  # experts as they run here do not take float64
+        tiny_model(model_type, vocab_size=VOCABULARY, **dense).save_pretrained(folder / model_type)
     for model_type in WITH_SINKS:
         model = tiny_model(model_type, vocab_size=VOCABULARY)
         for layer in model.model.layers:
@@ -263,7 +266,7 @@ def make_cache(model: PreTrainedModel, keep_queries: int) -> SparseCache:
 def of_plans(folder: Path, processes: int) -> dict[str, Any]:
     """Return the tokens of models with other plans, and whether every process has all KV heads."""
     found = {}
-    for model_type in (*GATHERED, *WITH_SINKS):
+    for model_type in (*GATHERED, *DIVIDED, *WITH_SINKS):
         model = load(folder, model_type, processes)
         with sparse_attention(model, "quest", token_budget=48):
             tokens = model.generate(**prompts(), **PROMPT)[:, 90:].tolist()

@@ -92,8 +92,8 @@ def test_models_whose_processes_have_all_heads(runs, model_type):
         assert rank["plans"][model_type]["is_whole"]
 
 
-@pytest.mark.parametrize("model_type", worker.WITH_SINKS)
-def test_sinks_that_are_divided_with_the_heads(runs, model_type):
+@pytest.mark.parametrize("model_type", [*worker.DIVIDED, *worker.WITH_SINKS])
+def test_heads_and_sinks_that_are_divided(runs, model_type):
     for rank in runs[2]:
         assert rank["plans"][model_type] == {**runs[1]["plans"][model_type], "is_whole": False}
 
@@ -110,7 +110,7 @@ def test_scenarios(runs, scenario):
         ("other budget", "ranks must be patched alike, but method is Quest("),
         ("other method", "on rank 0 and TOVA("),
         ("unknown method", "unknown method 'guess'"),
-        ("heads", "does not divide the model's num_key_value_heads=3; allowed: 1, 3"),
+        ("heads", "does not divide the model's 3 KV heads; allowed: 1, 3"),
         ("prepare_context", "prepare_context is not supported under tensor parallelism"),
         ("calibrate_channels", "calibrate_channels is not supported under tensor parallelism"),
         ("save", "SparseCache.save is not supported under tensor parallelism"),

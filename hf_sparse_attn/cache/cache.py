@@ -29,6 +29,7 @@ from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.cache.window import WindowLayer
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
+from hf_sparse_attn.heads import kv_heads_of, query_heads_of
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import get_patch, text_model
 from hf_sparse_attn.rope import RopeTables
@@ -102,7 +103,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.method = make_method(method)
         check_kv_storage(kv_storage, self.method)
         self.kv_storage, self.head_shard = kv_storage, head_shard
-        kv_heads = config.num_key_value_heads // head_shard.size
+        kv_heads, q_heads = kv_heads_of(config) // head_shard.size, query_heads_of(config)
         self._stages = PromptStages()
 
         offload = self.method.offloading
@@ -149,7 +150,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                     method_here,
                     storage(method_here, layer_idx),
                     self.shared,
-                    config.num_attention_heads // head_shard.size,
+                    q_heads[layer_idx] // head_shard.size,
                     layer_idx,
                     keep_queries,
                     head_shard,

@@ -11,9 +11,9 @@ import torch
 
 from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_of, method_text, tensors_of
 from hf_sparse_attn.cache.prefix import hash_token_ids
+from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.patched import base_model, get_patch, layer_devices, text_model
-from hf_sparse_attn.rope import head_dim_of
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load(
             raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
         config = text_model(model).config
         cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
-        shape = (header.rows, config.num_key_value_heads, header.tokens, head_dim_of(config))
+        shape = (header.rows, kv_heads_of(config), header.tokens, head_dim_of(config))
         cache.reserve_host(shape, model.dtype, partial(layer_devices, model))
         fill(cache, header, file.checksums, file.read, layer_devices(model))
     return cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_sparse_attn.cli.greedy import forward
+from hf_sparse_attn.heads import head_dim_of, kv_heads_of, query_heads_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,9 +40,8 @@ def expected_seconds(model: PreTrainedModel, prompt_ids: Sequence[int], decode_s
         step_seconds = _timed(model, cache, sample[:1])
     weights: int = model.num_parameters(exclude_embeddings=True)
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query_numbers: int = config.num_hidden_layers * config.num_attention_heads * head_dim
-    key_numbers: int = config.num_hidden_layers * config.num_key_value_heads * head_dim
+    query_numbers: int = sum(query_heads_of(config)) * head_dim_of(config)
+    key_numbers: int = config.num_hidden_layers * kv_heads_of(config) * head_dim_of(config)
 
     def multiplications(tokens: int) -> int:
         return weights * tokens + query_numbers * tokens**2  # QK and PV, each halved by the causal mask

@@ -11,8 +11,8 @@ from hf_sparse_attn_kernels import code_scores, encode_keys
 from hf_sparse_attn_kernels.codes.centre import centre_levels
 from hf_sparse_attn_kernels.codes.constants import make_constants
 
+from hf_sparse_attn.heads import head_dim_of
 from hf_sparse_attn.methods.base import SparseMethod
-from hf_sparse_attn.rope import head_dim_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from hf_sparse_attn.heads import head_dim_of, kv_heads_of, query_heads_of
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.channels import (
     LABEL_BITS,
@@ -22,7 +23,6 @@ from hf_sparse_attn.methods.channels import (
     make_labels,
 )
 from hf_sparse_attn.methods.scores import GROUP_REDUCTIONS, best_tokens, grouped, reduce_group, token_scores
-from hf_sparse_attn.rope import head_dim_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,9 +114,9 @@ class DoubleSparsity(SparseMethod):
             return
         if not Path(self.calibration).is_file():
             raise FileNotFoundError(f"{self.name}: calibration={self.calibration!r} is not a file")
-        heads = (config.num_attention_heads, config.num_key_value_heads)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        for layer_idx, kind in enumerate(kinds):
+        for layer_idx, (kind, q_heads) in enumerate(zip(kinds, query_heads_of(config), strict=True)):
+            heads = (q_heads, kv_heads_of(config))
             if layer_idx >= self.dense_layers and kind == "full_attention":
                 channels_of_file(self.calibration, layer_idx, self.statistic, heads, head_dim)
 

@@ -11,6 +11,7 @@ from hf_sparse_attn_kernels import block_sparse_prefill, dense_decode
 
 from hf_sparse_attn.cache.split import SplitStorage
 from hf_sparse_attn.dense import stock_attention
+from hf_sparse_attn.heads import kv_heads_of
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.evicting import DENSE, EvictingMethod, places, storage_of
 from hf_sparse_attn.methods.retrieval_heads import Values, checked, read_values, streaming_heads
@@ -91,13 +92,11 @@ class DuoAttention(EvictingMethod):
             The file has another format, or other numbers of layers or KV heads.
         """
         values, config = self._values(), model.config
-        if values is not None and (len(values), len(values[0])) != (
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-        ):
+        heads = (config.num_hidden_layers, kv_heads_of(config))
+        if values is not None and (len(values), len(values[0])) != heads:
             given = f"heads={self.heads!r}" if isinstance(self.heads, str) else "heads"
             raise ValueError(
-                f"{given} must be [layers, kv_heads] = [{config.num_hidden_layers}, {config.num_key_value_heads}] for "
+                f"{given} must be [layers, kv_heads] = {list(heads)} for "
                 f"this model, got [{len(values)}, {len(values[0])}]"
             )
 

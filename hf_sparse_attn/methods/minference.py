@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from hf_sparse_attn_kernels import block_sparse_prefill
 
+from hf_sparse_attn.heads import query_heads_of
 from hf_sparse_attn.methods.base import SparseMethod
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.head_patterns import HeadPattern, read_patterns
@@ -90,12 +91,9 @@ class MInference(SparseMethod):
         if self.patterns is None:
             return
         config, layers = model.config, read_patterns(self.patterns)
-        heads = {len(layer) for layer in layers}
-        if len(layers) != config.num_hidden_layers or heads != {config.num_attention_heads}:
-            raise ValueError(
-                f"patterns={self.patterns!r} has {len(layers)} layers of {', '.join(map(str, sorted(heads)))} heads; "
-                f"the model has {config.num_hidden_layers} layers of {config.num_attention_heads}"
-            )
+        heads, wanted = [len(layer) for layer in layers], query_heads_of(config)
+        if heads != wanted:
+            raise ValueError(f"patterns={self.patterns!r} has {_layers_of(heads)}; the model has {_layers_of(wanted)}")
 
     def decode(
         self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
@@ -159,6 +157,11 @@ def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     indices = torch.full((*chosen.shape[:-1], most + 1), -1, dtype=torch.int32, device=chosen.device)
     indices.scatter_(-1, place.long(), every.expand(chosen.shape))
     return indices[..., :most], counts
+
+
+def _layers_of(heads: list[int]) -> str:
+    """Return in words how many heads the layers have; those of each, if they differ."""
+    return f"{len(heads)} layers of {heads[0] if len(set(heads)) == 1 else heads} heads"
 
 
 def _joined(lists: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

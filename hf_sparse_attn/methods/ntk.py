@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from hf_sparse_attn.heads import head_dim_of
 from hf_sparse_attn.methods.full import Full
-from hf_sparse_attn.rope import check_whole_heads, decoder_rotary, has_rope_by_kind, head_dim_of
+from hf_sparse_attn.rope import check_whole_heads, decoder_rotary, has_rope_by_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

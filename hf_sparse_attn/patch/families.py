@@ -59,7 +59,9 @@ FAMILIES: dict[str, Family] = {
     **_families("glm4_moe phi solar_open", rehearsal=PARTIAL),
     **_families("olmo", rehearsal=CLIPPED),
     **_families("phi3", rehearsal=FUSED),
-    **_families("gpt_bigcode", ABSOLUTE, ABSOLUTE, ABSOLUTE),
+    **_families("laguna", ROPE_BY_KIND, PARTIAL),
+    **_families("gpt_neox persimmon", rehearsal=FUSED),
+    **_families("biogpt ctrl gpt-sw3 gpt2 gpt_bigcode opt", ABSOLUTE, ABSOLUTE, ABSOLUTE),
 }
 """Supported model types; ``python -m tests.families`` shows that each keeps the contract."""
 
@@ -98,17 +100,17 @@ REFUSED: dict[str, str] = {
     "its layers attend within chunks of the text": "llama4 llama4_text",
     "a token's attention mixes two softmaxes": "diffllama",
     "its query heads share key-value heads in another order": "jetmoe",
-    "its layers have different numbers of heads": "laguna",
     "its decoder does not pass arguments on to the attention function": "modernbert-decoder nemotron stablelm",
     "its attention adds biases by distance": "bloom mpt",
     "it decodes beside an encoder, or attends to its output": (
         "bart bigbird_pegasus blenderbot blenderbot-small blt git marian mbart mllama moshi musicgen musicgen_melody "
         "mvp pegasus plbart prophetnet trocr whisper"
     ),
-    "its configuration has no num_key_value_heads": (
-        "bert bert-generation biogpt camembert ctrl data2vec-text electra ernie gpt-sw3 gpt2 gpt_neox hrm_text opt "
-        "persimmon roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+    "its tokens attend to later ones, unless it is made a decoder": (
+        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
+        "xlm-roberta-xl xmod"
     ),
+    "it runs its layers several times for a token": "hrm_text",
     "it does not call Transformers' attention interface": (
         "big_bird codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert "
         "roformer xglm xlm xlnet"

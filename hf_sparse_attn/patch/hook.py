@@ -14,12 +14,13 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.forward_pass import ForwardPass
 from hf_sparse_attn.cache.padding import causal_mask, token_mask
 from hf_sparse_attn.cache_argument import CACHE, OLD_NAME, renamed
+from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, get_patch, layer_devices, text_model
-from hf_sparse_attn.rope import head_dim_of, max_positions
+from hf_sparse_attn.rope import max_positions
 
 PAGED_CACHE = "PagedAttentionCache"
 PASS_TOKENS = 8192
@@ -155,7 +156,7 @@ class DecoderHooks:
     def _reserve_host(self, cache: SparseCache, rows: int, query_length: int, patch: Patch) -> None:
         """Allocate the host memory of a pass, so that no layer runs if there is too little."""
         config = self.text.config
-        kv_heads = config.num_key_value_heads // patch.head_shard.size
+        kv_heads = kv_heads_of(config) // patch.head_shard.size
         shape = (rows, kv_heads, query_length, head_dim_of(config))
         cache.reserve_host(shape, self.text.dtype, partial(layer_devices, self.model))
 

@@ -7,12 +7,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
+from hf_sparse_attn.heads import head_dim_of
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.patch.families import DECODERS, FAMILIES, MULTIMODAL, in_short, refusal
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS
 from hf_sparse_attn.patch.tensor_parallel import ranks_of
 from hf_sparse_attn.patched import is_multimodal, text_model
-from hf_sparse_attn.rope import head_dim_of, max_positions
+from hf_sparse_attn.rope import max_positions
 
 MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
@@ -133,6 +134,8 @@ def _check_family(model: PreTrainedModel, config: PreTrainedConfig, method: Spar
         raise ValueError(
             f"{who} caps its attention scores (attn_logit_softcapping={config.attn_logit_softcapping}); allowed: None"
         )
+    if getattr(config, "add_cross_attention", None):
+        raise ValueError(f"{who} attends to an encoder's output (add_cross_attention=True); allowed: False")
     if getattr(config, "use_bidirectional_attention", None):
         raise ValueError(
             f"{who} attends to later tokens too (use_bidirectional_attention={config.use_bidirectional_attention}); "

@@ -14,6 +14,7 @@ import transformers
 
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
+from hf_sparse_attn.heads import kv_heads_of
 from hf_sparse_attn.patched import text_model
 
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -39,18 +40,17 @@ def head_shard_of(model: Any) -> HeadShard:
     Raises
     ------
     ValueError
-        The number of ranks does not divide the KV heads or the query heads.
+        The number of ranks does not divide the KV heads.
     """
     ranks = ranks_of(model)
     if ranks.is_whole or not _divides_heads(model):
         return WHOLE
-    for name in ("num_key_value_heads", "num_attention_heads"):
-        heads = getattr(text_model(model).config, name)
-        if heads % ranks.size:
-            raise ValueError(
-                f"tensor parallelism over {ranks.size} processes does not divide the model's {name}={heads}; "
-                f"allowed: {', '.join(str(size) for size in range(1, heads + 1) if heads % size == 0)}"
-            )
+    heads = kv_heads_of(text_model(model).config)
+    if heads % ranks.size:
+        raise ValueError(
+            f"tensor parallelism over {ranks.size} processes does not divide the model's {heads} KV heads; "
+            f"allowed: {', '.join(str(size) for size in range(1, heads + 1) if heads % size == 0)}"
+        )
     return ranks
 
 

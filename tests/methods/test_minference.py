@@ -203,6 +203,11 @@ def test_slashes_are_rounded_up_to_every_block_that_they_touch():
     assert [head.touching(offset) for offset in (0, 1, 16, 31, 32)] == [{0}, {0, 1}, {1}, {1, 2}, {2}]
 
 
+def stream_llm(heads):
+    """Return the pattern of a layer, in the published format."""
+    return {str(head): ["stream_llm", 1, 1, 0] for head in range(heads)}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -211,7 +216,11 @@ def test_slashes_are_rounded_up_to_every_block_that_they_touch():
         ('[{"1": ["stream_llm", 1, 1, 0]}]', r"layer 0 must have heads 0 to 0, got \['1'\]"),
         ('[{"0": ["dense", 1, 1, 0]}]', r"head 0 of layer 0 must be .*stream_llm, vertical_and_slash, block_sparse"),
         ('[{"0": ["stream_llm", 0, 1, 0]}]', r"sizes of at least 1, got \['stream_llm', 0, 1, 0\]"),
-        ('[{"0": ["stream_llm", 1, 1, 0]}]', r"has 1 layers of 1 heads; the model has 4 layers of 6"),
+        ('[{"0": ["stream_llm", 1, 1, 0]}]', r"has 1 layers of 1 heads; the model has 4 layers of 6 heads"),
+        (
+            json.dumps([stream_llm(heads) for heads in (6, 6, 5, 6)]),
+            r"of \[6, 6, 5, 6\] heads; the model has 4",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_when_the_model_is_patched(content, message, tmp_path):

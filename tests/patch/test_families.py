@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, patch_model, sparse_attention
+from hf_sparse_attn import METHODS, DecodeAhead, SparseCache, calibrate_channels, patch_model, sparse_attention
 from hf_sparse_attn.methods import NTK
 from hf_sparse_attn.patch import fused as fusing
-from hf_sparse_attn.patch.families import FAMILIES, MULTIMODAL, REFUSED, UNKNOWN, Family, refusal
+from hf_sparse_attn.patch.families import ABSOLUTE, FAMILIES, MULTIMODAL, REFUSED, UNKNOWN, Family, refusal
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import is_patched
@@ -91,7 +91,7 @@ def test_steps_that_run_ahead_or_are_recorded(model_type, monkeypatch):
             results.append(decode(model, SparseCache.for_model(model, RANDOM.max_cache_len), custom))
     assert [difference(result, results[0]) for result in results] == ["equal"] * len(results)
     assert len(tapes) == is_one_graph
-    assert is_one_graph == (model_type != "aria_text")
+    assert is_one_graph == (model_type not in ("aria_text", "ctrl"))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_norms_and_rope_that_are_compiled_compute_the_same(model_type, monkeypat
         expected = decode(model, SparseCache.for_model(model, RANDOM.max_cache_len))
         with fused(model):
             assert difference(decode(model, SparseCache.for_model(model, RANDOM.max_cache_len)), expected) == "equal"
-    # gpt_bigcode's norms are torch's, one kernel each, and it has no RoPE.
-    assert (counters["stats"]["unique_graphs"] > 0) == (model_type != "gpt_bigcode")
+    # Without RoPE nothing is left to compile: the norms of such families are torch's, one kernel each.
+    assert (counters["stats"]["unique_graphs"] > 0) == (FAMILIES[model_type].other_rope != ABSOLUTE)
     assert not counters["graph_break"]
 
 
@@ -132,7 +132,7 @@ def test_a_rehearsed_query_is_the_modules_own(model_type):
 
 
 @pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys])
-@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat", "gpt_bigcode"])
+@pytest.mark.parametrize("model_type", ["cohere", "smollm3", "nanochat", "gpt2", "gpt_bigcode", "laguna"])
 def test_methods_that_rotate_keys_are_refused(model_type, method_name):
     model = without_windows(model_type)
     with pytest.raises(ValueError, match=rf"'{method_name}' caches keys before RoPE .*'{model_type}'.*; use a method"):
@@ -155,6 +155,29 @@ WHOLE_HEADS = [name for name, method in METHODS.items() if method.rotates_keys o
 def test_phi3_with_rope_of_half_of_each_head(method_name):
     model = tiny_model("phi3", **HALF)
     assert model.model.rotary_emb.inv_freq.shape == (4,)  # pairs of channels, of 16 channels
+    check_covering(model, method_name)
+
+
+@pytest.mark.parametrize(
+    "method_name", [name for name, method in METHODS.items() if name not in WHOLE_HEADS and not method.rehearses]
+)
+@torch.inference_mode()
+def test_laguna_whose_layers_have_different_numbers_of_query_heads(method_name):
+    model = without_windows("laguna")
+    assert [layer.self_attn.num_heads for layer in model.model.layers] == [4, 6, 2]
+    check_covering(model, method_name)
+
+
+@torch.inference_mode()
+def test_a_file_of_channels_has_the_query_heads_of_each_layer(tmp_path):
+    model, path = without_windows("laguna"), tmp_path / "channels.json"
+    calibrate_channels(model, RANDOM.prompts["input_ids"][:1], path)
+    method = METHODS["double_sparsity"](token_budget=256, channels=4, statistic="q", calibration=str(path))
+    with always_sparse("double_sparsity"):
+        assert difference(decode_patched(model, method, None), decode(model)) == "equal"
+
+
+def check_covering(model, method_name):
     method = METHODS[method_name](**{"token_budget": 256, **COVERING.get(method_name, {})})
     rooms = (None,) if method.evicts or method_name == "squeezed" else (RANDOM.max_cache_len, None)
     expected = decode(model)
@@ -200,11 +223,12 @@ def test_another_rope_needs_one_of_whole_heads():
     ("settings", "message"),
     [
         ({"attn_logit_softcapping": 30.0}, r"caps its attention scores \(attn_logit_softcapping=30.0\)"),
+        ({"add_cross_attention": True}, r"attends to an encoder's output \(add_cross_attention=True\)"),
         ({"use_bidirectional_attention": True}, r"later tokens too \(use_bidirectional_attention=True\)"),
     ],
 )
 def test_settings_that_change_attention_are_refused(settings, message):
-    model = tiny_model("gemma3_text", **settings)
+    model = tiny_model("gpt2" if "add_cross_attention" in settings else "gemma3_text", **settings)
     with pytest.raises(ValueError, match=message):
         patch_model(model)
     assert not is_patched(model)
