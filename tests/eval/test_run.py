@@ -391,18 +391,18 @@ def test_bad_input_is_one_line_and_leaves_no_records(tmp_path, model_dir, data_d
 
 
 def test_model_that_cannot_be_patched_is_refused_before_any_record(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
     from tests.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)).save_pretrained(
+    BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=1, n_head=2)).save_pretrained(
         tmp_path / "m"
     )
     tokenizer.save_pretrained(tmp_path / "m")
     result = invoke("run", "passkey", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "out"), *SMALL)
     assert result.exit_code == 2
-    assert "GPT2LMHeadModel" in result.stderr
+    assert "BloomForCausalLM" in result.stderr
     assert "supported: llama" in result.stderr
     assert not (tmp_path / "out").exists()
 

@@ -93,15 +93,15 @@ def test_learned_prompts_are_refused(folder: str, tmp_path: Path) -> None:
 
 
 def test_unsupported_models_are_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
     from tests.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
-    config = GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=len(tokenizer), n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    config = BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=len(tokenizer))
+    BloomForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ArgumentError, match=r"GPT2LMHeadModel .* is not supported: .*; supported: llama"):
+    with pytest.raises(ArgumentError, match=r"BloomForCausalLM .* is not supported: .*; supported: llama"):
         HFSparseLM(str(tmp_path), device="cpu")
 
 

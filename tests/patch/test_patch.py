@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaModel
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaModel
 
 from hf_sparse_attn import (
     METHODS,
@@ -195,13 +195,12 @@ def test_bad_arguments_are_named_and_change_nothing(model, arguments, error, mes
 
 
 def test_unsupported_models_are_refused():
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=2, n_positions=64)
-    gpt2 = GPT2LMHeadModel(config).eval()
-    before = snapshot(gpt2)
-    message = r"\(model type 'gpt2'\) is not supported: .*num_key_value_heads; supported: llama, mistral"
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=2)).eval()
+    before = snapshot(bloom)
+    message = r"\(model type 'bloom'\) is not supported: .*biases by distance; supported: llama, mistral"
     with pytest.raises(ValueError, match=message):
-        patch_model(gpt2)
-    assert snapshot(gpt2) == before
+        patch_model(bloom)
+    assert snapshot(bloom) == before
     with pytest.raises(TypeError, match=r"model must be a Transformers model .*, got Linear"):
         patch_model(torch.nn.Linear(2, 2))
 
