@@ -179,7 +179,10 @@ def _setup(
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat == "on" and not has_template:
         raise EvalError(f"chat='on', but the tokenizer of {config.model!r} has no chat template; give --chat-template")
-    limits = [max_positions(model_config), *(variant.method.prompt_limit(model_config) for variant in variants)]
+    try:
+        limits = [max_positions(model_config), *(variant.method.prompt_limit(model_config) for variant in variants)]
+    except ValueError as error:
+        raise EvalError(f"{config.model}: {error}") from error
     positions = max(2 * max(config.lengths, default=0) if limit is None else limit for limit in limits)
     return Setup(
         tokenizer=tokenizer,

@@ -201,9 +201,20 @@ def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, tor
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Return the number of positions that a model supports, including RoPE scaling that the config leaves out."""
+    """Return the number of positions that a model supports, including RoPE scaling that the config leaves out.
+
+    Raises
+    ------
+    ValueError
+        The configuration states no number of positions.
+    """
     rope = _rope_settings(config)
-    limit: int = config.max_position_embeddings
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError(
+            f"the configuration of model type {config.model_type!r} has no max_position_embeddings, so how long a "
+            "prompt may be is not known"
+        )
     if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
         trained = rope.get("original_max_position_embeddings") or limit
         limit = max(limit, int(trained * rope.get("factor", 1.0)))
