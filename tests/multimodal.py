@@ -57,7 +57,25 @@ VISION: dict[str, Any] = {
     "num_channels": 3,
 }
 """Settings of a tiny encoder of images; a configuration takes those that it has."""
-ENCODERS: dict[str, dict[str, Any]] = {"qwen2_vl": {"hidden_size": TINY["hidden_size"]}}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"hidden_size": TINY["hidden_size"]},
+    "molmo2": {
+        "vision_feature_layer": [-1, -2],
+        "image_size": [28, 28],
+        "head_dim": 16,
+        "text_hidden_size": TINY["hidden_size"],
+    },
+    "granite_docling": {"scale_factor": 2, "deepstack_visual_indexes": [0]},
+    "ovis2": {"vocab_size": 16},
+    "janus": {
+        "projection_dim": TINY["hidden_size"],
+        "image_token_embed_dim": 32,
+        "base_channels": 32,
+        "num_image_tokens": 4,
+        "latent_channels": 32,
+        "num_embeddings": 16,
+    },
+}
 """Settings of encoders, where a model needs others."""
 
 
@@ -67,15 +85,39 @@ def _sections(*pairs: int) -> dict[str, Any]:
     return {"rope_parameters": rope, "use_sliding_window": True}
 
 
-_MROPE = ("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+_MROPE = (
+    "cosmos3_edge",
+    "hunyuan_vl",
+    "paddleocr_vl",
+    "glm46v",
+    "glm4v",
+    "glm_ocr",
+    "glmga",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+)
 _MROPE_WITH_EXPERTS = ("qwen3_omni_moe_thinker", "qwen3_vl_moe")
 TEXT: dict[str, dict[str, Any]] = {
     **{name: _sections(2, 3, 3) for name in _MROPE},
     **{name: {**_sections(2, 3, 3), **ALL_FULL} for name in _MROPE_WITH_EXPERTS},
+    "ernie4_5_vl_moe": {
+        **_sections(3, 3, 2),
+        "moe_intermediate_size": [32, 32],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "step3p7": {"num_sliding_attention_heads": 6},
     "glm4v_moe": _sections(1, 1, 2),  # half of each head rotates
 }
 """Settings of text decoders, beside those of their model types."""
 OUTER: dict[str, dict[str, Any]] = {
+    "ovis2": {
+        "hidden_size": TINY["hidden_size"],
+        "vocab_size": TINY["vocab_size"],
+        "visual_indicator_token_ids": [92, 93, 94, 95, 96],
+    },
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "llava_next": {"image_grid_pinpoints": [[28, 28]]},
@@ -171,7 +213,7 @@ def _features_of(model: PreTrainedModel) -> Any:
 
 def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return an image for each prompt, in the form that the parameters of ``get_image_features`` tell."""
-    rows, vision = len(PROMPTS), config.vision_config
+    rows, vision, kind = len(PROMPTS), config.vision_config, config.model_type
 
     def pixels(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -179,15 +221,27 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
     if "image_grid_thw" in parameters:  # Qwen2-VL and others: patches of every image, and their grid
         grid = torch.tensor([[1, 4, 6]] * rows)
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or vision.num_channels
-        patch_size = getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
-        merge = {"image_merge_sizes": torch.tensor([2] * rows)} if "image_merge_sizes" in parameters else {}
-        return {"pixel_values": pixels(int(grid.prod(1).sum()), channels * patch_size), "image_grid_thw": grid, **merge}
+        patch = (getattr(vision, "temporal_patch_size", 1), channels, vision.patch_size, vision.patch_size)
+        patches = pixels(int(grid.prod(1).sum()), *patch)
+        inputs = {
+            "pixel_values": patches[:, 0] if kind == "paddleocr_vl" else patches.flatten(1),
+            "image_grid_thw": grid,
+        }
+        return inputs | ({"image_merge_sizes": torch.tensor([2] * rows)} if kind == "video_llama_3" else {})
+    if "image_grids" in parameters:  # Molmo 2: patches of every crop, those of each token, and a grid of tokens
+        return {
+            "pixel_values": pixels(rows, 4, 3 * vision.patch_size**2),
+            "image_token_pooling": torch.arange(4 * rows).view(-1, 2),
+            "image_grids": torch.tensor([[1, 2, 0, 0]] * rows),
+            "image_num_crops": torch.ones(rows, dtype=torch.long),
+        }
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     if "image_sizes" in parameters:
         parts = (2,) if hasattr(config, "image_grid_pinpoints") else ()  # the whole image, and its only part
         return {"pixel_values": pixels(rows, *parts, 3, size, size), "image_sizes": torch.tensor([[size, size]] * rows)}
     images = (1,) if "pixel_attention_mask" in parameters else ()
-    return {"pixel_values": pixels(rows, *images, 3, size, size)}
+    inputs = {"pixel_values": pixels(rows, *images, 3, size, size)}
+    return inputs | ({"pixel_attention_mask": torch.ones(rows, 1).bool()} if kind == "granite_docling" else {})
 
 
 def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ PARTIAL = "its RoPE may cover only a part of each head"
 NOT_EVERYWHERE = "some of its layers have no RoPE"
 NORM_AFTER_ROPE = "it normalizes queries and keys after RoPE"
 ROPE_BY_KIND = "its kinds of layers have different RoPE"
+ROPE_BY_LAYER = "its layers may have different RoPE"
 SCALED_BY_POSITION = "it scales queries by their positions"
 NORM_OF_ALL_HEADS = "it normalizes the queries of all heads together"
 CLIPPED = "it may clip queries"
@@ -68,14 +69,19 @@ FAMILIES: dict[str, Family] = {
 DECODERS: dict[str, Family] = {
     **_families("glm4v_moe_text glm4v_text glm_ocr_text qwen2_5_omni_text qwen2_5_vl_text", MROPE, MROPE, MROPE),
     **_families("qwen2_vl_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text", MROPE, MROPE, MROPE),
+    **_families("cosmos3_edge_text ernie4_5_vl_moe_text hunyuan_vl_text paddleocr_vl_text", MROPE, MROPE, MROPE),
+    **_families("step3p5", ROPE_BY_LAYER, PARTIAL, ROPE_BY_LAYER),
+    **_families("molmo2_text", ROPE_BY_LAYER, NORM_OF_ALL_HEADS, ROPE_BY_LAYER),
+    **_families("granite_docling_text"),
 }
 """Supported text decoders that exist only inside multimodal models."""
 
 _MULTIMODAL = (
-    "aya_vision cohere2_vision cosmos3_omni deepseek_vl exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 "
-    "hyperclovax_vision_v2 idefics2 idefics3 internvl lighton_ocr llava llava_next llava_next_video llava_onevision "
-    "mistral3 pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl "
-    "qwen3_vl_moe shieldgemma2 smolvlm video_llava vipllava"
+    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 gemma3 glm46v "
+    "glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 "
+    "internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 ovis2 "
+    "paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker "
+    "qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava"
 )
 MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
 """Types of multimodal models that are supported if their text decoder is. Text and images were checked."""
@@ -119,9 +125,7 @@ REFUSED: dict[str, str] = {
         "cohere_compass_text emu3 fuyu moss_transcribe_diarize phi4_multimodal"
     ),
     "its configuration nests that of the attention": "dbrx",
-    "its prompts with images have not been checked": (
-        "aria deepseek_vl_hybrid fast_vlm janus ovis2 perception_lm video_llama_3"
-    ),
+    "its prompts with images have not been checked": ("deepseek_vl_hybrid fast_vlm perception_lm"),
     "its tokens attend to later ones of the prompt, also to those of text": "paligemma",
 }
 """Model types that are refused, by the reason."""

@@ -5,6 +5,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ HERE = [name for name in MULTIMODAL if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPP
 """Supported model types that this version of Transformers has."""
 UNLIKE = ["gemma3", "llava", "qwen2_5_vl"]
 """An image whose tokens see each other, one like text, and one with three positions a token."""
-MROPE = [name for name in HERE if family_of(name).other_rope]
+OWN_ROPE = [name for name in HERE if family_of(name).other_rope]
+"""Types whose RoPE no method can replace."""
 
 models = pytest.mark.parametrize("model_type", UNLIKE)
 
@@ -277,10 +279,10 @@ def test_a_saved_cache(tmp_path):
 
 
 @pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys] + ["ntk"])
-@pytest.mark.parametrize("model_type", MROPE)
-def test_three_positions_a_token_are_refused_by_methods_that_assign_one(model_type, method_name):
-    model = without_windows(model_type)
-    with pytest.raises(ValueError, match=rf"'{method_name}' .*\(model type '{model_type}', .* three positions"):
+@pytest.mark.parametrize("model_type", OWN_ROPE)
+def test_methods_with_a_rope_of_their_own_are_refused(model_type, method_name):
+    model, why = without_windows(model_type), re.escape(family_of(model_type).rotation)
+    with pytest.raises(ValueError, match=rf"'{method_name}' .*\(model type '{model_type}', .*: {why}; use"):
         patch_model(model, method_name)
     assert not is_patched(model)
 
