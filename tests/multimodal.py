@@ -66,6 +66,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "text_hidden_size": TINY["hidden_size"],
     },
     "granite_docling": {"scale_factor": 2, "deepstack_visual_indexes": [0]},
+    "muse_spark": {"patch_sizes": [16, 6], "hidden_sizes": [16, 16], "depths": [1, 1]},
     "ovis2": {"vocab_size": 16},
     "janus": {
         "projection_dim": TINY["hidden_size"],
@@ -86,17 +87,8 @@ def _sections(*pairs: int) -> dict[str, Any]:
 
 
 _MROPE = (
-    "cosmos3_edge",
-    "hunyuan_vl",
-    "paddleocr_vl",
-    "glm46v",
-    "glm4v",
-    "glm_ocr",
-    "glmga",
-    "qwen2_5_omni_thinker",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_vl",
+    *("cosmos3_edge", "glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl"),
+    *("qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
 )
 _MROPE_WITH_EXPERTS = ("qwen3_omni_moe_thinker", "qwen3_vl_moe")
 TEXT: dict[str, dict[str, Any]] = {
@@ -117,6 +109,8 @@ OUTER: dict[str, dict[str, Any]] = {
         "vocab_size": TINY["vocab_size"],
         "visual_indicator_token_ids": [92, 93, 94, 95, 96],
     },
+    "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32},
+    "muse_spark": {"out_hidden_size": 128, "projector_hidden_size": 32},
     "aria": {"projector_patch_to_query_dict": {4: 2}},
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
@@ -220,8 +214,9 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
 
     if "image_grid_thw" in parameters:  # Qwen2-VL and others: patches of every image, and their grid
         grid = torch.tensor([[1, 4, 6]] * rows)
-        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or vision.num_channels
-        patch = (getattr(vision, "temporal_patch_size", 1), channels, vision.patch_size, vision.patch_size)
+        channels = _first(vision, "in_channels", "in_chans", "num_channels", otherwise=3)
+        frames = _first(vision, "temporal_patch_size", "patch_temporal", otherwise=1)
+        patch = (frames, channels, vision.patch_size, vision.patch_size)
         patches = pixels(int(grid.prod(1).sum()), *patch)
         inputs = {
             "pixel_values": patches[:, 0] if kind == "paddleocr_vl" else patches.flatten(1),
@@ -242,6 +237,12 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
     images = (1,) if "pixel_attention_mask" in parameters else ()
     inputs = {"pixel_values": pixels(rows, *images, 3, size, size)}
     return inputs | ({"pixel_attention_mask": torch.ones(rows, 1).bool()} if kind == "granite_docling" else {})
+
+
+def _first(config: Any, *names: str, otherwise: int) -> int:
+    """Return the first of the settings that a configuration has."""
+    found: int = next((getattr(config, name) for name in names if hasattr(config, name)), otherwise)
+    return found
 
 
 def covering(model: PreTrainedModel, name: str, prompts: dict[str, torch.Tensor]) -> str:

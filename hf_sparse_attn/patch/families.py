@@ -72,6 +72,7 @@ DECODERS: dict[str, Family] = {
     **_families("cosmos3_edge_text ernie4_5_vl_moe_text hunyuan_vl_text paddleocr_vl_text", MROPE, MROPE, MROPE),
     **_families("step3p5", ROPE_BY_LAYER, PARTIAL, ROPE_BY_LAYER),
     **_families("molmo2_text", ROPE_BY_LAYER, NORM_OF_ALL_HEADS, ROPE_BY_LAYER),
+    **_families("muse_glimmer_text muse_spark_text", NOT_EVERYWHERE, NOT_EVERYWHERE, ROPE_BY_LAYER),
     **_families("granite_docling_text"),
 }
 """Supported text decoders that exist only inside multimodal models."""
@@ -79,9 +80,9 @@ DECODERS: dict[str, Family] = {
 _MULTIMODAL = (
     "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 gemma3 glm46v "
     "glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 "
-    "internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 ovis2 "
-    "paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker "
-    "qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava"
+    "internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 muse_glimmer "
+    "muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
+    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava"
 )
 MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
 """Types of multimodal models that are supported if their text decoder is. Text and images were checked."""
@@ -89,8 +90,8 @@ MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
 REFUSED: dict[str, str] = {
     "its attention scores are capped": "gemma2 vaultgemma",
     "its latent attention has keys and values of different head dimensions, or caches something else": (
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm4_moe_lite "
-        "glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu"
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm4_moe_lite glm5_next "
+        "glm_moe_dsa hy_v4 longcat_flash minicpm3 mistral4 mistral_large4 youtu"
     ),
     "its keys and values have different head dimensions": "mimo_v2_flash",
     "some of its layers keep a state instead of keys and values, or beside them": (

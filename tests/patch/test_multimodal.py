@@ -281,7 +281,8 @@ def test_a_saved_cache(tmp_path):
 @pytest.mark.parametrize("method_name", [name for name, method in METHODS.items() if method.rotates_keys] + ["ntk"])
 @pytest.mark.parametrize("model_type", OWN_ROPE)
 def test_methods_with_a_rope_of_their_own_are_refused(model_type, method_name):
-    model, why = without_windows(model_type), re.escape(family_of(model_type).rotation)
+    model, family = without_windows(model_type), family_of(model_type)
+    why = re.escape(family.other_rope if METHODS[method_name].changes_rope else family.rotation)
     with pytest.raises(ValueError, match=rf"'{method_name}' .*\(model type '{model_type}', .*: {why}; use"):
         patch_model(model, method_name)
     assert not is_patched(model)
