@@ -96,8 +96,8 @@ class DuoAttention(EvictingMethod):
         if values is not None and (len(values), len(values[0])) != heads:
             given = f"heads={self.heads!r}" if isinstance(self.heads, str) else "heads"
             raise ValueError(
-                f"{given} must be [layers, kv_heads] = {list(heads)} for "
-                f"this model, got [{len(values)}, {len(values[0])}]"
+                f"{given} must be [layers, kv_heads] = {list(heads)} for this model, "
+                f"got [{len(values)}, {len(values[0])}]"
             )
 
     def evicting_heads(self, layer_idx: int) -> tuple[int, ...] | None:
