@@ -33,7 +33,7 @@ from tests.compared import (
     taken,
 )
 
-COVERING = 128
+COVERING = 256
 """A budget for every token of a prompt and its answer."""
 IMAGE_TOKEN = 90
 IMAGE_START = 91
@@ -57,6 +57,19 @@ VISION: dict[str, Any] = {
     "num_channels": 3,
 }
 """Settings of a tiny encoder of images; a configuration takes those that it has."""
+_SAM = {
+    "hidden_size": 32,
+    "output_channels": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 16,
+    "global_attn_indexes": [1],
+    "window_size": 2,
+    "mlp_dim": 32,
+    "downsample_channels": [32, 32],
+}
+_LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ENCODERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": TINY["hidden_size"]},
     "molmo2": {
@@ -65,6 +78,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "text_hidden_size": TINY["hidden_size"],
     },
+    "deepseek_ocr2": {"sam_config": _SAM, "encoder_config": {**_LAYERS, "num_key_value_heads": 2, "vocab_size": 16}},
     "granite_docling": {"scale_factor": 2, "deepstack_visual_indexes": [0]},
     "muse_spark": {"patch_sizes": [16, 6], "hidden_sizes": [16, 16], "depths": [1, 1]},
     "ovis2": {"vocab_size": 16},
@@ -99,6 +113,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": [32, 32],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts_per_tok": 2},
     "step3p7": {"num_sliding_attention_heads": 6},
     "glm4v_moe": _sections(1, 1, 2),  # half of each head rotates
 }
@@ -230,7 +245,8 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
             "image_grids": torch.tensor([[1, 2, 0, 0]] * rows),
             "image_num_crops": torch.ones(rows, dtype=torch.long),
         }
-    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+    size = getattr(vision, "sam_config", vision).image_size
+    size = size if isinstance(size, int) else size[0]
     if "image_sizes" in parameters:
         parts = (2,) if hasattr(config, "image_grid_pinpoints") else ()  # the whole image, and its only part
         return {"pixel_values": pixels(rows, *parts, 3, size, size), "image_sizes": torch.tensor([[size, size]] * rows)}

@@ -73,15 +73,15 @@ DECODERS: dict[str, Family] = {
     **_families("step3p5", ROPE_BY_LAYER, PARTIAL, ROPE_BY_LAYER),
     **_families("molmo2_text", ROPE_BY_LAYER, NORM_OF_ALL_HEADS, ROPE_BY_LAYER),
     **_families("muse_glimmer_text muse_spark_text", NOT_EVERYWHERE, NOT_EVERYWHERE, ROPE_BY_LAYER),
-    **_families("granite_docling_text"),
+    **_families("deepseek_ocr2_text granite_docling_text"),
 }
 """Supported text decoders that exist only inside multimodal models."""
 
 _MULTIMODAL = (
-    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl ernie4_5_vl_moe exaone4_5 gemma3 glm46v "
-    "glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 "
-    "internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 muse_glimmer "
-    "muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
+    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl ernie4_5_vl_moe exaone4_5 "
+    "gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 "
+    "idefics3 internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 "
+    "muse_glimmer muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
     "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava"
 )
 MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
