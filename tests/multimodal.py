@@ -79,6 +79,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "text_hidden_size": TINY["hidden_size"],
     },
     "deepseek_ocr2": {"sam_config": _SAM, "encoder_config": {**_LAYERS, "num_key_value_heads": 2, "vocab_size": 16}},
+    "deepseek_vl_hybrid": _SAM,
     "granite_docling": {"scale_factor": 2, "deepstack_visual_indexes": [0]},
     "muse_spark": {"patch_sizes": [16, 6], "hidden_sizes": [16, 16], "depths": [1, 1]},
     "ovis2": {"vocab_size": 16},
@@ -252,6 +253,8 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
         return {"pixel_values": pixels(rows, *parts, 3, size, size), "image_sizes": torch.tensor([[size, size]] * rows)}
     images = (1,) if "pixel_attention_mask" in parameters else ()
     inputs = {"pixel_values": pixels(rows, *images, 3, size, size)}
+    if kind == "deepseek_vl_hybrid":
+        inputs["high_res_pixel_values"] = pixels(rows, 3, size, size)
     return inputs | ({"pixel_attention_mask": torch.ones(rows, 1).bool()} if kind == "granite_docling" else {})
 
 

@@ -78,11 +78,12 @@ DECODERS: dict[str, Family] = {
 """Supported text decoders that exist only inside multimodal models."""
 
 _MULTIMODAL = (
-    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl ernie4_5_vl_moe exaone4_5 "
-    "gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 "
-    "idefics3 internvl janus lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 molmo2 "
-    "muse_glimmer muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_vl "
-    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava"
+    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
+    "ernie4_5_vl_moe exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl "
+    "hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava llava_next llava_next_video "
+    "llava_onevision mistral3 molmo2 muse_glimmer muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr "
+    "qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm "
+    "step3p7 video_llama_3 video_llava vipllava"
 )
 MULTIMODAL: tuple[str, ...] = tuple(_MULTIMODAL.split())
 """Types of multimodal models that are supported if their text decoder is. Text and images were checked."""
@@ -126,7 +127,7 @@ REFUSED: dict[str, str] = {
         "cohere_compass_text emu3 fuyu moss_transcribe_diarize phi4_multimodal"
     ),
     "its configuration nests that of the attention": "dbrx",
-    "its prompts with images have not been checked": ("deepseek_vl_hybrid fast_vlm perception_lm"),
+    "its prompts with images have not been checked": "fast_vlm perception_lm",
     "its tokens attend to later ones of the prompt, also to those of text": "paligemma",
 }
 """Model types that are refused, by the reason."""

@@ -356,10 +356,6 @@ def test_what_multimodal_models_do_not_support_is_refused():
         ("paligemma", r"PaliGemma\w+ \(model type 'paligemma'\) is not supported: its tokens attend to later ones"),
         ("qwen3_5", r"model type 'qwen3_5'\) is not supported: some of its layers keep a state"),
         ("lfm2_vl", r"model type 'lfm2_vl'\) is not supported: its text decoder is of type 'lfm2': some of its layers"),
-        (
-            "deepseek_vl_hybrid",
-            r"model type 'deepseek_vl_hybrid'\) is not supported: its prompts with images have not been checked",
-        ),
         ("kosmos-2", r"model type 'kosmos-2'\) is not supported: its text decoder .*: it has not been checked"),
     ],
 )
