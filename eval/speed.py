@@ -352,6 +352,12 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 def check_model(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[SparseMethod]) -> None:
     """Raise errors that can be found before any run."""
+    for method in methods:
+        try:
+            with sparse_attention(model, method):
+                pass
+        except (TypeError, ValueError) as error:
+            raise EvalError(f"method={method.name!r}: {error}") from error
     limit = max_positions(model.config)
     longest = max(config.contexts) + config.new_tokens
     if longest > limit:
@@ -359,12 +365,6 @@ def check_model(model: PreTrainedModel, config: SpeedConfig, methods: Sequence[S
             f"contexts={list(config.contexts)} with new_tokens={config.new_tokens} needs {longest} positions; "
             f"the model has {limit}"
         )
-    for method in methods:
-        try:
-            with sparse_attention(model, method):
-                pass
-        except (TypeError, ValueError) as error:
-            raise EvalError(f"method={method.name!r}: {error}") from error
 
 
 def numbered(on_progress: Progress | None, total: int) -> Callable[[str], None]:

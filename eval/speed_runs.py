@@ -32,7 +32,7 @@ from hf_sparse_attn import (
     sparse_attention,
 )
 from hf_sparse_attn.cache_argument import CACHE
-from hf_sparse_attn.heads import head_dim_of
+from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
@@ -184,9 +184,8 @@ class Work:
 
     def _context_bytes(self) -> int:
         config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         tokens = self.input_ids.shape[0] * self.context
-        numbers: int = 2 * tokens * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        numbers: int = 2 * tokens * config.num_hidden_layers * kv_heads_of(config) * head_dim_of(config)
         bits: int = torch.finfo(self.model.dtype).bits
         return numbers * bits // 8 // head_shard_of(self.model).size
 
@@ -241,7 +240,7 @@ class Work:
 
     def _new_host_cache(self, method: SparseMethod) -> SparseCache:
         new, config = empty_cache(self.model, method, self.capacity, "host"), self.model.config
-        kv_heads = config.num_key_value_heads // head_shard_of(self.model).size
+        kv_heads = kv_heads_of(config) // head_shard_of(self.model).size
         shape = (self.input_ids.shape[0], kv_heads, self.context, head_dim_of(config))
         try:
             new.reserve_host(shape, self.model.dtype, partial(layer_devices, self.model))

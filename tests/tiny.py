@@ -1,10 +1,11 @@
 """A tokenizer and a random Llama, created offline in a moment."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_sparse_attn.cli.passkey import FILLER
 
@@ -42,3 +43,22 @@ def save_model(folder: Path, chat: bool = False) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_model_of(model_type: str, folder: Path, **settings: Any) -> Path:
+    """Write a random model of another type, 32 channels wide unless ``settings`` say so, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    config = AutoConfig.for_model(model_type, **{"vocab_size": len(tokenizer), "hidden_size": 32, **settings})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_bloom(folder: Path) -> Path:
+    """Write a model that cannot be patched and states no number of positions."""
+    return save_model_of("bloom", folder, n_head=2, n_layer=1)
+
+
+def save_stablelm(folder: Path) -> Path:
+    """Write a model that cannot be patched and states its positions."""
+    return save_model_of("stablelm", folder, num_attention_heads=2, num_hidden_layers=1)

@@ -70,7 +70,8 @@ def compare(
     else:
         length = options.DEFAULT_PASSKEY_TOKENS if passkey_tokens is None else passkey_tokens
         work = _passkeys(tokenizer, length, needle_depths, seed, max_new_tokens or options.PASSKEY_NEW_TOKENS)
-    _check_positions(model, methods, max(map(len, work.prompts)) + work.new_tokens)
+    with _user_errors():
+        _check_positions(model, methods, max(map(len, work.prompts)) + work.new_tokens)
 
     with user_errors(ImportError):  # psutil is optional
         sides = _measure(model, methods, work)

@@ -7,7 +7,7 @@ import pytest
 from hf_sparse_attn.cli.app import app
 from hf_sparse_attn.cli.compare import Run
 from tests.cli.commands import invoke
-from tests.tiny import save_model
+from tests.tiny import save_bloom, save_model
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,12 @@ def test_bad_input_is_one_line_and_exit_code_2(model: str, arguments: tuple[str,
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert message in line
     assert "Traceback" not in result.output
+
+
+def test_dense_attention_of_a_model_that_states_no_positions_is_an_error(tmp_path: Path) -> None:
+    result = invoke("compare", "--model", str(save_bloom(tmp_path)), *COMPARE_PASSKEY[2:], "--method", "full")
+    assert result.exit_code == 2
+    assert "error: the configuration of model type 'bloom' has no max_position_embeddings" in result.stderr
 
 
 def test_empty_prompt_file_is_an_error(model: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from eval.store import read_records, record_key
 from hf_sparse_attn import METHODS, SnapKV
 from hf_sparse_attn.cli.models import load_model
 from tests.methods.toy import Window
+from tests.tiny import save_bloom, save_stablelm
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSKEY = {"benchmark": "passkey", "lengths": [400], "method": ["quest"], "token_budget": [64], "limit": 2}
@@ -392,21 +393,14 @@ def test_bad_input_is_one_line_and_leaves_no_records(tmp_path, model_dir, data_d
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "message"),
+    ("save", "message"),
     [
-        ("stablelm", {"num_attention_heads": 2, "num_hidden_layers": 1}, r"StableLmForCausalLM.*; supported: llama"),
-        ("bloom", {"n_head": 2, "n_layer": 1}, r"model type 'bloom' has no max_position_embeddings"),
+        (save_stablelm, r"StableLmForCausalLM.*; supported: llama"),
+        (save_bloom, r"model type 'bloom' has no max_position_embeddings"),
     ],
 )
-def test_model_that_cannot_be_patched_is_refused_before_any_record(kind, settings, message, tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.tiny import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), hidden_size=32, **settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
+def test_model_that_cannot_be_patched_is_refused_before_any_record(save, message, tmp_path):
+    save(tmp_path / "m")
     result = invoke("run", "passkey", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "out"), *SMALL)
     assert result.exit_code == 2
     assert re.search(message, result.stderr.replace("\n", " "))

@@ -23,7 +23,7 @@ from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
-from tests.tiny import save_model
+from tests.tiny import save_bloom, save_model, save_model_of
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -518,6 +518,19 @@ def test_invalid_settings_are_reported_before_any_work(changes: dict[str, Any], 
 def test_limits_of_model_and_machine_are_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EvalError, match=message):
         measure(config(**changes))
+
+
+def test_a_model_that_cannot_be_patched_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match=r"method='quest': BloomForCausalLM .* is not supported: .*; supported: llama"):
+        measure(config(shape=None, model=str(save_bloom(tmp_path))))
+
+
+def test_the_bytes_of_a_model_whose_configuration_has_no_kv_heads(tmp_path: Path) -> None:
+    settings = {"num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+    model, _ = load_model(str(save_model_of("gpt_neox", tmp_path, **settings)), torch.float32, torch.device("cpu"))
+    work = Work.start(model, config(shape=None, model=str(tmp_path)), CONTEXT, ())
+    weights = sum(each.numel() for each in model.parameters())
+    assert work.weights_and_kv_bytes == 4 * (weights + 2 * CONTEXT * 3 * 32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")

@@ -15,7 +15,7 @@ from hf_sparse_attn import METHODS, Quest
 from hf_sparse_attn.lm_eval import MODEL_NAME, TARGET, register
 from hf_sparse_attn.lm_eval.arguments import ArgumentError, Scheme, split_arguments
 from hf_sparse_attn.lm_eval.model import HFSparseLM
-from tests.tiny import save_model
+from tests.tiny import save_bloom, save_model
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +93,7 @@ def test_learned_prompts_are_refused(folder: str, tmp_path: Path) -> None:
 
 
 def test_unsupported_models_are_refused(tmp_path: Path) -> None:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    from tests.tiny import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    config = BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=len(tokenizer))
-    BloomForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_bloom(tmp_path)
     with pytest.raises(ArgumentError, match=r"BloomForCausalLM .* is not supported: .*; supported: llama"):
         HFSparseLM(str(tmp_path), device="cpu")
 

@@ -366,6 +366,16 @@ def test_a_refusal_names_the_model_and_the_reason(model_type, message):
     assert not is_patched(model)
 
 
+def test_a_refusal_names_images_that_were_not_checked(monkeypatch):
+    model = tiny_multimodal("llava")
+    monkeypatch.setattr(type(model.config), "model_type", "fast_vlm")  # a FastVLM itself needs another package
+    with pytest.raises(
+        ValueError, match=r"'fast_vlm'\) is not supported: its prompts with images have not been checked"
+    ):
+        patch_model(model)
+    assert not is_patched(model)
+
+
 def test_a_text_decoder_that_is_not_supported():
     with pytest.raises(ValueError, match=r"'llava'\) is not supported with a text decoder of model type 'gemma2': its"):
         patch_model(tiny_multimodal("llava", {"model_type": "gemma2"}))
