@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -37,8 +39,24 @@ class Driver:
         return call
 
 
+@dataclass
+class DeviceMemory:
+    """What a device has free, and what PyTorch keeps of it for later."""
+
+    free: int = 1 << 20
+    kept: int = 0
+
+    def empty_cache(self):
+        self.free, self.kept = self.free + self.kept, 0
+
+
 @pytest.fixture
-def of_driver(monkeypatch):
+def memory():
+    return DeviceMemory()
+
+
+@pytest.fixture
+def of_driver(memory, monkeypatch):
     """A function that returns 64 bytes of a driver's managed memory for a device 3, or None."""
 
     class Stream:
@@ -50,7 +68,12 @@ def of_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (memory.free, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 32 + memory.kept)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 32)
+    monkeypatch.setattr(torch.cuda, "empty_cache", memory.empty_cache)
     monkeypatch.setattr(managed, "release", lambda free, device: free())
+    monkeypatch.setattr(managed, "_managed_bytes", Counter())
 
     def allocate(driver):
         monkeypatch.setattr(managed, "_driver", lambda: driver)
@@ -86,6 +109,22 @@ def test_no_memory_is_managed_where_host_and_device_may_not_share_it(of_driver):
     driver = Driver(is_concurrent=False)
     assert of_driver(driver) is None
     assert driver.calls == ["cuDeviceGetAttribute"]
+
+
+def test_no_more_memory_is_managed_than_the_device_has_free(memory, of_driver):
+    memory.free = 150
+    held = [of_driver(Driver()) for _ in range(3)]
+    assert [each is None for each in held] == [False, False, True]
+    held.pop(0)
+    gc.collect()
+    assert of_driver(Driver()) is not None
+
+
+@pytest.mark.parametrize(("kept", "given_back"), [(23, False), (24, True)])
+def test_memory_that_pytorch_keeps_is_given_back_if_that_suffices(kept, given_back, memory, of_driver):
+    memory.free, memory.kept = 40, kept
+    assert (of_driver(Driver()) is not None) == given_back
+    assert memory.kept == (0 if given_back else kept)
 
 
 def test_what_cannot_be_freed_while_a_graph_is_recorded_waits(monkeypatch):
