@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.config import DENSE
 from eval.errors import EvalError
-from eval.store import read_records
+from eval.store import read_json, read_records
 from eval.summary import column_order
 
 Record = Mapping[str, Any]
@@ -21,6 +21,8 @@ Column = tuple[str, "int | None", str]
 HEAD = ("method", "KV read, %", "KL needles", "KL others", "agreement, %", "found, %", "KV read for needles, %")
 _NOTHING = "-"
 _SAMPLE = ("benchmark", "task", "length", "sample_id")
+_FILES = "data_sha256"
+"""Added to a record: the digests of the files that its run's task has read; empty where the run did not note them."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Frontier:
     """Variants of which no sample was measured."""
     incomplete: tuple[str, ...]
     """Variants that lack a whole task of a kind of which they measured another. They have no point."""
+    other_texts: tuple[str, ...]
+    """Variants of which a sample has another text than the one that was measured first, as from other data."""
 
     @property
     def of_one_kind(self) -> tuple[str, ...]:
@@ -113,19 +117,26 @@ def frontiers(folder: Path) -> list[Frontier]:
     """
     by_model: dict[str, list[Record]] = defaultdict(list)
     for path in sorted(folder.rglob("rows.jsonl")):
+        config = path.with_name("config.json")
+        data = read_json(config, "the settings of a run").get("data", {}) if config.exists() else {}
         for record in read_records(path):
-            by_model[record["model"]].append(record)
+            files = [file["sha256"] for file in data.get(record["task"], [])]
+            by_model[record["model"]].append({**record, _FILES: files})
     return [found for records in by_model.values() if (found := _frontier(records)) is not None]
 
 
 def _frontier(records: Sequence[Record]) -> Frontier | None:
     measured: dict[tuple[Any, ...], dict[Column, Record]] = defaultdict(dict)
     columns: dict[Column, None] = {}
+    elsewhere: set[Column] = set()
     for record in records:
         column = (record["method"], record["token_budget"], record.get("variant", ""))
         columns.setdefault(column)
         if record["error"] is None and (record["method"] == DENSE or record.get("divergence") is not None):
-            measured[tuple(record[name] for name in _SAMPLE)][column] = record
+            found = measured[tuple(record[name] for name in _SAMPLE)]
+            if column not in found and found and _differ(record, next(iter(found.values()))):
+                elsewhere.add(column)
+            found.setdefault(column, record)
     tried = [column for column in columns if any(column in found for found in measured.values())]
     by_kind: dict[bool, list[dict[Column, Record]]] = {True: [], False: []}
     for found in measured.values():
@@ -154,7 +165,14 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
         tuple(sorted(points, key=lambda point: column_order(point.method, point.token_budget, point.variant))),
         tuple(_name(column) for column in columns if column not in tried),
         tuple(_name(column) for column in columns if column in incomplete),
+        tuple(_name(column) for column in columns if column in elsewhere - incomplete),
     )
+
+
+def _differ(record: Record, other: Record) -> bool:
+    """Whether two records of samples of the same name show that their texts are not the same."""
+    files, other_files = record[_FILES], other[_FILES]
+    return record["prompt_tokens"] != other["prompt_tokens"] or bool(files and other_files and files != other_files)
 
 
 def _name(column: Column) -> str:

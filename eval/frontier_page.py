@@ -73,6 +73,11 @@ def frontier_markdown(folder: Path, table: Table, figures: bool = True) -> str:
             parts.append(f"Without a point, since whole tasks are missing: {', '.join(frontier.incomplete)}.\n")
         if frontier.of_one_kind:
             parts.append(f"Measured on samples of one kind alone: {', '.join(frontier.of_one_kind)}.\n")
+        if frontier.other_texts:
+            parts.append(
+                "Measured in part over other texts than dense attention and the rest: "
+                f"{', '.join(frontier.other_texts)}.\n"
+            )
         if figures:
             label = (
                 "Divergence from dense attention, and needles found, against KV bytes read; the table has the numbers"

@@ -44,8 +44,8 @@ def records_of(benchmark: str, task: str, samples: int, **fields: Any) -> list[d
     return made
 
 
-def sweep(folder, *runs):
-    """Write a sweep's runs, each a benchmark's records, with their summaries."""
+def sweep(folder, *runs, data=()):
+    """Write a sweep's runs, each a benchmark's records, with their summaries and, where given, the data they read."""
     from eval.summary import summarise
 
     for number, records in enumerate(runs, start=1):
@@ -62,6 +62,9 @@ def sweep(folder, *runs):
             "model_seconds": 40.0, "table": summarise(records),
         }  # fmt: skip
         (run / "summary.json").write_text(json.dumps(summary))
+        if data:
+            files = [{"file": "pg19/1.txt", "bytes": 1, "sha256": data[number - 1]}]
+            (run / "config.json").write_text(json.dumps({"data": {first["task"]: files}}))
     return folder
 
 
@@ -121,6 +124,26 @@ def test_a_variant_that_measured_needles_alone_takes_no_other_sample_from_the_re
     divergence, found = frontier_picture(frontier, "name").figure.axes
     assert "quest" not in {line.get_label() for line in divergence.lines}
     assert "quest" in {line.get_label() for line in found.lines}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "data", "is_other"),
+    [
+        ((4000, 4000), (), False),
+        ((4000, 3990), (), True),
+        ((4000, 4000), ("ab", "cd"), True),
+        ((4000, 4000), ("ab", "ab"), False),
+    ],
+)
+def test_a_variant_over_other_texts_is_said_and_dense_is_that_of_the_first(tmp_path, tokens, data, is_other):
+    first, second = (records_of("passkey", "book", 3, length=4000, prompt_tokens=count) for count in tokens)
+    first = [each for each in first if each["method"] != "quest"]
+    second = [each | {"score": 0.0} for each in second if each["method"] in ("full", "quest")]
+    [frontier] = frontiers(sweep(tmp_path, first, second, data=data) / SWEEP)
+    assert frontier.other_texts == (("quest 256", "quest 1024") if is_other else ())
+    assert frontier.points[0].found.value == 1.0
+    sentence = "Measured in part over other texts than dense attention and the rest: quest 256, quest 1024."
+    assert (sentence in frontier_tables(tmp_path, SWEEP)) == is_other
 
 
 def test_a_variant_that_lacks_a_task_has_no_point_and_takes_no_sample_from_the_rest(tmp_path):
