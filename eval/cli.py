@@ -44,7 +44,7 @@ from eval.sweep import run_all
 from eval.table_command import table
 from eval.terminal import WIDTH, progress
 from eval.throughput_command import throughput
-from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, split, visible
+from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, ranges, split, visible
 
 app = typer.Typer(
     help="Reproduce the papers' tables: accuracy, KV reads and speed of sparse and dense attention.",
@@ -81,6 +81,10 @@ def list_benchmarks() -> None:
 def run(
     benchmark: BenchmarkArgument = None,
     config: ConfigOption = None,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Runs of the file, such as 2,5-7.", show_default="all"),
+    ] = None,
     tasks: TasksOption = None,
     model: ModelOption = None,
     method: MethodOption = None,
@@ -129,8 +133,10 @@ def run(
         "device": device,
     }
     with harness_errors():
+        if only is not None and config is None:
+            raise EvalError(f"only={only!r} needs --config: it names runs of a file")
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
-        run_all(configs, out, None if config is None else config.stem)
+        run_all(configs, out, None if config is None else config.stem, ranges("--only", only))
 
 
 @app.command("make-prefixqa")

@@ -30,6 +30,7 @@ def run(
     *,
     variants: Sequence[Variant] | None = None,
     on_refusal: OnRefusal | None = None,
+    beside: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Run a benchmark, append each record to ``out`` as it finishes, and write and return the summary.
 
@@ -53,6 +54,8 @@ def run(
         The run's variants, dense attention first; those of ``config`` by default.
     on_refusal : callable, optional
         Called with each variant that cannot be used with the model, and the reason; the others run. None raises it.
+    beside : sequence of Path
+        Results folders of the run's sweep, whose samples must be the same where they are of the same name.
 
     Raises
     ------
@@ -62,7 +65,7 @@ def run(
     config = with_dense(config)
     wanted_variants = make_variants(config) if variants is None else variants
     former = _former_times(out / "summary.json")
-    with open_session(config, wanted_variants, out, source, processes, on_refusal=on_refusal) as session:
+    with open_session(config, wanted_variants, out, source, processes, on_refusal=on_refusal, beside=beside) as session:
         variants = session.variants
         wanted = [(item, variants) for item in session.items]
         expected = session.expected_seconds(wanted)

@@ -137,6 +137,7 @@ def open_session(
     *,
     identity: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     on_refusal: OnRefusal | None = None,
+    beside: Sequence[Path] = (),
 ) -> Iterator[Session]:
     """Check a run, load its model, and claim its folder while the context lasts.
 
@@ -150,6 +151,8 @@ def open_session(
         Returns the settings that the folder belongs to, of all settings.
     on_refusal : callable, optional
         Called with each variant that cannot be used, and the reason; the others run. None raises the first reason.
+    beside : sequence of Path
+        Results folders of the run's sweep, whose samples must be the same where they are of the same name.
 
     Raises
     ------
@@ -172,6 +175,7 @@ def open_session(
     store.records()  # reports a damaged file before the work, not after
     prepared = prepare(config, benchmark, template, variants, source, on_refusal)
     store.check(settings, prepared.files)
+    store.check_beside(beside, config.as_json(), prepared.files)
     model = source.load(config)
     patchable = usable(prepared.variants, lambda variant: check_patchable(model, variant), on_refusal)
     with _claimed(store, settings, prepared.files, processes):

@@ -20,6 +20,9 @@ RecordKey = tuple[str, int | None, str, str, int | None, str]
 
 _UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
 
+_SAMPLES_OF = ("benchmark", "model", "lengths", "limit", "options", "seed")
+"""Settings of runs whose samples of a task are compared with each other."""
+
 _SINCE = {"measure": ["score"], "variants": [], "chat_template": None}
 """Settings that configurations from before there were such choices lack, and the value that they had."""
 
@@ -96,6 +99,40 @@ class Store:
             raise EvalError(
                 f"out={str(self.folder)!r} holds other files and no config.json; name a new or empty folder"
             )
+
+    def check_beside(self, folders: Iterable[Path], config: Mapping[str, Any], files: TaskFiles) -> None:
+        """Check that a run's samples are those of the runs of its sweep that it is compared with.
+
+        Parameters
+        ----------
+        folders : iterable of Path
+            Results folders of the sweep. This one, those without a run, and those of runs from before data files were
+            noted do not count.
+        config : mapping
+            The settings.
+        files : mapping
+            The data files of each task.
+
+        Raises
+        ------
+        EvalError
+            A run with the same settings of samples has a task whose data files were others.
+        """
+        own = json.loads(json.dumps({name: config[name] for name in _SAMPLES_OF}))
+        for folder in folders:
+            path = folder / "config.json"
+            if folder == self.folder or not path.exists():
+                continue
+            other = read_json(path, _CONFIGURATION)
+            if _DATA not in other or any(other.get(name) != own[name] for name in _SAMPLES_OF):
+                continue
+            former = from_json(other[_DATA])
+            both = [task for task in files if task in former]
+            if changed := differences({task: former[task] for task in both}, {task: files[task] for task in both}):
+                raise EvalError(
+                    f"out={str(self.folder)!r} would have other samples than {str(folder)!r} of the same sweep: "
+                    f"{changed}. Allowed: the files that its config.json names; or choose another folder for the sweep"
+                )
 
     def claim(self, config: Mapping[str, Any], files: TaskFiles | None = None) -> None:
         """Lock the folder for a configuration: a new folder, or one of the same configuration.

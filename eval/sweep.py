@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from eval.config import RunConfig
+from eval.errors import EvalError
 from eval.options import result_folders
 from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
 from hf_sparse_attn.cli.terminal import one_line, print_table
@@ -21,21 +22,32 @@ if TYPE_CHECKING:
     from eval.run_check import OnRefusal
 
 
-def run_all(configs: list[RunConfig], out: Path | None, sweep_name: str | None) -> None:
+def run_all(
+    configs: list[RunConfig], out: Path | None, sweep_name: str | None, only: Sequence[int] | None = None
+) -> None:
     """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
+
+    ``only`` has the numbers of the configurations to run, from 1; the folders have the same names without it.
 
     Raises
     ------
+    EvalError
+        A number of ``only`` is none of a configuration, or a run is invalid.
     typer.Exit
         All records of a run are errors.
     """
     from eval.models import Models
     from eval.processes import Processes
 
+    if only is not None and (unknown := [number for number in only if not 1 <= number <= len(configs)]):
+        raise EvalError(f"only={','.join(map(str, unknown))} is not allowed: runs 1 to {len(configs)}")
     processes = Processes.current()
     models = Models(processes)
-    for config, folder in zip(configs, result_folders(configs, out, sweep_name), strict=True):
-        summary = run_one(config, folder, models, processes)
+    folders = result_folders(configs, out, sweep_name)
+    for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
+        if only is not None and number not in only:
+            continue
+        summary = run_one(config, folder, models, processes, beside=folders)
         if processes.is_main and summary["errors"] == summary["rows"]:
             raise typer.Exit(1)
 
@@ -49,6 +61,7 @@ def run_one(
     keeps: bool = True,
     variants: Sequence[Variant] | None = None,
     on_refusal: OnRefusal | None = None,
+    beside: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Run a configuration in a folder, and print and return its summary.
 
@@ -69,6 +82,7 @@ def run_one(
             say_expected,
             variants=variants,
             on_refusal=on_refusal,
+            beside=beside,
         )
     if processes.is_main:
         print_table(summary_table(summary, str(folder) if keeps else folder.name), WIDTH)

@@ -67,6 +67,21 @@ def integers(option: str, text: str | None) -> tuple[int, ...]:
         fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
 
 
+def ranges(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Parse whole numbers such as ``2,5-7``; None stays None, and anything else ends the command with an error."""
+    if text is None:
+        return None
+    numbers: list[int] = []
+    for part in split(text):
+        ends = part.split("-")
+        if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
+            fail(f"{option} {text!r} is not a list of whole numbers and of ranges, such as 2,5-7")
+        numbers += range(int(ends[0]), int(ends[-1]) + 1)
+    if not numbers:
+        fail(f"{option} {text!r} names no number")
+    return tuple(numbers)
+
+
 def visible(text: str) -> str:
     """Return text that is safe to print, with control characters as Python escapes.
 

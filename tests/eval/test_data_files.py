@@ -284,6 +284,34 @@ def test_an_older_run_goes_on_and_then_has_its_files(tmp_path: Path, loaded: Loa
 
 
 @pytest.mark.parametrize(
+    ("limit", "seed", "is_refused"), [(2, 0, True), (1, 0, False), (2, 1, False)], ids=["same", "fewer", "other seed"]
+)
+def test_runs_of_a_sweep_with_the_same_samples_have_the_same_data(
+    tmp_path: Path, loaded: Loaded, limit: int, seed: int, is_refused: bool
+) -> None:
+    data = write(tmp_path / "data", {"a.txt": BOOK})
+    first, second = tmp_path / "out" / "01-passkey", tmp_path / "out" / "02-passkey"
+    write(data, {"b.txt": BOOK})
+    config = {"benchmark": "passkey", "tasks": ["book"], "model": "tiny", "lengths": [200], "data_dir": str(data)}
+
+    def go_on(out: Path, method: str, **settings: int) -> None:
+        run_config = make_config({**config, "method": method, **settings})
+        run(run_config, out, loaded, Processes(), beside=[first, second, tmp_path / "out" / "03-passkey"])
+
+    go_on(first, "quest", limit=2, seed=0)
+    (data / "b.txt").unlink()
+    if is_refused:
+        with pytest.raises(EvalError) as caught:
+            go_on(second, "keycodes", limit=limit, seed=seed)
+        assert f"out={str(second)!r} would have other samples than {str(first)!r}" in str(caught.value)
+        assert f"book: b.txt (sha256 {sha256(BOOK)}) is missing" in str(caught.value)
+        assert not second.exists()
+    else:
+        go_on(second, "keycodes", limit=limit, seed=seed)
+        assert (second / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize(
     ("value", "problem"),
     [
         (None, "data=None is not allowed: a mapping of tasks"),

@@ -378,6 +378,7 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("longbench", "--protocol-dir", "/nowhere"), "/nowhere"),
         (("passkey", "--dtype", "int8"), "dtype='int8' is not allowed"),
         (("passkey", "--limit", "0"), "limit=0 is not allowed"),
+        (("passkey", "--only", "1"), "only='1' needs --config"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_records(tmp_path, model_dir, data_dir, arguments, said):
@@ -452,6 +453,38 @@ def test_sweep_runs_each_in_its_own_folder_and_reports(tmp_path, model_dir, data
     page = invoke("report", str(tmp_path / "out"))
     assert page.exit_code == 0, page.output
     assert Path(page.stdout.strip()).read_text(encoding="utf-8").count("<img") >= 3
+
+
+def short_sweep(tmp_path, model_dir):
+    path = tmp_path / "sweep.yaml"
+    runs = "".join(f"  - {{benchmark: passkey, lengths: {length}, limit: 1}}\n" for length in (200, 220, 240, 260))
+    path.write_text(f"model: {model_dir}\nmethod: quest\ntoken_budget: 64\nruns:\n{runs}")
+    return "run", "--config", str(path), "--out", str(tmp_path / "out")
+
+
+def test_some_runs_of_a_sweep_have_the_folders_that_they_have_among_all(tmp_path, model_dir):
+    result = invoke(*short_sweep(tmp_path, model_dir), "--only", "4,2-3")
+    assert result.exit_code == 0, result.output
+    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == ["02-passkey", "03-passkey", "04-passkey"]
+    assert {record["length"] for record in read_records(tmp_path / "out" / "03-passkey" / "rows.jsonl")} == {240}
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        ("5", "only=5 is not allowed: runs 1 to 4"),
+        ("0,2", "only=0 is not allowed: runs 1 to 4"),
+        ("3-2", "--only '3-2' is not a list of whole numbers and of ranges"),
+        ("a", "--only 'a' is not a list"),
+        ("1-2-3", "--only '1-2-3' is not a list"),
+        (",", "--only ',' names no number"),
+    ],
+)
+def test_runs_that_a_sweep_lacks_are_named_before_any_work(tmp_path, model_dir, only, said):
+    result = invoke(*short_sweep(tmp_path, model_dir), "--only", only)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_list_names_every_benchmark_and_table():
