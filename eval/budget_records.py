@@ -17,7 +17,7 @@ from eval.session import write_result
 from eval.store import Store, read_json
 
 _SAME = ("model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256")
-"""What all records must agree on."""
+"""Fields in which all records must agree."""
 _Sample = tuple[str, "int | None", str]
 
 

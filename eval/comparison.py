@@ -53,7 +53,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was run for a table's run."""
+    """The measurement that belongs to a table's run."""
 
     model: str
     entries: Sequence[Mapping[str, Any]]

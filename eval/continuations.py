@@ -38,7 +38,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a cache's continuation gave, and its times."""
+    """The tokens of a cache's continuation, and its times."""
 
     result: dict[str, Any]
     first_token_seconds: float

@@ -1,4 +1,4 @@
-"""What a search for dense-equivalent budgets asks for, and what it has found."""
+"""Target and findings of a search for dense-equivalent budgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOLED = "all tasks"
 
 @dataclass(frozen=True)
 class Target:
-    """What a method must reach, and the steps that are tried.
+    """The score that a method must reach, and the steps that are tried.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def sample_of(record: Record) -> tuple[str, str]:
 
 
 class Findings:
-    """What is known of one method on one task and length, or on all tasks of a length.
+    """Findings about one method on one task and length, or on all tasks of a length.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What each variant of a sweep keeps of dense attention's predictions and finds, against the KV bytes that it reads."""
+"""Frontiers of a sweep: each variant's divergence from dense attention, and needles found, against KV bytes read."""
 
 from __future__ import annotations
 

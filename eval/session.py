@@ -43,7 +43,7 @@ class Session:
     store: Store
     processes: Processes
     provenance: dict[str, Any]
-    """What every record says about machine, versions, seed and protocol."""
+    """Fields of every record about machine, versions, seed and protocol."""
     examples: Examples = field(default_factory=Examples, repr=False)
 
     def measure(

@@ -1,4 +1,4 @@
-"""What tells models and texts apart: hashes of configuration, weights and token ids."""
+"""Identities of models and texts: hashes of configuration, weights and token ids."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def fail_unwanted_skip(report: pytest.TestReport | pytest.CollectReport) -> None
 
 @pytest.fixture
 def dynamo() -> Generator[dict[str, Any], None, None]:
-    """What Dynamo counts in a test that begins with nothing compiled. It limits how often a function is compiled."""
+    """Dynamo's counters in a test that begins with nothing compiled. It limits how often a function is compiled."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

@@ -80,7 +80,7 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a check decodes, and the sizes that go with it.
+    """The prompt that a check decodes, and its sizes.
 
     Parameters
     ----------

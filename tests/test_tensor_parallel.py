@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """What two and four processes found, and what one does."""
+    """The results of two and four processes, and of one."""
     process = start(folder)
     alone = {"tokens": worker.tokens_of(folder, 1)}
     model = worker.load(folder, "llama", 1)

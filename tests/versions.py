@@ -30,7 +30,7 @@ CONTRACTS = (
 )
 PACKAGES = {"torch": "PyTorch", "transformers": "Transformers", "triton": "Triton"}
 ALL = "all"
-"""What a row says of a run over all :data:`CONTRACTS`."""
+"""The row's words for a run over all :data:`CONTRACTS`."""
 
 
 def installed() -> dict[str, str]:

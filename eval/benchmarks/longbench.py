@@ -65,7 +65,7 @@ class LongBench(Benchmark):
     }
     options: ClassVar[dict[str, Any]] = {"cut": None, "question_from": "context"}
     suffix: ClassVar[str] = ""
-    """What a task's file name has after the task."""
+    """Suffix of a task's file name after the task."""
     required: ClassVar[tuple[str, ...]] = ("context", "input", "answers", "all_classes")
 
     def categories(self, example: dict[str, Any]) -> dict[str, str]:

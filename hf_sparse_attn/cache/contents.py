@@ -1,4 +1,4 @@
-"""What a cache holds, as named tensors and a header: taken out of one cache, and put into another."""
+"""The contents of a cache, as named tensors and a header: taken out of one cache, and put into another."""
 
 from __future__ import annotations
 

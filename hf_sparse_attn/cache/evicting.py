@@ -32,7 +32,7 @@ class Kept(NamedTuple):
     length: int
     """Tokens fed per row, left padding included."""
     evicted_at: int
-    """What it was when a token was evicted last."""
+    """Its value when a token was last evicted."""
 
     @property
     def slots(self) -> int:
@@ -58,7 +58,7 @@ class EvictingStorage(GrowingStorage):
     def __init__(self, initial_capacity: int = 0, max_tokens: int | None = None) -> None:
         super().__init__(initial_capacity, max_tokens)
         self.kept: Kept | None = None
-        """What the slots hold; None while every token is kept."""
+        """The tokens in the slots; None while every token is kept."""
         self.finished_at: int | None = None
         """Tokens fed per row when the first prompt was complete; None before."""
         self.weights: torch.Tensor | None = None

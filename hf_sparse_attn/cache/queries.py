@@ -9,7 +9,7 @@ import torch
 
 
 class PromptQueries(NamedTuple):
-    """What a layer keeps of its prompts' queries. Immutable, so that a failed pass is undone by the former object."""
+    """Queries of its prompts that a layer keeps. Immutable, so that a failed pass is undone by the former object."""
 
     states: torch.Tensor
     """[batch, q_heads, n, head_dim], the last queries as the attention function got them, the newest last."""

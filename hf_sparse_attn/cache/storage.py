@@ -74,7 +74,7 @@ class Storage(ABC):
     keeps_rows = True
     """Whether decode steps may read :attr:`keys` and :attr:`values`, as dense ones do."""
     traffic: Traffic | None = None
-    """What moved between host and device; None if nothing is offloaded."""
+    """Traffic between host and device; None if nothing is offloaded."""
 
     def __init__(self) -> None:
         self.metadata = {}

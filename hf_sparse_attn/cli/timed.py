@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TimedOutput(NamedTuple):
-    """What ``generate()`` appended to each row, and its times."""
+    """The tokens that ``generate()`` appended to each row, and its times."""
 
     new_ids: torch.Tensor
     """int64 [batch, new tokens]."""

@@ -1,4 +1,4 @@
-"""What a context's file holds, read without a model."""
+"""The contents of a context's file, read without a model."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Offload(NamedTuple):
     blocks_at_once: int
     """Maximum number of complete blocks that a KV head must hold at once in a step."""
     held_at_once: str
-    """What these blocks are, for messages, such as ``"all of a selection"``."""
+    """Names these blocks in messages, such as ``"all of a selection"``."""
     gpu_cache_tokens: int
     """Tokens of all offloaded layers and KV heads that the pool on the device has room for, shared by the rows."""
     eviction: str

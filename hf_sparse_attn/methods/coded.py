@@ -1,4 +1,4 @@
-"""What methods share that score single tokens by codes of a few bits a key channel."""
+"""Common parts of the methods that score single tokens by codes of a few bits a key channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods share that evict: the cache keeps a fixed number of tokens, and forgets the others."""
+"""Common parts of the methods that evict: the cache keeps a fixed number of tokens, and forgets the others."""
 
 from __future__ import annotations
 

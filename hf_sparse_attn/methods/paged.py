@@ -1,4 +1,4 @@
-"""What methods share that score pages of keys by their bounds."""
+"""Common parts of the methods that score pages of keys by their bounds."""
 
 from __future__ import annotations
 

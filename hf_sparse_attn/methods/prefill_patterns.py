@@ -18,7 +18,7 @@ SINK_COLUMNS = 30
 
 
 class Pattern(NamedTuple):
-    """What the queries of a KV head attend to, causally."""
+    """The keys that the queries of a KV head attend to, causally."""
 
     columns: torch.Tensor
     """bool [batch, group, tokens]: single tokens, for all queries."""

@@ -73,7 +73,7 @@ class SelfExtend(SparseMethod):
 
     @property
     def _shift(self) -> int:
-        """What a query's grouped position gains (algorithm 1), so that distances go on where the window's end."""
+        """Added to a query's grouped position (algorithm 1), so that distances go on where the window's end."""
         return self.window - self.window // self.group_size
 
     def check_model(self, model: PreTrainedModel) -> None:

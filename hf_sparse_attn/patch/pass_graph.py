@@ -73,7 +73,7 @@ class PassGraph:
         self._cache, self._model, self._fuse = cache, model, fuse
         self._inputs: dict[str, Any] = {}
         self._held: list[Any] = []
-        """What is in the arguments, at any depth."""
+        """The values in the arguments, at any depth."""
         self._logits: torch.Tensor | None = None
         self._replay: Callable[[], object] | None = None
 

@@ -41,7 +41,7 @@ class Driver:
 
 @dataclass
 class DeviceMemory:
-    """What a device has free, and what PyTorch keeps of it for later."""
+    """Free bytes of a device, and bytes that PyTorch keeps for later."""
 
     free: int = 1 << 20
     kept: int = 0

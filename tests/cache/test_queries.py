@@ -1,4 +1,4 @@
-"""What a layer keeps of its prompts' queries: the last ones, and the mean of all, through every operation on rows."""
+"""Queries of its prompts that a layer keeps: the last ones, and the mean of all, through every operation on rows."""
 
 from dataclasses import dataclass
 from typing import ClassVar

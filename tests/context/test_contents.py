@@ -1,4 +1,4 @@
-"""What is read of a context's file without a model, and the notes in it."""
+"""Reading a context's file without a model, and the notes in it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run's records say about the reads of a method whose KV heads keep different numbers of tokens."""
+"""A run's records of the reads of a method whose KV heads keep different numbers of tokens."""
 
 import pytest
 import torch

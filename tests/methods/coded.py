@@ -1,4 +1,4 @@
-"""What tests of methods with key codes share: decode steps that are watched, and the codes in plain torch."""
+"""Helpers for tests of methods with key codes: decode steps that are watched, and the codes in plain torch."""
 
 import torch
 from hf_sparse_attn_kernels.codes.rotation import rotation

@@ -55,7 +55,7 @@ def largest(scores: dict[int, float], number: int) -> list[int]:
 
 @dataclass
 class Run:
-    """What a layer and the plain loops make of the same tokens."""
+    """The results of a layer and of the plain loops for the same tokens."""
 
     method: SparseMethod
     rule: Callable[[PlainRow], None]

@@ -1,4 +1,4 @@
-"""What methods with key codes share: the sizes that they pass to the ops."""
+"""Common parts of methods with key codes: the sizes that they pass to the ops."""
 
 import pytest
 import torch

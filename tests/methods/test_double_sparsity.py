@@ -40,7 +40,7 @@ def heavy_channels(queries, keys, channels, statistic):
 
 
 def quantized(values, bits):
-    """What a label of few bits stands for: evenly spaced levels from the least value to the greatest."""
+    """The values of a label of few bits: evenly spaced levels from the least value to the greatest."""
     if bits == 16:
         return values
     least = values.min().to(torch.float16).double()

@@ -42,7 +42,7 @@ def columns_of(queries, keys, channels):
 
 
 def expected_selection(query, keys, columns, method):
-    """What one row reads: query [q_heads, d], keys [tokens, kv_heads, d], columns [d, channels] of each KV head."""
+    """Tokens a row reads: query [q_heads, d], keys [tokens, kv_heads, d], columns [d, channels] of each KV head."""
     estimates = [
         [float((query[head] @ columns[head // GROUP]) @ (key[head // GROUP] @ columns[head // GROUP])) for key in keys]
         for head in range(Q_HEADS)

@@ -1,4 +1,4 @@
-"""What the steps of Quest, KeyCodes and PSA on thread-block clusters have in common."""
+"""Properties that the steps of Quest, KeyCodes and PSA on thread-block clusters share."""
 
 import ctypes
 import logging
@@ -32,7 +32,7 @@ class Family(NamedTuple):
     """An option of which the implementation serves so much."""
     page_size: int
     served: dict[str, Any]
-    """What the implementation needs of the arguments."""
+    """The implementation's requirements on the arguments."""
 
     @property
     def module(self) -> ModuleType:

@@ -109,7 +109,7 @@ def steps(bench: Bench, cache: SparseCache, rows: torch.Tensor | None = None) ->
 
 
 class Expected(NamedTuple):
-    """What a cache that never saw the fault answers."""
+    """The answers of a cache that never saw the fault."""
 
     call: torch.Tensor
     steps: torch.Tensor

@@ -28,7 +28,7 @@ _TESTS = re.compile(r"^(?:=+ )?(?:(\d+) failed, )?(?:(\d+) passed)?.* in ([\d.]+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool said of a file of tests."""
+    """A tool's report on a file of tests."""
 
     tool: str
     file: str

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 _postponed: list[tuple[Callable[[], object], torch.device]] = []
-"""What could not be freed while a CUDA graph was being recorded."""
+"""Releases that a recording of a CUDA graph postponed."""
 
 
 def release(free: Callable[[], object], device: torch.device) -> None:

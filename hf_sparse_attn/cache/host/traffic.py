@@ -12,7 +12,7 @@ from hf_sparse_attn.cache.traffic import Traffic
 
 
 class HostTraffic(Traffic):
-    """What moves between host memory and the device in one layer whose kernels read host memory themselves."""
+    """Traffic between host memory and the device in one layer whose kernels read host memory themselves."""
 
     counts: torch.Tensor
     """int64 [4], of decode steps: complete blocks read, those of them that the device held, tokens that were read in

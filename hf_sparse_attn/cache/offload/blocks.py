@@ -22,7 +22,7 @@ KeysAndValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """What the layout of the device's memory depends on."""
+    """Determines the layout of the device's memory."""
 
     batch: int
     kv_heads: int

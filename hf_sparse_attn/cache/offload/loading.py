@@ -1,4 +1,4 @@
-"""What decode steps of an offloaded layer read: blocks found on the device, or loaded from host memory."""
+"""Blocks that decode steps of an offloaded layer read: found on the device, or loaded from host memory."""
 
 from __future__ import annotations
 

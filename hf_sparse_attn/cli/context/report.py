@@ -21,7 +21,7 @@ HEAT = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a context consists of.
+    """The parts of a context.
 
     Parameters
     ----------

@@ -180,7 +180,7 @@ class Plan(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a block of a cluster needs."""
+    """Resources of one block of a cluster."""
 
     shared: int
     """Bytes of shared memory."""

@@ -1,4 +1,4 @@
-"""What launches of `code_scores` and `select_tokens_by_score` leave for the next ones."""
+"""Results that launches of `code_scores` and `select_tokens_by_score` pass to the next ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES_AT_ONCE = 64
 
 
 class Prepared(NamedTuple):
-    """What the scan reads of the query, and the shapes that the launches share. Some launch before it writes it."""
+    """The query as the scan reads it, and the shapes that the launches share. Some launch before it writes it."""
 
     parts: torch.Tensor
     """int8 [pairs, group, bits, 8 * bytes]: the rotated query, by the bit and the byte that its channels meet."""
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What a scan found: the scores, or for a reduction by softmax what they are to be reduced from."""
+    """The result of a scan: the scores, or for a reduction by softmax what they are to be reduced from."""
 
     scores: torch.Tensor
     """float16 [batch, kv_heads, num_tokens]; without values as long as there are estimates."""
