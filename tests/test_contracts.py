@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from hf_sparse_attn_kernels import use_impl
 from transformers import DynamicCache
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
@@ -393,3 +394,43 @@ def test_explicit_maximum_is_kept_and_growth_changes_nothing(exact):
         with pytest.raises(ValueError, match=r"60 new tokens do not fit.*142 of max_cache_len=200"):
             model(ids[:, :60], past_key_values=roomy)
         assert roomy.get_seq_length() == before
+
+
+def covering_at_first(method_name):
+    """Create a method that leaves nothing out but for its budget of 48 tokens."""
+    small = {"page_size": 16, "sink_tokens": 4}  # where the default does not fit into the budget
+    fields = METHOD_CLASSES[method_name].__dataclass_fields__
+    hyperparameters = {name: value for name, value in small.items() if name in fields}
+    return METHOD_CLASSES[method_name](**{"token_budget": 48, **hyperparameters, **COVERING.get(method_name, {})})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        method
+        for name, method_class in METHOD_CLASSES.items()
+        if "decode" in method_class.sparse_phases and not (method := covering_at_first(name)).covers(1 << 40)
+    ],
+    ids=lambda method: method.name,
+)
+@torch.inference_mode()
+def test_a_row_that_outgrows_the_budget_goes_on_as_if_it_had_never_been_covered(method, monkeypatch):
+    """The first steps are dense, since they read everything; what they write for later selections must be the same."""
+    model = exact_model()
+    ids, steps = random_ids(2, 40), random_ids(2, 30, seed=5)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+
+    def answers():
+        with sparse_attention(model, method), use_impl("reference"):
+            cache, wider = SparseCache.for_model(model), mask
+            model(ids, attention_mask=mask, past_key_values=cache)
+            logits = []
+            for token in steps.split(1, dim=1):
+                wider = torch.nn.functional.pad(wider, (0, 1), value=1)
+                logits.append(model(token, attention_mask=wider, past_key_values=cache).logits)
+        return torch.cat(logits, dim=1)
+
+    shortened = answers()
+    monkeypatch.setattr(type(method), "covers", lambda self, length: False)
+    torch.testing.assert_close(shortened, answers(), rtol=1e-9, atol=1e-9)

@@ -271,10 +271,16 @@ class SparseCache(Cache):  # type: ignore[misc]
         """
         new_method = make_method(method)
         check_kv_storage(self.kv_storage, new_method)
-        if new_method.offloading != self.method.offloading:
+        own, other = self.method.offloading, new_method.offloading
+        if (own and own.layout) != (other and other.layout):
             raise ValueError(
                 f"method={new_method} keeps keys and values elsewhere than the cache of {self.method}: offload, "
                 "gpu_cache_tokens, eviction and the size of a block must agree"
+            )
+        if other is not None and new_method.dense_layers > self.method.dense_layers:
+            raise ValueError(
+                f"method={new_method} with dense_layers={new_method.dense_layers} needs keys and values on the device "
+                f"that the cache of {self.method} offloads: at most its dense_layers={self.method.dense_layers}"
             )
         if self.prefix_tokens and new_method != self.method:
             raise ValueError(f"method={new_method} cannot read the prefix of a cache of {self.method}")
@@ -518,8 +524,8 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     def check_rows(self, rows: int) -> None:
         """Raise ``ValueError`` if the device cannot hold at once what a step over so many rows reads."""
-        if self._offloaded is not None:
-            self._offloaded.check_rows(rows)
+        if self._offloaded is not None and self.method.offloading is not None:
+            self._offloaded.check_rows(rows, self.method.offloading)
 
     def reserve_host(self, shape: Sequence[int], dtype: torch.dtype, devices: Callable[[], list[torch.device]]) -> None:
         """Allocate the host memory of the pass that has begun, before any layer runs. Do nothing without any.

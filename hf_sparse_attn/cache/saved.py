@@ -67,6 +67,8 @@ def load(
             raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
         config = text_model(model).config
         cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
+        if patch.rope_tables is not None:
+            cache.use_rope(patch.rope_tables)  # the method may finish the prompt before a pass sets them
         shape = (header.rows, kv_heads_of(config), header.tokens, head_dim_of(config))
         cache.reserve_host(shape, model.dtype, partial(layer_devices, model))
         fill(cache, header, file.checksums, file.read, layer_devices(model))

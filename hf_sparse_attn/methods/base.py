@@ -49,6 +49,11 @@ class Offload(NamedTuple):
     eviction: str
     """Policy of the pool, ``"lru"`` or ``"fifo"``."""
 
+    @property
+    def layout(self) -> tuple[int, int, str]:
+        """Settings that caches must share to share host memory and pool."""
+        return self.block_size, self.gpu_cache_tokens, self.eviction
+
     def slots(self, layers: int, kv_heads: int) -> int:
         """Return the number of blocks in the pool of so many layers."""
         return self.gpu_cache_tokens // self.block_size * layers * kv_heads

@@ -70,7 +70,7 @@ class H2O(EvictingMethod):
     def priority(self, layer: SparseLayer, query: torch.Tensor | None, scale: float) -> torch.Tensor:
         """Return the scores, ``inf`` for the last tokens (algorithm 1); see :meth:`EvictingMethod.priority`."""
         scores = storage_of(layer).weights
-        if scores is None:
+        if scores is None or scores.shape[2] != storage_of(layer).slots(layer.lengths):
             raise ValueError(
                 f"{self.name!r} needs the attention weights of all tokens, but some were fed by an unpatched model: "
                 "patch the model first, and prefill a new cache"

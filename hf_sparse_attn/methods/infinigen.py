@@ -118,6 +118,14 @@ class InfiniGen(SparseMethod):
             "partial_keys": keys.new_zeros(batch, kv_heads, capacity, channels),
         }
 
+    def update_metadata(self, layer: SparseLayer, num_new: int) -> None:
+        """Write the key of a decode step's token in the columns; :meth:`finish_prompt` writes those of other tokens."""
+        if num_new == 1 and layer.lengths.in_step:
+            columns, partial_keys = layer.metadata["columns"], layer.metadata["partial_keys"]
+            slot = layer.seq_end[:1].long() - 1
+            partial = layer.keys.index_select(2, slot).to(columns.dtype) @ columns
+            partial_keys.index_copy_(2, slot, partial.to(partial_keys.dtype))
+
     def finish_prompt(self, layers: Sequence[SparseLayer]) -> None:
         """Find the columns of each row, and write all of its keys in them."""
         for layer in layers:
@@ -135,15 +143,6 @@ class InfiniGen(SparseMethod):
             return None
         states = recent.states[row, :, -known:]
         return states.reshape(layer.keys.shape[1], -1, states.shape[2])
-
-    def decode(
-        self, query: torch.Tensor, layer: SparseLayer, new_key: torch.Tensor, new_value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write the token's key in the columns too, then select and attend; see :meth:`SparseMethod.decode`."""
-        columns, partial_keys = layer.metadata["columns"], layer.metadata["partial_keys"]
-        partial = new_key.unsqueeze(2).to(columns.dtype) @ columns
-        partial_keys.index_copy_(2, layer.seq_end[:1].long() - 1, partial.to(partial_keys.dtype))
-        return super().decode(query, layer, new_key, new_value, scale)
 
     def select(self, query: torch.Tensor, layer: SparseLayer, scale: float) -> Selection:
         """Rehearse, and keep as many tokens as are important; see :meth:`SparseMethod.select`.

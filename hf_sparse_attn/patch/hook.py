@@ -125,6 +125,7 @@ class DecoderHooks:
         cache.recover()
         if kwargs.get("input_ids") is not None:
             cache.check_question(kwargs["input_ids"])
+        kwargs = _with_mask_rows(kwargs)
         kwargs, gap = _close_gap(cache, kwargs)
         kwargs = _behind_prefix(kwargs, cache)
         mask = _mask(kwargs)
@@ -135,6 +136,8 @@ class DecoderHooks:
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
         cache.shared.recorder = patch.recorder
+        if patch.rope_tables is not None:
+            cache.use_rope(patch.rope_tables)  # before the prompt is finished
         forward_pass, is_dense = cache.begin_call(mask, query_length, () if gap is None else gap.left_out)
         patch.counters, patch.shared = cache.counters, cache.shared
         try:
@@ -173,8 +176,6 @@ class DecoderHooks:
         kwargs = {**kwargs, "sparse_cache": cache}
         if not method.needs_mask or (is_decode_step and not cache.needs_decode_mask):
             kwargs["attention_mask"] = None  # the layers read by the row bounds
-        if patch.rope_tables is not None:
-            cache.use_rope(patch.rope_tables)
         if is_decode_step:
             return kwargs
         if patch.rope_tables is not None:
@@ -190,6 +191,22 @@ class DecoderHooks:
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
         forward_pass.finish.append(prompt.join)
         return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), pass_tokens)
+
+
+def _with_mask_rows(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a decoder's arguments with a row of the attention mask for each row of the batch; a single one is for all.
+
+    Raises
+    ------
+    ValueError
+        The mask has another number of rows.
+    """
+    mask, rows = _mask(kwargs), _tokens(kwargs).shape[0]
+    if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4) or mask.shape[0] == rows:
+        return kwargs
+    if mask.shape[0] != 1:
+        raise ValueError(f"attention_mask must have {rows} rows, as the batch has, or 1 for all; got {mask.shape[0]}")
+    return {**kwargs, "attention_mask": mask.expand(rows, *mask.shape[1:])}
 
 
 def _tokens(kwargs: dict[str, Any]) -> Any:

@@ -288,6 +288,53 @@ def test_copies_and_forks_share_the_device_but_no_tokens(make_copy, exact):
 
 
 @pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (offloaded(), offloaded(token_budget=24)),
+        (offloaded(token_budget=24), offloaded()),
+        (offloaded(), offloaded(dense_layers=0)),
+        (
+            PSA(threshold=0.6, block_size=PAGE, microbatch=2, offload=True, gpu_cache_tokens=200),
+            offloaded(dense_layers=0),
+        ),
+    ],
+    ids=["lower budget", "higher budget", "fewer dense layers", "another method"],
+)
+@torch.inference_mode()
+def test_a_fork_for_another_method_answers_as_a_cache_of_its_own(first, second, exact):
+    model = shared_model("llama", torch.float64)
+    ids, steps = random_ids(2, 61), random_ids(2, 8, seed=4)
+    with sparse_attention(model, second):
+        own = SparseCache.for_model(model)
+        model(ids, past_key_values=own)
+        expected = continued(model, own, steps)
+    with sparse_attention(model, first):
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        fork = cache.fork(second)
+    with sparse_attention(model, second):
+        torch.testing.assert_close(continued(model, fork, steps), expected, **ROUNDING)
+
+
+@torch.inference_mode()
+def test_a_pool_that_a_forks_steps_do_not_fit_into_is_named():
+    model = shared_model("llama", torch.float64)
+    with sparse_attention(model, offloaded(48, token_budget=24)):
+        cache = SparseCache.for_model(model)
+        model(random_ids(2, 61), past_key_values=cache)
+        fork = cache.fork(offloaded(48, token_budget=96))
+    with sparse_attention(model, fork.method), pytest.raises(ValueError, match="gpu_cache_tokens must be at least 88"):
+        model(random_ids(2, 1), past_key_values=fork)
+
+
+@torch.inference_mode()
+def test_a_fork_cannot_have_more_dense_layers_than_the_device_holds():
+    cache = SparseCache(shared_model("llama").config, offloaded(dense_layers=1))
+    with pytest.raises(ValueError, match=r"dense_layers=2 needs keys and values on the device .* at most .*layers=1"):
+        cache.fork(offloaded())
+
+
+@pytest.mark.parametrize(
     "other", [resident(), offloaded(100), offloaded(eviction="fifo"), offloaded(page_size=4)], ids=str
 )
 @torch.inference_mode()

@@ -100,10 +100,11 @@ def test_offloaded_keys_and_values_come_back_offloaded(model, tmp_path):
     assert all(isinstance(layer.storage, OffloadStorage) for layer in loaded.sparse_layers)
 
 
+@pytest.mark.parametrize("method_name", [name for name, each in METHOD_CLASSES.items() if not each.evicts])
 @torch.inference_mode()
-def test_a_prompt_may_be_saved_before_its_first_answer(model, tmp_path):
+def test_a_prompt_may_be_saved_before_its_first_answer(method_name, model, tmp_path):
     ids, mask = padded_batch()
-    method = KeyCodes(token_budget=48, page_size=16)
+    method = sparse(method_name)
     with sparse_attention(model, method):
         cache = SparseCache.for_model(model)
         model(ids, attention_mask=mask, past_key_values=cache)

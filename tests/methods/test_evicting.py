@@ -297,6 +297,21 @@ def test_what_cannot_be_served_is_refused():
 
 
 @torch.inference_mode()
+def test_weights_of_a_part_of_the_tokens_do_not_suffice():
+    model = shared_model("llama", torch.float64)
+    with sparse_attention(model, H2O(token_budget=12)):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 15), past_key_values=cache)
+    model(random_ids(1, 13, seed=2), past_key_values=cache)
+    with sparse_attention(model, H2O(token_budget=12)):
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match="'h2o' needs the attention weights of all tokens, but some were fed by"
+            ):
+                model(random_ids(1, 1), past_key_values=cache)
+
+
+@torch.inference_mode()
 def test_a_prompt_fed_by_an_unpatched_model():
     """Places are known; a query is known after one step; sums and windows are not."""
     model, ids = make_model("llama"), random_ids(1, 60)

@@ -363,3 +363,17 @@ def test_graphs_on_two_streams_replay_beside_a_matmul(family):
                         one.zero_()
         torch.cuda.synchronize()
     assert [differs.item() for differs in differ] == [False, False]
+
+
+@families
+@pytest.mark.parametrize("name", ["query", "new_key", "new_value"])
+def test_nan_is_not_hidden(family, name):
+    arguments = family.arguments()
+    arguments[name] = arguments[name].clone()
+    arguments[name][0, 0] = float("nan")
+    with on_device(family.module, family.kernel), tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}):
+        out, lse, *_ = family.function(**arguments, impl="cluster")
+    assert out[0, 0].isnan().all()
+    assert lse[0, 0].isnan() or name == "new_value"
+    assert out[1].isfinite().all()
+    assert lse[1].isfinite().all()

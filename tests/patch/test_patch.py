@@ -264,8 +264,21 @@ def test_forward_refuses_unsupported_arguments(model):
         model(ids, attention_mask=torch.ones(2, 1, 30, 30), past_key_values=cache)
     with pytest.raises(ValueError, match="must cover the 0 cached and 30 new tokens, got 29"):
         model(ids, attention_mask=mask[:, :-1], past_key_values=cache)
+    with pytest.raises(ValueError, match="must have 2 rows, as the batch has, or 1 for all; got 3"):
+        model(ids, attention_mask=mask[[0, 1, 1]], past_key_values=cache)
     assert cache.get_seq_length() == 0
     assert not any(layer.is_initialized for layer in cache.layers)
+
+
+def test_a_mask_of_one_row_is_that_of_every_row(model):
+    ids = random_ids(2, 60)
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    patch_model(model, "quest", token_budget=48)
+    expected = model(ids, attention_mask=mask, past_key_values=SparseCache.for_model(model)).logits
+    cache = SparseCache.for_model(model)
+    torch.testing.assert_close(model(ids, attention_mask=mask[:1], past_key_values=cache).logits, expected)
+    assert list(cache.sparse_layers[0].lengths.starts) == [7, 7]
 
 
 def test_a_mask_that_disappears_is_refused(model):

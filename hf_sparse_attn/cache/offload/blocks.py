@@ -243,17 +243,17 @@ class SharedBlocks:
             self._devices[device] = DeviceBlocks(self.offload, self.layers, self.kv_heads, device)
         return self._devices[device]
 
-    def check_rows(self, rows: int) -> None:
-        """Raise ``ValueError`` if the pool is smaller than what a step of one layer needs for so many rows."""
+    def check_rows(self, rows: int, step: Offload) -> None:
+        """Raise ``ValueError`` if the pool is smaller than what a method's step needs in one layer for so many rows."""
         pool = self.offload
-        needed = rows * self.kv_heads * pool.blocks_at_once
+        needed = rows * self.kv_heads * step.blocks_at_once
         slots = pool.slots(self.layers, self.kv_heads)
         if slots < needed:
             per_layer = -(-needed // (self.layers * self.kv_heads))
             raise ValueError(
                 f"gpu_cache_tokens={pool.gpu_cache_tokens} gives the {self.layers} offloaded layers a pool of {slots} "
                 f"blocks of {pool.block_size} tokens, but a step of one layer needs {needed} ({rows} rows x "
-                f"{self.kv_heads} KV heads x {pool.blocks_at_once} blocks: {pool.held_at_once}); gpu_cache_tokens must "
+                f"{self.kv_heads} KV heads x {step.blocks_at_once} blocks: {step.held_at_once}); gpu_cache_tokens must "
                 f"be at least {per_layer * pool.block_size}"
             )
 

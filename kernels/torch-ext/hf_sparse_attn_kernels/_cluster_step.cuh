@@ -284,7 +284,7 @@ DEVICE void write_output(const Shared& s, const Arguments& a, const Place& at) {
       sum += factor * as_float(s.output_in[c][i / 4].x[i % 4]);
     }
     const long long head = (long long)at.pair * GROUP + h;
-    a.out[head * HEAD_DIM + channel] = (u16)to_bf16x2(total > 0.f ? sum / total : 0.f, 0.f);
-    if (channel == 0) a.lse[head] = total > 0.f ? (top + log2_fast(total)) * LN_2 : as_float(MINUS_INFINITY);
+    a.out[head * HEAD_DIM + channel] = (u16)to_bf16x2(total == 0.f ? 0.f : sum / total, 0.f);
+    if (channel == 0) a.lse[head] = total == 0.f ? as_float(MINUS_INFINITY) : (top + log2_fast(total)) * LN_2;
   }
 }

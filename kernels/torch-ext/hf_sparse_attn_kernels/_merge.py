@@ -131,7 +131,7 @@ def write_merged(
     """Divide the output by the sum, and write it and the log-sum-exp."""
     heads = tl.arange(0, MERGE_G)
     dims = tl.arange(0, BLOCK_D)
-    safe_total = tl.where(total > 0, total, 1.0)
+    safe_total = tl.where(total == 0, 1.0, total)
     out = out / safe_total[:, None]
     mask = (heads < group)[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -168,7 +168,7 @@ def merge_splits_kernel(
     top = tl.max(maxima, axis=0)
     weights = tl.exp2(maxima - tl.where(top == float("-inf"), 0.0, top))
     total = sum_of_products(sums, weights, 0)
-    safe_total = tl.where(total > 0, total, 1.0)
+    safe_total = tl.where(total == 0, 1.0, total)
     out = sum_of_products(parts, weights[:, None], 0) / safe_total
     out_at = pair * group + query_head
     tl.store(out_ptr + out_at * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)

@@ -55,7 +55,7 @@ def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> l
         unit = max(1, math.gcd(*strides))
         batch_step, head_step, token_step = (stride // unit for stride in strides)
         if strides != index_strides:
-            head_first = torch.arange(0, max(1, kv_heads * head_step), max(1, head_step), device=buffer.device)
+            head_first = torch.arange(kv_heads, device=buffer.device) * head_step
             index = positions * token_step + head_first[:, None]
             if batch > 1:
                 index = index + torch.arange(batch, device=buffer.device)[:, None, None] * batch_step

@@ -109,6 +109,35 @@ def test_reference_is_exact_in_float64():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [1, 3], ids=["shared", "a head"])
+def test_kv_heads_may_be_views_of_one(impl, heads):
+    rows = make_rows([100, 40], kv_heads=1, group=6)
+    keys, values = (buffer.expand(-1, 3, -1, -1) for buffer in (rows.keys, rows.values))
+    indices, counts = (each.expand(-1, heads, *each.shape[2:]).contiguous() for each in _selection(rows, 4, 9))
+    of_copies, of_views = (
+        sparse_decode(rows.query, *buffers, indices, counts, rows.start, rows.end, block_size=4, impl=impl)
+        for buffers in ((keys.contiguous(), values.contiguous()), (keys, values))
+    )
+    torch.testing.assert_close(of_views, of_copies, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("splits", [1, 2], ids=lambda splits: f"{splits} splits")
+def test_nan_is_not_hidden(impl, splits):
+    rows = make_rows([300, 40], kv_heads=2, group=3)
+    rows.query[1, 0] = float("nan")
+    indices, counts = _selection(rows, 16, 19 if splits == 2 else 2, empty=False)
+    out, lse = sparse_decode(
+        rows.query, rows.keys, rows.values, indices, counts, rows.start, rows.end, block_size=16, impl=impl
+    )
+    assert out[1, 0].isnan().all()
+    assert lse[1, 0].isnan()
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+    assert out[1, 1:].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_padded_row_equals_the_row_alone(impl):
     rows = make_rows([60, 45, 80], kv_heads=2, group=3)
     indices, counts = _selection(rows, 16, 3, empty=False)

@@ -133,6 +133,19 @@ def test_nothing_but_the_chosen_tokens_and_the_chunk_is_read(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_queries_may_lie_further_apart_than_32_bits_count(impl):
+    rows, indices, counts, rope = _chunk([90], 3, 33)
+    expected = _prefill(rows, indices, counts, rope, impl=impl)
+    heads, queries, head_dim = rows.query.shape[1:]
+    memory = torch.empty((1 << 30) * queries, dtype=torch.float16, device=device)  # on a CPU no memory until it is used
+    far = memory.as_strided(rows.query.shape, (heads * head_dim, head_dim, 1 << 30, 1))
+    rows.query = far.copy_(rows.query)
+    rows.keys, rows.values = rows.keys.half(), rows.values.half()
+    found = _prefill(rows, indices, counts, rope, impl=impl)
+    torch.testing.assert_close(tuple(each.float() for each in found), expected, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_one_query_is_a_decode_step(impl):
     rows, indices, counts, rope = _chunk([90, 61, 1], 1, 33, group=3)
     expected = _prefill(rows, indices, counts, rope, impl=impl)

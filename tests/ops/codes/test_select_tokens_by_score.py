@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hf_sparse_attn_kernels import select_tokens_by_score
@@ -109,6 +111,27 @@ def test_more_candidates_than_a_program_holds(monkeypatch):
     scores = torch.linspace(0, 12, 1600).sin().expand(1, 2, -1) * torch.tensor([1, -1])[:, None]
     for max_tokens in (90, 700):
         _check(scores, [1590], max_tokens=max_tokens, sink_tokens=0, page_size=64)
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 4, 8])
+@pytest.mark.parametrize("scratch", [-1_082_130_432, 0x7FFFFFFF], ids=["negative", "positive"])
+def test_an_empty_row_reads_no_bound_and_writes_no_token(monkeypatch, sink_tokens, scratch):
+    """Whatever the scratch memory holds, and even where the row is the last one of the outputs."""
+    divide(monkeypatch, span=256, at_once=256, sampled=32)
+    empty, allocated = torch.empty, []
+
+    def filled(size, **options):
+        if options["dtype"] != torch.int32:
+            return empty(size, **options)
+        allocated.append(torch.full((math.prod(size) + 4096,), scratch, **options))
+        return allocated[-1][: math.prod(size)].view(size)
+
+    scores, page = make_scores(2, 1500), {"sink_tokens": sink_tokens, "page_size": 32}
+    monkeypatch.setattr(torch, "empty", filled)
+    _check(scores, [1500, 0], max_tokens=sink_tokens + 64, **page)
+    assert allocated
+    for tensor in allocated:
+        assert (tensor[-4096:] == scratch).all()
 
 
 def test_most_tokens_are_always_chosen(monkeypatch):

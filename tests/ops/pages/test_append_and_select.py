@@ -1,5 +1,6 @@
 import pytest
 import torch
+from hf_sparse_attn_kernels import _tuning as tuning
 from hf_sparse_attn_kernels import append_and_select, page_bounds, select_blocks
 
 from tests.ops.helpers import IMPLS, POISON, device, empty_bounds, grid, int32, make_rows
@@ -138,6 +139,29 @@ def test_counter_adds_the_bytes_scored(impl, int8, num_pages):
                 expected += 2 * 64 + 1 if int8 else 2 * 64 * 2
             expected += 64 if int8 and length > 0 else 0
     assert counter.tolist() == [5, 6, expected, 8]
+
+
+def test_more_spans_of_pages_than_one_tile_holds(monkeypatch):
+    """As of 640K tokens in pages of 16, with a smaller tile."""
+    step = pytest.importorskip("hf_sparse_attn_kernels.pages.step")
+    monkeypatch.setattr(step, "ONE_TILE_LIMIT", 128)
+    rows, bounds = prefilled([3000, 2700], False, group=2, page_size=1)
+    chosen = []
+    for impl in IMPLS:
+        own = {name: tensor.clone() for name, tensor in bounds.items()}
+        buffers = {"keys": rows.keys.clone(), "values": rows.values.clone()}
+        with tuning.forced(select={"two_levels_from": 1}):
+            chosen.append(
+                append_and_select(
+                    *new_tokens(rows, 0), seq_start=rows.start, seq_end=rows.end + 1, page_size=1, max_blocks=20,
+                    recent_blocks=1, impl=impl, **buffers, **own,
+                )
+            )  # fmt: skip
+    first, *others = chosen
+    assert [newest in first[0][row, 0] for row, newest in enumerate((3000, 2700))] == [True, True]
+    for other in others:
+        assert torch.equal(other[0], first[0])
+        assert torch.equal(other[1], first[1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -169,7 +169,7 @@ def decode_attention_kernel(
     out_ptr += pair * group * HEAD_DIM
     lse_ptr += pair * group
     if ONE_SPLIT:
-        safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
+        safe_sum = tl.where(running_sum == 0, 1.0, running_sum)
         out = out / safe_sum[:, None]
         tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=group_mask)
         lse = (running_max + tl.log2(safe_sum)) * 0.6931471805599453

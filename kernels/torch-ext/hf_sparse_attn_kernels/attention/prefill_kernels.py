@@ -170,7 +170,8 @@ def prefill_attention_kernel(
     lane = columns % BLOCK_H
     dims = tl.where(columns < BLOCK_H, lane, lane + HALF)
     dim_mask = (lane < HALF) & (dims < HEAD_DIM)
-    query_at = query_ptr + row * query_stride_b + query_head.to(tl.int64) * query_stride_h + query * query_stride_n
+    query_at = query_ptr + row * query_stride_b + query_head.to(tl.int64) * query_stride_h
+    query_at += query.to(tl.int64) * query_stride_n
     mask = valid[:, None] & dim_mask[None, :]
     q = tl.load(query_at[:, None] + dims[None, :], mask=mask, other=0.0)
     if ROPE:
@@ -206,12 +207,12 @@ def prefill_attention_kernel(
             q, k, v, running_max, running_sum, out, slot, first, scale_log2, True, DOT_DTYPE
         )
 
-    out = tl.where(valid[:, None], out / tl.where(running_sum > 0, running_sum, 1.0)[:, None], 0.0)
+    out = tl.where(valid[:, None], out / tl.where(running_sum == 0, 1.0, running_sum)[:, None], 0.0)
     at = (row * kv_heads * group + query_head) * queries + query
     tl.store(
         out_ptr + at[:, None] * HEAD_DIM + dims[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=exists[:, None] & dim_mask[None, :],
     )
-    lse = (running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))) * 0.6931471805599453
+    lse = (running_max + tl.log2(tl.where(running_sum == 0, 1.0, running_sum))) * 0.6931471805599453
     tl.store(lse_ptr + at, tl.where(valid, lse, float("-inf")), mask=exists)

@@ -147,8 +147,8 @@ def block_sparse_prefill_kernel(
                 q, k, v, seen, running_max, running_sum, out, scale_log2, DOT_DTYPE
             )
 
-    out = out / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+    out = out / tl.where(running_sum == 0, 1.0, running_sum)[:, None]
     out_at = out_ptr + (pair * queries + index)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=query_mask)
-    lse = (running_max + tl.log2(tl.where(running_sum > 0, running_sum, 1.0))) * 0.6931471805599453
+    lse = (running_max + tl.log2(tl.where(running_sum == 0, 1.0, running_sum))) * 0.6931471805599453
     tl.store(lse_ptr + pair * queries + index, lse, mask=is_query)

@@ -152,7 +152,8 @@ def write_chosen_kernel(
             groups_before += tl.cdiv(found, TOGETHER)
             kept += found
         kept_in_any_case = tl.cdiv(sink_tokens, NEIGHBOURS) * NEIGHBOURS - sink_tokens  # they may not reach the bound
-        if kept >= count + kept_in_any_case:  # else the sample misled
+        # Else the sample misled, or the row is empty and has no bound.
+        if (kept >= count + kept_in_any_case) & (length > 0):
             low = tl.load(found_ptr + programs, cache_modifier=".cg")
             total = kept
             all_tokens = 0

@@ -184,8 +184,8 @@ def _select_pages(
     pairs = scored.scores.shape[0]
     programs_before = scored.program_lse.shape[-1]
     config = choice("select", device, pairs=pairs, group=group, head_dim=head_dim, tokens=num_pages * page_size)
-    # Two levels of about the same size: num_pages / span spans, then max_blocks * span pages.
-    span = next_power_of_2(max(2, math.isqrt(num_pages // max_blocks)))
+    # Two levels of about the same size: num_pages / span spans, which one tile must hold, then max_blocks * span pages.
+    span = next_power_of_2(max(2, math.isqrt(num_pages // max_blocks), cdiv(num_pages, ONE_TILE_LIMIT)))
     block_c = max(128, next_power_of_2(max_blocks) * span)
     two_levels = num_pages >= config["two_levels_from"] and 2 * block_c <= num_pages
     one_program = not two_levels and scored.group_reduce != "softmax"

@@ -338,7 +338,7 @@ def merge_partials_kernel(
         sums = sums * decay + sum_of_products(part_sums, weights, 0)
         out = out * decay + sum_of_products(parts, weights[:, None], 0)
         top = new_top
-    safe_sum = tl.where(sums > 0, sums, 1.0)
+    safe_sum = tl.where(sums == 0, 1.0, sums)
     out = out / safe_sum
     out_at = pair.to(tl.int64) * group + query_head
     tl.store(out_ptr + out_at * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)

@@ -139,7 +139,8 @@ def prefill_attention_kernel(
     exists = query < queries
     valid = exists & (own >= start)
     dims = tl.arange(0, BLOCK_D)
-    query_at = query_ptr + row * query_stride_b + query_head * query_stride_h + query * query_stride_n
+    query_at = query_ptr + row * query_stride_b + query_head * query_stride_h
+    query_at += query.to(tl.int64) * query_stride_n
     mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(query_at[:, None] + dims[None, :], mask=mask, other=0.0)
     q = q.to(DOT_DTYPE)
