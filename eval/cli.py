@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from eval.budget_command import budget
-from eval.config import make_config, read_sweep
+from eval.config import DTYPES, make_config, read_sweep
 from eval.errors import EvalError
 from eval.host_command import host_profile
 from eval.lossless_command import lossless
@@ -37,6 +37,7 @@ from eval.options import (
     SettingOption,
     ShapeOption,
     TasksOption,
+    check_output,
     given,
     harness_errors,
 )
@@ -136,7 +137,7 @@ def run(
         if only is not None and config is None:
             raise EvalError(f"only={only!r} needs --config: it names runs of a file")
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
-        run_all(configs, out, None if config is None else config.stem, ranges("--only", only))
+        run_all(configs, out, None if config is None else config.stem, ranges("--only", only, len(configs)))
 
 
 @app.command("make-prefixqa")
@@ -208,6 +209,7 @@ def speed(
 
     logging.set_verbosity_error()
     with harness_errors(), process_group():
+        check_output(out)
         config = SpeedConfig(
             model=model,
             shape=shape,
@@ -253,12 +255,15 @@ def context_speed(
 
     from eval.context_speed import ContextSpeedConfig, measure_context_speed
     from eval.context_table import context_table
-    from eval.store import write_json
+    from eval.speed import save
     from hf_sparse_attn import Squeezed
     from hf_sparse_attn.cli.models import resolve_device
 
     logging.set_verbosity_error()
     with harness_errors():
+        check_output(out)
+        if dtype is not None and dtype not in DTYPES:
+            raise EvalError(f"dtype={dtype!r} is unknown; known: {', '.join(DTYPES)}")
         try:
             method = Squeezed(target_sparsity=target_sparsity, levels=levels)
         except (TypeError, ValueError) as error:
@@ -270,4 +275,4 @@ def context_speed(
             report = measure_context_speed(config, resolved, precision, lambda what: update(0, 1, what))
         print_table(context_table(report), WIDTH)
         if out is not None:
-            write_json(out, report)
+            save(report, out)

@@ -106,6 +106,20 @@ class RunConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration with other settings.
+
+    Raises
+    ------
+    EvalError
+        A value has the wrong type or is not allowed.
+    """
+    try:
+        return replace(config, **changes)
+    except ValidationError as error:
+        raise EvalError(first_problem(error)) from error
+
+
 def make_config(values: Mapping[str, Any]) -> RunConfig:
     """Create a configuration from YAML or JSON values; a list of one entry may be given as the entry.
 
@@ -118,7 +132,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     settings: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(str(name), known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise EvalError(f"setting {name!r} is unknown{hint}; known: {', '.join(known)}")
         if value is not None:

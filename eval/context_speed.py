@@ -62,6 +62,9 @@ class ContextSpeedConfig:
         for name in ("context", "question", "new_tokens", "repeats", "chunk_size"):
             if getattr(self, name) < 1:
                 raise EvalError(f"{name} must be at least 1, got {getattr(self, name)}")
+        least = self.method.sink_tokens + self.method.window + 1
+        if self.context < least:
+            raise EvalError(f"context={self.context} is not allowed: at least {least}, or nothing is left to cluster")
 
 
 def measure_context_speed(

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from eval.options import BudgetOption, DeviceOption, DtypeOption, MethodOption, ParameterOption, harness_errors
+from eval.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    MethodOption,
+    ParameterOption,
+    check_output,
+    harness_errors,
+)
 from eval.terminal import WIDTH, progress
 from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
 
@@ -34,6 +42,7 @@ def host_profile(
 
     logging.set_verbosity_error()
     with harness_errors():
+        check_output(out)
         from eval.host_profile import HostConfig, profile_host
         from eval.host_table import host_tables
         from eval.speed import save

@@ -100,8 +100,13 @@ class HostConfig:
             dtype=self.dtype,
         ).methods()
         for method in methods:
-            if method.evicts or method.offloading is not None:
+            if method.offloading is not None:
                 raise EvalError(f"method={method.name!r} is not allowed: its steps are not compiled")
+            if self.layers is not None and method.dense_layers >= self.layers:
+                raise EvalError(
+                    f"layers={self.layers} is not allowed with method={method.name!r}: more than its "
+                    f"dense_layers={method.dense_layers}"
+                )
         return methods
 
 

@@ -16,6 +16,7 @@ from eval.options import (
     ModelOption,
     ParameterOption,
     ShapeOption,
+    check_output,
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
@@ -57,6 +58,7 @@ def lossless(
 
     logging.set_verbosity_error()
     with harness_errors():
+        check_output(out)
         from eval.lossless import measure_lossless
         from eval.lossless_config import LosslessConfig
         from eval.lossless_table import lossless_table, side_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,23 @@ KVStorageOption = Annotated[
     str, typer.Option(help="'host' runs each method with keys and values in host memory too, after the device.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
+
+
+def check_output(path: Path | None) -> None:
+    """Check, before hours of work, that a file can be written there; None is no file.
+
+    Raises
+    ------
+    EvalError
+        It is a directory, or lies in none that can be written or created.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise EvalError(f"out={str(path)!r} is a directory: name a file")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise EvalError(f"out={str(path)!r} cannot be written: {parent} is no directory that this user may write to")
 
 
 def given(overrides: dict[str, Any]) -> dict[str, Any]:

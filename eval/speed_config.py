@@ -89,10 +89,10 @@ class SpeedConfig:
                 check_kv_storage(self.kv_storage, method)
             except ValueError as error:
                 raise EvalError(str(error)) from error
-            if self.shape is not None and method.needs_queries and method.keeps_queries:
+            if self.shape is not None and (reason := _needs_prefill(method)):
                 raise EvalError(
-                    f"method={method.name!r} is not allowed with a shape: it needs the prompt's queries, and a cache "
-                    "that is filled without a prefill has none"
+                    f"method={method.name!r} is not allowed with a shape, whose cache is filled without a prefill: "
+                    f"{reason}"
                 )
 
     def methods(self) -> list[SparseMethod]:
@@ -113,3 +113,18 @@ class SpeedConfig:
             }
         )
         return [variant.method for variant in make_variants(run) if not variant.is_dense]
+
+
+def _needs_prefill(method: SparseMethod) -> str | None:
+    """Return why a method cannot go on from keys and values that no prefill of its own has written; None if it can."""
+    if method.needs_queries and method.keeps_queries:
+        return "it needs the prompt's queries"
+    if method.needs_weights:
+        return "it needs the prompt's attention weights"
+    if method.lasting_metadata:
+        return f"it needs the {', '.join(method.lasting_metadata)} of all tokens"
+    if method.changes_rope:
+        return "it rotates keys in its own way"
+    if method.evicts:
+        return "it evicts tokens, which the next run would lack"
+    return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eval.config import RunConfig
+from eval.config import RunConfig, with_dense
 from eval.errors import EvalError
 from eval.options import result_folders
 from eval.terminal import WIDTH, on_record, on_start, progress, summary_table
@@ -32,24 +32,38 @@ def run_all(
     Raises
     ------
     EvalError
-        A number of ``only`` is none of a configuration, or a run is invalid.
+        A run is invalid. Benchmarks and methods of all runs are checked before the first one.
     typer.Exit
         All records of a run are errors.
     """
     from eval.models import Models
     from eval.processes import Processes
 
-    if only is not None and (unknown := [number for number in only if not 1 <= number <= len(configs)]):
-        raise EvalError(f"only={','.join(map(str, unknown))} is not allowed: runs 1 to {len(configs)}")
+    numbers = range(1, len(configs) + 1) if only is None else only
+    for number, config in enumerate(configs, start=1):
+        if number in numbers:
+            _check(config, f"run {number}: " if len(configs) > 1 else "")
     processes = Processes.current()
     models = Models(processes)
     folders = result_folders(configs, out, sweep_name)
     for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
-        if only is not None and number not in only:
+        if number not in numbers:
             continue
         summary = run_one(config, folder, models, processes, beside=folders)
         if processes.is_main and summary["errors"] == summary["rows"]:
             raise typer.Exit(1)
+
+
+def _check(config: RunConfig, where: str) -> None:
+    """Check a run's benchmark, its settings and its methods, which need neither model nor data."""
+    from eval.engine import make_variants
+    from eval.run_check import find_benchmark
+
+    try:
+        find_benchmark(config)
+        make_variants(with_dense(config))
+    except EvalError as error:
+        raise EvalError(f"{where}{error}") from error
 
 
 def run_one(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from eval.config import DENSE, RunConfig
+from eval.config import DENSE, RunConfig, changed
 from eval.engine import Variant, make_variants
 from eval.errors import EvalError
 from eval.studies import known_methods
@@ -130,7 +130,7 @@ def _adapted(printed: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         changes["lengths"] = tuple(lengths)
     if budgets := changes.pop("token_budget", ()):
         changes |= _with_budgets(printed, list(budgets))
-    return replace(printed, **changes)
+    return changed(printed, changes)
 
 
 def _with_budgets(run: RunConfig, budgets: list[int]) -> dict[str, Any]:
@@ -190,8 +190,8 @@ def _part(
     bare = replace(config, method=(DENSE,), token_budget=(), parameters={}, variants=())
     if sweeps:
         parameters = {key: value for key, value in variant.items() if key != "method"}
-        return budget, replace(bare, method=(name,), token_budget=budgets, parameters=parameters)
-    return budget, replace(bare, variants=({**variant, **({} if budget is None else {"token_budget": budget})},))
+        return budget, changed(bare, {"method": (name,), "token_budget": budgets, "parameters": parameters})
+    return budget, changed(bare, {"variants": ({**variant, **({} if budget is None else {"token_budget": budget})},)})
 
 
 def _parameters_of(method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

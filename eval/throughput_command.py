@@ -14,6 +14,7 @@ from eval.options import (
     KVStorageOption,
     MethodOption,
     ParameterOption,
+    check_output,
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
@@ -43,6 +44,7 @@ def throughput(
 
     logging.set_verbosity_error()
     with harness_errors():
+        check_output(out)
         from eval.speed import save
         from eval.throughput import ThroughputConfig, measure_throughput
         from eval.throughput_table import throughput_table

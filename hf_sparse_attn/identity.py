@@ -26,6 +26,8 @@ class ModelIdentity(NamedTuple):
     """SHA-256 of the configuration."""
     weights_hash: str
     """SHA-256 of a sample of every parameter."""
+    dtype: str = ""
+    """The weights' dtype, for messages, since their hash has it too; empty in files from before it was written."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelIdentity:
@@ -36,7 +38,8 @@ class ModelIdentity(NamedTuple):
             if name not in UNRELATED and not name.startswith("_attn_implementation")
         }
         config = json.dumps(settings, sort_keys=True, default=str)
-        return cls(str(model.config._name_or_path), _sha256(config.encode()), _hash_weights(model))
+        dtype = str(model.dtype).removeprefix("torch.")
+        return cls(str(model.config._name_or_path), _sha256(config.encode()), _hash_weights(model), dtype)
 
     def check(self, other: ModelIdentity, what: str) -> None:
         """Check that another model is this one; ``what`` begins the message, such as ``"a.safetensors was written"``.
@@ -44,11 +47,14 @@ class ModelIdentity(NamedTuple):
         Raises
         ------
         ValueError
-            It has another configuration or other weights.
+            It has another configuration, another dtype or other weights.
         """
         for name, differs in (("config_hash", "with another configuration"), ("weights_hash", "with other weights")):
-            if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"{what} by a model {differs}: by {self.model_id!r}, not {other.model_id!r}")
+            if getattr(self, name) == getattr(other, name):
+                continue
+            if name == "weights_hash" and self.dtype and self.dtype != other.dtype:
+                raise ValueError(f"{what} by a model in {self.dtype}, but this one is in {other.dtype}: load it alike")
+            raise ValueError(f"{what} by a model {differs}: by {self.model_id!r}, not {other.model_id!r}")
 
 
 def _hash_weights(model: PreTrainedModel) -> str:

@@ -98,6 +98,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         kv_storage: str = "device",
         head_shard: HeadShard = WHOLE,
     ) -> None:
+        if max_cache_len is not None and (isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int)):
+            raise TypeError(f"max_cache_len must be a whole number or None, got {max_cache_len!r}")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)
@@ -173,19 +175,22 @@ class SparseCache(Cache):  # type: ignore[misc]
             self._take_prefix(prefix)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, max_cache_len: int | None = None) -> SparseCache:
-        """Create an empty cache for a patched model.
+    def for_model(cls, model: PreTrainedModel, max_cache_len: int | None = None, keep_queries: int = 0) -> SparseCache:
+        """Create an empty cache for a patched model; ``max_cache_len`` and ``keep_queries`` as for the constructor.
 
         Raises
         ------
+        TypeError
+            ``max_cache_len`` is no whole number.
         ValueError
-            The model is not patched.
+            The model is not patched, or ``max_cache_len`` is below 1.
         """
         patch = get_patch(model)
         return cls(
             text_model(model).config,
             patch.method,
             max_cache_len,
+            keep_queries=keep_queries,
             kv_storage=patch.kv_storage,
             head_shard=patch.head_shard,
         )

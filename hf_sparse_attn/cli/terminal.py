@@ -67,8 +67,8 @@ def integers(option: str, text: str | None) -> tuple[int, ...]:
         fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
 
 
-def ranges(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Parse whole numbers such as ``2,5-7``; None stays None, and anything else ends the command with an error."""
+def ranges(option: str, text: str | None, last: int) -> tuple[int, ...] | None:
+    """Parse numbers from 1 to ``last``, as in ``2,5-7``; None stays None, other text ends the command with an error."""
     if text is None:
         return None
     numbers: list[int] = []
@@ -76,6 +76,8 @@ def ranges(option: str, text: str | None) -> tuple[int, ...] | None:
         ends = part.split("-")
         if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
             fail(f"{option} {text!r} is not a list of whole numbers and of ranges, such as 2,5-7")
+        if int(ends[0]) < 1 or int(ends[-1]) > last:
+            fail(f"{option} {text!r} is not allowed: numbers from 1 to {last}")
         numbers += range(int(ends[0]), int(ends[-1]) + 1)
     if not numbers:
         fail(f"{option} {text!r} names no number")

@@ -20,6 +20,7 @@ from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.clustered import index_bytes
 from hf_sparse_attn.patch.patch import sparse_attention
+from hf_sparse_attn.patch.support import check_type
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 from hf_sparse_attn.patched import base_model, is_multimodal
 
@@ -66,7 +67,8 @@ def prepare_context(
     Raises
     ------
     TypeError
-        ``input_ids`` are not whole numbers, or ``method`` is not a :class:`Squeezed`.
+        ``model`` is no Transformers model, ``input_ids`` are not whole numbers, or ``method`` is not a
+        :class:`Squeezed`.
     ValueError
         A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
         model's positions, or the model is not supported, multimodal, or divided by tensor parallelism.
@@ -78,6 +80,7 @@ def prepare_context(
     >>> cache = context.cache(max_cache_len=512)
     >>> model.generate(**tokenizer(question, return_tensors="pt"), past_key_values=cache, max_new_tokens=200)
     """
+    check_type(model)
     if is_multimodal(model):
         raise ValueError(
             f"prepare_context does not support multimodal models, got {type(base_model(model)).__name__}; allowed: "
@@ -126,7 +129,10 @@ def _now(device: torch.device) -> float:
 
 
 def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch.Tensor:
-    token_ids = torch.as_tensor(input_ids)
+    try:
+        token_ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"input_ids must be whole numbers, got {type(input_ids).__name__}: {error}") from error
     if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
         raise TypeError(f"input_ids must be whole numbers, got {token_ids.dtype}")
     if token_ids.dim() == 1:

@@ -49,6 +49,8 @@ def test_a_context_of_another_model_is_refused(saved):
         FixedContext.load(saved, make_model("llama", seed=1, dtype=torch.float64))
     with pytest.raises(ValueError, match="prepared by a model with another configuration"):
         FixedContext.load(saved, make_model("qwen3", dtype=torch.float64))
+    with pytest.raises(ValueError, match="prepared by a model in float64, but this one is in float32"):
+        FixedContext.load(saved, make_model("llama"))
 
 
 def test_other_token_ids_are_refused(saved, model, context_ids):

@@ -255,5 +255,10 @@ def test_bad_contexts_are_refused(ids, options, message, model):
 def test_other_types_are_refused(model):
     with pytest.raises(TypeError, match="input_ids must be whole numbers"):
         prepare_context(model, torch.rand(1, 50), **SETTINGS)
+    with pytest.raises(TypeError, match="input_ids must be whole numbers, got str"):
+        prepare_context(model, "Call me Ishmael.", **SETTINGS)
+    for other in (None, "llama"):
+        with pytest.raises(TypeError, match="model must be a Transformers model"):
+            prepare_context(other, torch.arange(50), **SETTINGS)
     with pytest.raises(TypeError, match="method must be a Squeezed"):
         prepare_context(model, torch.arange(50), Quest(), progress=False)

@@ -18,6 +18,12 @@ def test_dense_runs_first_and_once():
     assert with_dense(make_config(GIVEN)).method == ("full",)
 
 
+def test_a_name_that_is_no_text_is_unknown():
+    for name in (1, None, True):
+        with pytest.raises(EvalError, match=f"setting {name!r} is unknown"):
+            make_config({"benchmark": "passkey", "model": "tiny", name: 2})
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -98,9 +98,11 @@ def test_parts_exclude_the_parts_that_they_call() -> None:
         ({"new_tokens": FIRST_CALLS}, "new_tokens=4 is not allowed: a whole number, at least 5"),
         ({"context": 0}, "context=0 is not allowed"),
         ({"layers": 0}, "layers=0 is not allowed"),
+        ({"layers": 2}, "layers=2 is not allowed with method='quest': more than its dense_layers=2"),
         ({"backend": "triton"}, "backend='triton' is unknown; known: inductor, aot_eager, eager"),
         ({"shape": "huge"}, "shape='huge' is unknown"),
-        ({"method": ("streaming_llm",)}, "its steps are not compiled"),
+        ({"method": ("streaming_llm",)}, "it evicts tokens"),
+        ({"parameters": {"offload": True, "gpu_cache_tokens": 4096}}, "its steps are not compiled"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

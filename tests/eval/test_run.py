@@ -469,11 +469,23 @@ def test_some_runs_of_a_sweep_have_the_folders_that_they_have_among_all(tmp_path
     assert {record["length"] for record in read_records(tmp_path / "out" / "03-passkey" / "rows.jsonl")} == {240}
 
 
+def test_a_later_run_that_is_not_allowed_is_named_before_the_first(tmp_path, model_dir):
+    arguments = short_sweep(tmp_path, model_dir)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(path.read_text() + "  - {benchmark: passkey, method: [nope]}\n")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "error: run 5: unknown method 'nope'" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert invoke(*arguments, "--only", "1").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("only", "said"),
     [
-        ("5", "only=5 is not allowed: runs 1 to 4"),
-        ("0,2", "only=0 is not allowed: runs 1 to 4"),
+        ("5", "--only '5' is not allowed: numbers from 1 to 4"),
+        ("0,2", "--only '0,2' is not allowed: numbers from 1 to 4"),
+        ("1-100000000000", "--only '1-100000000000' is not allowed: numbers from 1 to 4"),
         ("3-2", "--only '3-2' is not a list of whole numbers and of ranges"),
         ("a", "--only 'a' is not a list"),
         ("1-2-3", "--only '1-2-3' is not a list"),

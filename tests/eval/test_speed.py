@@ -499,6 +499,11 @@ def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(m
         ({"method": ("qest",)}, "unknown method 'qest' .did you mean 'quest'"),
         ({"token_budget": (8,)}, "token_budget"),
         ({"parameters": {"pages": 1}}, "parameter 'pages'"),
+        ({"method": ("h2o",)}, "'h2o' is not allowed with a shape.*attention weights"),
+        ({"method": ("infllm",)}, "'infllm' is not allowed with a shape.*needs the queries of all tokens"),
+        ({"method": ("ntk",)}, "'ntk' is not allowed with a shape.*rotates keys in its own way"),
+        ({"method": ("streaming_llm",)}, "'streaming_llm' is not allowed with a shape.*evicts tokens"),
+        ({"method": ("squeezed",)}, "'squeezed' is not allowed with a shape.*needs the prompt's queries"),
     ],
 )
 def test_invalid_settings_are_reported_before_any_work(changes: dict[str, Any], message: str) -> None:
@@ -543,6 +548,38 @@ def test_a_file_that_cannot_be_written_is_an_error(report: dict[str, Any], tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(EvalError, match="cannot be written"):
         save(report, tmp_path / "file" / "speed.json")
+
+
+COMMANDS = {
+    "speed": ("--shape", "tiny", "--context", "200"),
+    "throughput": ("--shape", "tiny", "--context", "200"),
+    "lossless": ("--shape", "tiny", "--context", "200"),
+    "host-profile": ("--shape", "tiny", "--context", "200"),
+    "context-speed": ("--shape", "tiny", "--context", "200"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_that_could_not_be_written_is_refused_before_any_work(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("eval.speed_shapes.build_model", None)
+    (tmp_path / "file").write_text("")
+    for out, said in ((tmp_path, "is a directory"), (tmp_path / "file" / "new" / "a.json", "is no directory")):
+        result = CliRunner().invoke(app, [command, *COMMANDS[command], "--out", str(out)])
+        assert result.exit_code == 2
+        (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert f"out={str(out)!r}" in error
+        assert said in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(("--dtype", "int8"), "dtype='int8' is unknown"), (("--context", "50"), "context=50")]
+)
+def test_a_context_that_is_not_timed_is_one_line(options: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["context-speed", *COMMANDS["context-speed"], *options])
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 @pytest.mark.gpu

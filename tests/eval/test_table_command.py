@@ -190,6 +190,17 @@ def test_an_earlier_name_is_told_the_one_that_replaced_it(earlier: str, name: st
     assert f"error: table '{earlier}' is unknown (its name is now '{name}'); known: psa-fig5" in words(result)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("lengths", "0"), ("limit", "0"), ("limit", "-1"), ("token-budget", "0"), ("dtype", "int8")]
+)
+def test_values_that_are_not_allowed_are_one_line(option: str, value: str, model_dir: str) -> None:
+    result = CliRunner().invoke(app, ["table", "quest-1", "--model", model_dir, f"--{option}", value])
+    assert result.exit_code == 2
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert option.replace("-", "_") in error
+    assert value in error
+
+
 def test_other_tasks_are_refused(model_dir: str) -> None:
     result = invoke("table", "tokenselect-4", "--model", model_dir, "--tasks", "vt")
     assert result.exit_code == 2

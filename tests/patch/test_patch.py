@@ -329,6 +329,9 @@ def test_crop_and_maximum_name_their_values(model):
     cache.crop(torch.tensor(-3))  # as assisted decoding counts
     assert type(cache.get_seq_length()) is int
     assert cache.get_seq_length() == 27
+    for wrong in (100.5, "8192", True):
+        with pytest.raises(TypeError, match=f"max_cache_len must be a whole number or None, got {wrong!r}"):
+            SparseCache(model.config, max_cache_len=wrong)
     with pytest.raises(ValueError, match="max_cache_len must be at least 1 or None, got 0"):
         SparseCache(model.config, "quest", max_cache_len=0)
 
