@@ -19,7 +19,7 @@ def check_forks_of_a_dense_prefill(model, method, ids, steps):
     Returns that cache, a fork of a dense cache that kept no queries, and the fork's logits.
     """
     with sparse_attention(model, FULL):
-        kept, forgot = (SparseCache(model.config, "full", keep_queries=number) for number in (1, 0))
+        kept, forgot = (SparseCache.for_model(model, keep_queries=number) for number in (1, 0))
         for cache in (kept, forgot):
             model(ids, past_key_values=cache)
     with sparse_attention(model, method):
