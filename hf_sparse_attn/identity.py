@@ -53,7 +53,10 @@ class ModelIdentity(NamedTuple):
             if getattr(self, name) == getattr(other, name):
                 continue
             if name == "weights_hash" and self.dtype and self.dtype != other.dtype:
-                raise ValueError(f"{what} by a model in {self.dtype}, but this one is in {other.dtype}: load it alike")
+                raise ValueError(
+                    f"{what} by a model in {self.dtype}, but this one is in {other.dtype}: load it with "
+                    f"dtype={self.dtype!r}"
+                )
             raise ValueError(f"{what} by a model {differs}: by {self.model_id!r}, not {other.model_id!r}")
 
 

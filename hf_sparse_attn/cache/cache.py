@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -98,8 +99,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         kv_storage: str = "device",
         head_shard: HeadShard = WHOLE,
     ) -> None:
-        if max_cache_len is not None and (isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int)):
+        if isinstance(max_cache_len, bool) or not (max_cache_len is None or isinstance(max_cache_len, SupportsIndex)):
             raise TypeError(f"max_cache_len must be a whole number or None, got {max_cache_len!r}")
+        max_cache_len = None if max_cache_len is None else index(max_cache_len)
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
         self.method = make_method(method)

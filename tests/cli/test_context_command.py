@@ -254,7 +254,8 @@ def test_a_damaged_file_is_an_error(model: str, prepared: tuple[Path, dict[str, 
 
 
 def test_ask_refuses_another_model(prepared: tuple[Path, dict[str, Any]], model: str) -> None:
-    assert "weights" in fails("ask", str(prepared[0]), "Why?", "--model", model, "--dtype", "bfloat16")
+    said = fails("ask", str(prepared[0]), "Why?", "--model", model, "--dtype", "bfloat16")
+    assert "by a model in float32, but this one is in bfloat16: load it with dtype='float32'" in said
 
 
 @pytest.mark.parametrize(

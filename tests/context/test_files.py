@@ -49,7 +49,7 @@ def test_a_context_of_another_model_is_refused(saved):
         FixedContext.load(saved, make_model("llama", seed=1, dtype=torch.float64))
     with pytest.raises(ValueError, match="prepared by a model with another configuration"):
         FixedContext.load(saved, make_model("qwen3", dtype=torch.float64))
-    with pytest.raises(ValueError, match="prepared by a model in float64, but this one is in float32"):
+    with pytest.raises(ValueError, match="prepared by a model in float64, but this one is in float32: load it with"):
         FixedContext.load(saved, make_model("llama"))
 
 
