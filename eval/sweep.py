@@ -39,16 +39,17 @@ def run_all(
     from eval.models import Models
     from eval.processes import Processes
 
-    numbers = range(1, len(configs) + 1) if only is None else only
-    for number, config in enumerate(configs, start=1):
-        if number in numbers:
-            _check(config, f"run {number}: " if len(configs) > 1 else "")
+    folders = result_folders(configs, out, sweep_name)
+    runs = [
+        (number, config, folder)
+        for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1)
+        if only is None or number in only
+    ]
+    for number, config, _ in runs:
+        _check(config, f"run {number}: " if len(configs) > 1 else "")
     processes = Processes.current()
     models = Models(processes)
-    folders = result_folders(configs, out, sweep_name)
-    for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
-        if number not in numbers:
-            continue
+    for _, config, folder in runs:
         summary = run_one(config, folder, models, processes, beside=folders)
         if processes.is_main and summary["errors"] == summary["rows"]:
             raise typer.Exit(1)
