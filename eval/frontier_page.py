@@ -75,7 +75,7 @@ def frontier_markdown(folder: Path, table: Table, figures: bool = True) -> str:
             parts.append(f"Measured on samples of one kind alone: {', '.join(frontier.of_one_kind)}.\n")
         if frontier.other_texts:
             parts.append(
-                "Measured in part over other texts than dense attention and the rest: "
+                "Measured in part with other prompts than dense attention and the rest: "
                 f"{', '.join(frontier.other_texts)}.\n"
             )
         if figures:

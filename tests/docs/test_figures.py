@@ -284,8 +284,8 @@ def test_keycodes_page_has_the_figures_of_variants_with_as_many_bytes():
         for frontier in frontiers(ROOT / "eval/results/results-keycodes-bytes")
     )
 
-    def needles(name):
-        point = large[name]
+    def needles(name, points=large):
+        point = points[name]
         return (
             f"{point.kv_percent_needles:.1f} %",
             f"{100 * point.found.value:.0f} %",
@@ -308,6 +308,15 @@ def test_keycodes_page_has_the_figures_of_variants_with_as_many_bytes():
         "tenth on the two smaller ones; KeyCodes with 1,344 "
         "is nearer than Quest's 2,048 by a factor of two to four on all three."
     ) in text
+    (pages, codes), (small_pages, small_codes) = (
+        [needles(name, points) for name in ("quest 1,024 dense_layers=0", "keycodes 208")] for points in smaller
+    )
+    assert (
+        f"On the needles of the 0.5B model Quest reads {pages[0]} so, and finds {pages[1]} at {pages[2]}, KeyCodes "
+        f"with 208 tokens {codes[0]} and all of them at {codes[2]}; on SmolLM2's {small_pages[0]} and "
+        f"{small_pages[1]} at {small_pages[2]}, {small_codes[0]} and {small_codes[1]} at {small_codes[2]}."
+    ) in text
+    assert codes[1] == "100 %"
     for points in smaller:
         assert others(points, "keycodes 208") / others(points, "quest 1,024 dense_layers=0") == pytest.approx(
             0.9, abs=0.02

@@ -142,7 +142,7 @@ def test_a_variant_over_other_texts_is_said_and_dense_is_that_of_the_first(tmp_p
     [frontier] = frontiers(sweep(tmp_path, first, second, data=data) / SWEEP)
     assert frontier.other_texts == (("quest 256", "quest 1024") if is_other else ())
     assert frontier.points[0].found.value == 1.0
-    sentence = "Measured in part over other texts than dense attention and the rest: quest 256, quest 1024."
+    sentence = "Measured in part with other prompts than dense attention and the rest: quest 256, quest 1024."
     assert (sentence in frontier_tables(tmp_path, SWEEP)) == is_other
 
 
