@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -69,8 +70,14 @@ class Processes:
 
             barrier()
 
-    def agree(self, error: EvalError | None) -> None:
-        """Raise in every process if one has an error, so that none waits forever."""
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run the block in every process, and go on once all have. An error of one is raised in all, so none waits."""
+        error: EvalError | None = None
+        try:
+            yield
+        except EvalError as raised:
+            error = raised
         errors: list[EvalError | None] = [error]
         if self.world_size > 1:
             from torch.distributed import all_gather_object

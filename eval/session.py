@@ -165,19 +165,20 @@ def open_session(
     sha256 = load_protocol(protocol, protocol_dir).sha256 if protocol else None
 
     store = Store(out, processes.rank, processes.world_size)
-    settings = {**config.as_json(), "protocol_sha256": sha256}
-    template = None
-    if config.chat_template is not None:
-        template = read_chat_template(config.chat_template, protocol_dir)
-        settings["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
-    settings = identity(settings)
-    store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
-    store.records()  # reports a damaged file before the work, not after
-    prepared = prepare(config, benchmark, template, variants, source, on_refusal)
-    store.check(settings, prepared.files)
-    store.check_beside(beside, config.as_json(), prepared.files)
-    model = source.load(config)
-    patchable = usable(prepared.variants, lambda variant: check_patchable(model, variant), on_refusal)
+    with processes.agreed():  # all have looked at the folder before one of them writes there
+        settings = {**config.as_json(), "protocol_sha256": sha256}
+        template = None
+        if config.chat_template is not None:
+            template = read_chat_template(config.chat_template, protocol_dir)
+            settings["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+        settings = identity(settings)
+        store.check(settings)  # reads only: the folder is claimed once the run is known to be valid
+        store.records()  # reports a damaged file before the work, not after
+        prepared = prepare(config, benchmark, template, variants, source, on_refusal)
+        store.check(settings, prepared.files)
+        store.check_beside(beside, config.as_json(), prepared.files)
+        model = source.load(config)
+        patchable = usable(prepared.variants, lambda variant: check_patchable(model, variant), on_refusal)
     with _claimed(store, settings, prepared.files, processes):
         engine = Engine(model, prepared.tokenizer, config)
         provenance = {**engine.machine, "seed": config.seed, "protocol": protocol, "protocol_sha256": sha256}
@@ -240,13 +241,9 @@ def _material(item: Item) -> tuple[str, int | None, str | None]:
 
 @contextmanager
 def _claimed(store: Store, config: dict[str, Any], files: TaskFiles, processes: Processes) -> Iterator[None]:
-    error = None
-    if processes.is_main:
-        try:
+    with processes.agreed():
+        if processes.is_main:
             store.claim(config, files)
-        except EvalError as raised:
-            error = raised
-    processes.agree(error)
     try:
         yield
     finally:

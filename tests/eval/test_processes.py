@@ -39,6 +39,39 @@ for number_of_turn, count in enumerate((6, 0, 9)):
     processes.wait()
 (folder / f"{processes.rank}.json").write_text(json.dumps(taken))
 """
+AGREEING = """
+import sys, time
+from pathlib import Path
+from eval.errors import EvalError
+from eval.processes import Processes
+folder, processes = Path(sys.argv[1]), Processes.current()
+
+with processes.agreed():
+    if processes.rank:
+        time.sleep(0.5)
+        (folder / "looked").touch()
+(folder / f"{processes.rank} went on").write_text(str((folder / "looked").exists()))
+try:
+    with processes.agreed():
+        if processes.rank:
+            raise EvalError("one has no room")
+except EvalError as error:
+    (folder / f"{processes.rank} raised").write_text(str(error))
+"""
+
+
+def launch(script: str, folder: Path) -> None:
+    """Run a script in two processes, with the folder as its argument."""
+    file = folder / "script.py"
+    file.write_text(script)
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file, folder],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def test_one_process_takes_everything_in_order() -> None:
@@ -47,22 +80,19 @@ def test_one_process_takes_everything_in_order() -> None:
 
 
 def test_each_number_goes_to_one_process_and_the_faster_takes_what_is_left(tmp_path: Path) -> None:
-    script = tmp_path / "taker.py"
-    script.write_text(TAKER)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*launch, str(script), str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    launch(TAKER, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     for mine, others, count in zip(first, second, (6, 0, 9), strict=True):
         assert sorted(mine + others) == list(range(count))
         assert mine == sorted(mine)
     assert [len(mine) for mine in second] == [1, 0, 1]
+
+
+def test_processes_go_on_together_and_an_error_of_one_is_that_of_all(tmp_path: Path) -> None:
+    launch(AGREEING, tmp_path)
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank} went on").read_text() == "True"
+        assert (tmp_path / f"{rank} raised").read_text() == "one has no room"
 
 
 def units_of(world_size: int, steps: list[int], materials: list[str | None]) -> list[list[tuple[str, list[int]]]]:
