@@ -17,6 +17,7 @@ from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_wit
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.head_shard import HeadShard
+from hf_sparse_attn.patch.interrupted import forget_interrupted_run
 from hf_sparse_attn.patched import Patch, get_patch, is_multimodal, is_patched, patched_method, text_model
 from hf_sparse_attn.rope import depends_on_length
 
@@ -86,6 +87,8 @@ class PrepareCache(StandIn):
         is_recorded = get_patch(self.model).recorder is not None
         if is_recorded or not _may_compile(self.model, generation_config, generation_mode):
             generation_config.disable_compile = True  # for this call only: generate() works on a copy
+        else:
+            forget_interrupted_run(self.model.device)
         if generation_config.use_cache is False:
             return None  # without a cache every pass is dense
         _check_padding(model_kwargs.get("attention_mask"))
