@@ -195,6 +195,14 @@ def speed(
             "torchrun --nproc-per-node N -m eval speed ...).",
         ),
     ] = "none",
+    ways: Annotated[
+        str | None,
+        typer.Option(
+            "--way",
+            help="How the methods' steps run, comma-separated: compiled, ahead, graph, fused, uncompiled.",
+            show_default="all that the device has",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each round.")] = None,
     dtype: DtypeOption = None,
@@ -224,6 +232,7 @@ def speed(
             seed=seed,
             kv_storage=kv_storage,
             split=split_over,
+            **given({"ways": split(ways)}),
         )
         with progress(f"speed of {model or shape}", is_shown=Processes.started().is_main) as update:
             measured = measure(

@@ -120,7 +120,8 @@ def measure_model(
         device. Dense attention has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers'
         static one. Each method and budget has one side, on CUDA five: compiled, the same with
         :class:`~hf_sparse_attn.DecodeAhead`, with ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not
-        compiled. Of a model that is split over GPUs none is compiled. With ``kv_storage="host"`` it has one more.
+        compiled; ``config.ways`` can leave some out. Of a model that is split over GPUs none is compiled. With
+        ``kv_storage="host"`` it has one more.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens), ``traffic`` (see
@@ -143,10 +144,7 @@ def measure_model(
     """
     methods = config.methods()
     check_model(model, config, methods)
-    resident = sum(method.offloading is None for method in methods)
-    patched = len(methods) + resident * (4 * is_cuda(model) + (config.kv_storage == "host"))
-    per_context = (3 + patched) * (config.warmup + config.repeats) + len(methods)
-    progress = numbered(on_progress, per_context * len(config.contexts))
+    progress: Callable[[str], None] | None = None
     results: list[dict[str, Any]] = []
 
     def keep_round(entry: dict[str, Any]) -> None:
@@ -157,6 +155,9 @@ def measure_model(
         work: Work | None = None
         try:
             work = Work.start(model, config, context, special_ids)
+            if progress is None:
+                runs = len(work.sides(methods, config.ways)) * (config.warmup + config.repeats) + len(methods)
+                progress = numbered(on_progress, runs * len(config.contexts))
             results.append(_measure_context(model, config, work, methods, progress, keep_round))
         except ImportError as error:  # the package that measures memory is optional
             raise EvalError(str(error)) from error
@@ -231,7 +232,7 @@ def _measure_context(
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Measure all sides from one context, and pass the entry on after each round."""
-    sides = work.sides(methods)
+    sides = work.sides(methods, config.ways)
     where = f"{work.context:,} tokens"
     probes, skipped = _warm_up(model, config, work, sides, lambda name: progress(f"{where}, warm-up: {name}"))
     dense_ids = next((probes[name].last.token_ids for name in (PREALLOCATED, STATIC, DYNAMIC) if name in probes), None)

@@ -8,6 +8,7 @@ from typing import Any
 from eval.config import DTYPES, make_config
 from eval.engine import make_variants
 from eval.errors import EvalError
+from eval.speed_runs import WAYS
 from eval.speed_shapes import SHAPES
 from eval.split import Split
 from hf_sparse_attn import SparseMethod
@@ -42,6 +43,8 @@ class SpeedConfig:
         ``"host"`` to run each method with K and V in host memory too; else ``"device"``.
     split : str
         How the model is spread over GPUs: a value of :class:`eval.split.Split`.
+    ways : tuple of str
+        Ways to run the methods' decode steps, of :data:`eval.speed_runs.WAYS`.
     """
 
     model: str | None = None
@@ -58,6 +61,7 @@ class SpeedConfig:
     seed: int = 0
     kv_storage: str = "device"
     split: str = "none"
+    ways: tuple[str, ...] = WAYS
 
     def __post_init__(self) -> None:
         """Check the values that need no model.
@@ -84,6 +88,9 @@ class SpeedConfig:
                     raise EvalError(f"{name}={entry!r} is not allowed: a whole number, at least {least}")
         if len(set(self.contexts)) != len(self.contexts):
             raise EvalError(f"contexts={list(self.contexts)} has duplicate entries")
+        if not self.ways or (unknown := [way for way in self.ways if way not in WAYS]):
+            what = f"ways={unknown[0]!r} is unknown" if self.ways else "ways is empty"
+            raise EvalError(f"{what}; known: {', '.join(WAYS)}")
         for method in self.methods():
             try:
                 check_kv_storage(self.kv_storage, method)

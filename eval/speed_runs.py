@@ -47,6 +47,8 @@ ON_HOST = ", in host memory"
 AHEAD = ", ahead"
 GRAPH = ", CUDA graph"
 FUSED = f"{GRAPH}, fused"
+WAYS = ("compiled", "ahead", "graph", "fused", "uncompiled")
+"""How a method's decode steps can run: see :attr:`Side.way`."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -88,6 +90,15 @@ class Side:
     """Whether its passes are recorded as CUDA graphs, without compilation of the model."""
     fuse: bool = False
     """Whether its norms and RoPE are compiled for that."""
+
+    @property
+    def way(self) -> str:
+        """How its steps run: one of ``WAYS``."""
+        if self.cuda_graph:
+            return "fused" if self.fuse else "graph"
+        if self.ahead:
+            return "ahead"
+        return "compiled" if self.compiled else "uncompiled"
 
     def described(self) -> dict[str, Any]:
         """Return what a report says of the side, as JSON values."""
@@ -189,10 +200,15 @@ class Work:
         bits: int = torch.finfo(self.model.dtype).bits
         return numbers * bits // 8 // head_shard_of(self.model).size
 
-    def sides(self, methods: Sequence[SparseMethod]) -> list[Side]:
+    def sides(self, methods: Sequence[SparseMethod], ways: Collection[str] = WAYS) -> list[Side]:
         """Return dense attention over three caches, then each method; on CUDA in each of five ways to run its steps.
 
         Of a model that is split no side is compiled. A CUDA graph is that of one device.
+
+        Raises
+        ------
+        EvalError
+            A method's steps run in none of the ``ways`` here.
         """
         copies, on_cuda, by_layers = self.is_cached, is_cuda(self.model), is_split_by_layers(self.model)
         compiles = on_cuda and not by_layers and head_shard_of(self.model).is_whole
@@ -218,7 +234,14 @@ class Work:
             if self.kv_storage == "host" and is_resident:
                 on_host = self.kept(partial(self.new_cache, method, "host"))
                 sides.append(Side(f"{name}{ON_HOST}", method, on_host, compiled=compiles, kv_storage="host"))
-        return sides
+        wanted = [side for side in sides if side.method is None or side.way in ways]
+        for method in methods:
+            possible = dict.fromkeys(side.way for side in sides if side.method == method)
+            if not any(side.method == method for side in wanted):
+                raise EvalError(
+                    f"ways={list(ways)} leaves no side of {method.name}; possible here: {', '.join(possible)}"
+                )
+        return wanted
 
     def new_cache(self, method: SparseMethod | str, kv_storage: str = "device") -> SparseCache:
         """Create a cache as a patched ``generate()`` does, over the filled buffers if there are any.

@@ -17,7 +17,7 @@ from eval import speed, speed_check, speed_runs
 from eval.cli import app
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
-from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, Work
+from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, WAYS, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
@@ -279,6 +279,22 @@ def test_on_cuda_the_patched_side_is_static_and_runs_in_every_way(monkeypatch: p
     assert [done for _, done, _ in calls] == list(range(calls[0][2]))
 
 
+def test_methods_run_in_the_ways_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    work = Work.start(tiny_model(), config(), CONTEXT, ())
+    methods = config(method=("quest", "keycodes"), token_budget=(128, 256)).methods()
+    names = [f"{method}, {budget}" for method in ("quest", "keycodes") for budget in (128, 256)]
+    found = [side.name for side in work.sides(methods, ("fused", "compiled"))]
+    assert found == SIDES[:3] + [name + way for name in names for way in ("", FUSED)]
+    assert [side.way for side in work.sides(methods[:1])[3:]] == list(WAYS)
+
+
+def test_ways_that_a_device_lacks_are_an_error_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "generate", lambda *args: pytest.fail("a run"))
+    with pytest.raises(EvalError, match=r"ways=\['compiled', 'ahead'\] leaves no side of quest; possible here: uncom"):
+        measure(config(ways=("compiled", "ahead")))
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_other_tokens_under_a_covering_budget_are_an_error(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     generate_with_another_token(monkeypatch, step)
@@ -496,6 +512,8 @@ def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(m
         ({"repeats": 0}, "repeats=0"),
         ({"warmup": 0}, "warmup=0"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; known: float32"),
+        ({"ways": ("ahead", "eager")}, "ways='eager' is unknown; known: compiled, ahead, graph, fused, uncompiled"),
+        ({"ways": ()}, "ways is empty; known: compiled"),
         ({"method": ("qest",)}, "unknown method 'qest' .did you mean 'quest'"),
         ({"token_budget": (8,)}, "token_budget"),
         ({"parameters": {"pages": 1}}, "parameter 'pages'"),
