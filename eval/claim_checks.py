@@ -225,6 +225,44 @@ def tokenselect_ruler(root: Path) -> Iterator[Check]:
             yield Check(what, ours - theirs, least)
 
 
+def tokenselect_votes(root: Path) -> Iterator[Check]:
+    """Yield by how many points the soft vote is ahead of the other two in InfiniteBench's values."""
+    folder = "tables/tokenselect-4-qwen2.5-coder-1.5b/01-infinitebench"
+    values = {"task": "kv_retrieval"}
+    soft, logits, head = (
+        _score(_entries(root, folder, **values, method="tokenselect", variant=variant))
+        for variant in ("", "vote=logits", "vote=head")
+    )
+    dense = _score(_entries(root, folder, **values, method="full"))
+    what = f"Qwen2.5-Coder-1.5B, 32K: soft {soft:.0f} %, logits {logits:.0f} %, heads {head:.0f} %, dense {dense:.0f} %"
+    yield Check(what, soft - max(logits, head), 86.60 - 22.40)
+
+
+def tokenselect_chosen(root: Path) -> Iterator[Check]:
+    """Yield how many numbers 128 chosen tokens find, and how many more values 2,048 do."""
+    folder = "tables/tokenselect-5-qwen2.5-coder-1.5b/01-infinitebench"
+    few, many = {"variant": "k=128"}, {"token_budget": 2688}
+    numbers, first, last = (
+        _score(_entries(root, folder, method="tokenselect", task=task, **setting))
+        for task, setting in (("number_string", few), ("kv_retrieval", few), ("kv_retrieval", many))
+    )
+    yield Check(f"Qwen2.5-Coder-1.5B, 32K: numbers {numbers:.0f} %", numbers, 100)
+    yield Check(f"values {first:.0f} and {last:.0f} %", last - first, 86.60 - 13.40)
+
+
+def tokenselect_prefill(root: Path) -> Iterator[Check]:
+    """Yield the seconds to the first token of prompts, beside dense attention's and MInference's."""
+    folder = "tables/tokenselect-8-qwen2.5-coder-1.5b/01-passkey"
+    for length, of_paper in ((10_000, (0.832 / 1.290, 2.762 / 1.290)), (32_000, (7.717 / 5.712, 7.540 / 5.712))):
+        ours, dense, sparse = (
+            fmean(entry["ttft_seconds"] for entry in _entries(root, folder, method=method, length=length))
+            for method in ("tokenselect", "full", "minference")
+        )
+        where = "Qwen2.5-Coder-1.5B, " if length == 10_000 else ""
+        yield Check(f"{where}{length:,}: {ours:.2f} s, dense {dense:.2f} s", dense / ours, of_paper[0])
+        yield Check(f"MInference {sparse:.2f} s", sparse / ours, of_paper[1])
+
+
 def psa_reads(root: Path) -> Iterator[Check]:
     """Yield how many times less PSA reads than a fixed number of blocks that is as good."""
     found = {

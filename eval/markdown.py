@@ -32,7 +32,7 @@ def results_tables(results: Path) -> str:
         Holds a folder for each sweep, named after its file in ``eval/configs``, ``speed`` with reports of
         ``python -m eval speed``, ``contexts`` with reports of ``python -m eval context-speed``, ``throughput`` with
         reports of ``python -m eval throughput``, ``budgets`` with folders of ``python -m eval budget``, and ``tables``
-        with those of ``python -m eval table``. A sweep's ``note.txt`` is included.
+        with those of ``python -m eval table``. The ``note.txt`` of a sweep or of a table is included.
 
     Raises
     ------
@@ -56,6 +56,8 @@ def results_tables(results: Path) -> str:
             report = read_json(path, what)
             with _named(path, what):
                 parts.append(form(path.stem, report))
+            if path.parent != results / folder and (note := path.with_name("note.txt")).exists():
+                parts.append(_note(note))
     if not parts:
         looked = ", ".join(f"{folder}/{pattern}" for folder, pattern, *_ in _REPORTS)
         raise EvalError(f"results={str(results)!r} holds no results: no */*/summary.json, {looked}")

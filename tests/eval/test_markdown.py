@@ -186,3 +186,10 @@ def test_odd_summaries_and_notes(tmp_path):
     (tmp_path / "sweep" / "note.txt").write_bytes(b"\xff")
     with pytest.raises(EvalError, match=r"note\.txt cannot be read"):
         results_tables(tmp_path)
+
+
+def test_the_note_of_a_papers_table_is_shown_with_it():
+    text = results_tables(ROOT / "eval/results")
+    for folder in sorted((ROOT / "eval/results/tables").iterdir()):
+        report = json.loads((folder / "table.json").read_text())
+        assert f"{report['notes'][-1]}\n\n{(folder / 'note.txt').read_text()}" in text
