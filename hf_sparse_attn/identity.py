@@ -57,7 +57,8 @@ class ModelIdentity(NamedTuple):
                     f"{what} by a model in {self.dtype}, but this one is in {other.dtype}: load it with "
                     f"dtype={self.dtype!r}"
                 )
-            raise ValueError(f"{what} by a model {differs}: by {self.model_id!r}, not {other.model_id!r}")
+            named = (f"{each.model_id!r} (sha256 {getattr(each, name)[:8]}...)" for each in (self, other))
+            raise ValueError(f"{what} by a model {differs}: by {', not '.join(named)}")
 
 
 def _hash_weights(model: PreTrainedModel) -> str:

@@ -277,9 +277,7 @@ class EvictingStorage(GrowingStorage):
         """Return a storage over the same keys and values, or over copies of what is kept after an eviction."""
         fork = super().fork(tokens)
         assert isinstance(fork, EvictingStorage)
-        if self.kept is None:
-            self.shared_tokens = tokens  # each overwrites evicted tokens
-        else:
+        if self.kept is not None:
             fork._copy_buffers()
         return fork
 

@@ -156,5 +156,6 @@ def of_kind(storage: Storage, evicts: bool, heads: tuple[int, ...] | None) -> St
     twin: GrowingStorage
     twin = evicting_storage(heads, 0, storage.max_tokens) if evicts else GrowingStorage(max_tokens=storage.max_tokens)
     if hasattr(storage, "keys"):
-        twin.keys, twin.values, twin.shared_tokens = storage.keys, storage.values, storage.shared_tokens
+        twin.keys, twin.values = storage.keys, storage.values
+        storage.share(twin, storage.shared_tokens)
     return twin

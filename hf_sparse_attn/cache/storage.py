@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,8 +70,8 @@ class Storage(ABC):
     """Whether Transformers may compile decode steps over these buffers."""
     max_tokens: int | None
     """Maximum number of tokens per row; None for no limit."""
-    shared_tokens = 0
-    """Leading tokens of the rows that also belong to the storage that this one was forked from."""
+    _common: int = 0
+    _user: _User | None = None
     keeps_rows = True
     """Whether decode steps may read :attr:`keys` and :attr:`values`, as dense ones do."""
     traffic: Traffic | None = None
@@ -78,6 +79,24 @@ class Storage(ABC):
 
     def __init__(self) -> None:
         self.metadata = {}
+
+    @property
+    def shared_tokens(self) -> int:
+        """Leading tokens of the rows that also belong to another storage: to a fork of this one, or one forked from."""
+        return self._common if self._user is not None and len(self._user.all) > 1 else 0
+
+    @shared_tokens.setter
+    def shared_tokens(self, tokens: int) -> None:
+        self._common = tokens
+        if tokens == 0:
+            self._user = None  # of buffers of its own
+
+    def share(self, other: Storage, tokens: int) -> None:
+        """Take note, in both, that another storage over the same buffers has ``tokens`` tokens too, while it exists."""
+        if self._user is None:
+            self._user = _User(weakref.WeakSet())
+        self._common, other._common = max(self.shared_tokens, tokens), tokens
+        other._user = _User(self._user.all)
 
     @property
     def capacity(self) -> int:
@@ -202,7 +221,9 @@ class Storage(ABC):
         ``size`` is that of the selections of the fork's method.
         """
         fork = copy.copy(self)
-        fork.metadata, fork.shared_tokens = {}, tokens
+        fork.metadata, fork.shared_tokens = {}, 0
+        if tokens:
+            self.share(fork, tokens)
         return fork
 
     def state(self) -> dict[str, Any] | None:
@@ -227,6 +248,20 @@ class Storage(ABC):
             twin.keys.copy_(self.keys)
             twin.values.copy_(self.values)
         self.keys, self.values, self.shared_tokens = twin.keys, twin.values, 0
+
+
+class _User:
+    """Stands for a storage among those over the same buffers, as long as that storage uses them.
+
+    Not the storage itself, which may get buffers of its own, and whose attributes are put back after a failed pass.
+    """
+
+    def __init__(self, users: weakref.WeakSet[_User]) -> None:
+        self.all = users
+        users.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copied storage has buffers of its own."""
 
 
 class GrowingStorage(Storage):

@@ -47,7 +47,6 @@ class OffloadStorage(BlockLoader):
     def __init__(self, shared: SharedBlocks, initial_capacity: int = 0, max_tokens: int | None = None) -> None:
         super().__init__(shared, initial_capacity, max_tokens)
         self._staging: KeysAndValues | None = None
-        self._is_lent = False  # whether a fork reads the host buffers
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -113,6 +112,8 @@ class OffloadStorage(BlockLoader):
             return
         end = lengths.length
         begin = end - key_states.shape[2]
+        self._enter()
+        self._memory.claim_newest(self, self._index)  # a fork's unsaved tokens reach the host before these do
         self._stage(begin)
         self._memory.transfers.protect_stored()
         self.keys[:, :, begin:end] = key_states
@@ -269,13 +270,13 @@ class OffloadStorage(BlockLoader):
         keeps_batch = len(order) == self._shape.batch
         with lasting_tensors():
             self._shape = self._shape._replace(batch=len(order))
-            if self.shared_tokens or self._is_lent or not keeps_batch:
+            if self.shared_tokens or not keeps_batch:
                 old, self._host = self._host, self._host_buffers(self._capacity)
             else:
                 old = self._host
             for target, source in zip(self._host, old, strict=True):
                 target.copy_(change(source))
-            self.shared_tokens, self._is_lent = 0, False
+            self.shared_tokens = 0
             self.metadata = {name: change(tensor) for name, tensor in self.metadata.items()}
         if keeps_batch and self._memory.shape == self._shape and self._starts:
             heads = self._shape.kv_heads
@@ -305,7 +306,7 @@ class OffloadStorage(BlockLoader):
         fork.traffic = Traffic()
         fork._void_newest()
         if fork._blocks is not None:
-            self._is_lent, fork._starts = True, ()
+            fork._starts = ()
             fork._add_table()
         return fork
 
