@@ -19,6 +19,7 @@ from hf_sparse_attn.cache.host.prompts import PromptStages
 from hf_sparse_attn.cache.host.reserve import grow, reserve_first
 from hf_sparse_attn.cache.host.room import check_kv_storage
 from hf_sparse_attn.cache.host.storage import GrowingHostStorage, HostStorage, StaticHostStorage
+from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.layer import SparseLayer, length_after_crop
 from hf_sparse_attn.cache.lengths import Lengths, Shared
 from hf_sparse_attn.cache.offload.blocks import SharedBlocks
@@ -258,6 +259,14 @@ class SparseCache(Cache):  # type: ignore[misc]
         """
         return saved.load(cls, Path(path), model, input_ids, max_cache_len)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
+        """Return a cache with tensors of its own, for use in any mode, as copies of Transformers' caches are."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        with lasting_tensors():
+            twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def fork(self, method: SparseMethod | str) -> SparseCache:
         """Create a cache for a method that starts with the tokens cached here, without copying keys or values.
 
@@ -265,8 +274,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         other after the fork. Use forks of a cache one after another, never together. One dense prefill then serves any
         number of methods. A fork for another method builds its metadata, and the method finishes the prompt anew. A
         fork for the cache's own method copies the metadata, so that one prepared context serves any number of
-        questions. A fork copies the buffers once it outgrows them (``initial_capacity`` leaves room) or removes shared
-        tokens or rows.
+        questions. A fork copies the buffers once it outgrows them (``initial_capacity`` leaves room). Either cache
+        copies them before it removes tokens or changes rows that the other has too, if that still exists.
 
         Raises
         ------
@@ -833,11 +842,13 @@ class SparseCache(Cache):  # type: ignore[misc]
         length = still_fed - len(left_out)
         for layer in self.sparse_layers:
             layer.check_cut(length)
-        for layer in self.layers:
-            if layer.is_sliding:  # first: a window that no longer holds the tokens raises
-                surplus = layer.get_seq_length() - length
-                if surplus or layer.record_past:
-                    layer.crop(-surplus)
+        windows = [layer for layer in self.layers if layer.is_sliding and layer.is_initialized]
+        for layer in windows:
+            layer.check_crop(layer.get_seq_length() - length)
+        for layer in windows:
+            surplus = layer.get_seq_length() - length
+            if surplus or layer.record_past:
+                layer.crop(-surplus)
         with self._changing("crop"):
             for layer in self.sparse_layers:
                 layer.cut(length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -128,3 +129,27 @@ def test_a_fork_that_is_gone_costs_no_copy(model, room):
         address = source.sparse_layers[0].keys.data_ptr()
         source.crop(-5)  # its own by now
         assert source.sparse_layers[0].keys.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("case", "room"),
+    [
+        pytest.param(case, room, id=f"{case}, {'growing' if room is None else 'static'}")
+        for case, (method, _) in CASES.items()
+        for room in (None, 128)
+        if case not in ("streaming_llm", "duo_attention")  # the crop below asks for evicted tokens
+        if room is None or not (method.evicts or method.offloading)
+    ],
+)
+def test_a_copy_that_was_made_in_inference_mode_serves_any_mode(model, case, room):
+    """Transformers shows how to keep a prompt by ``copy.deepcopy(cache)``."""
+    method, storage = CASES[case]
+    with sparse_attention(model, method, **storage):
+        expected = decode(model, prefilled(model, room), NEXT)
+        with torch.inference_mode():
+            copied = copy.deepcopy(prefilled(model, room))
+        torch.testing.assert_close(decode(model, copied, NEXT), expected, rtol=0, atol=1e-9)
+        copied.crop(-5)
+        copied.reorder_cache(torch.tensor([1, 0]))
+        expected = expected[[1, 0]]
+        torch.testing.assert_close(decode(model, copied, NEXT[[1, 0]]), expected, rtol=0, atol=1e-9)

@@ -276,7 +276,7 @@ def test_sliding_windows(ends):
             text = model.generate(text, **arguments, custom_generate=custom)
         answers.append(text)
         assert cache.get_seq_length() == text.shape[1] - 1
-        assert cache.layers[0].keys.shape[2] == 19  # the window, less the next token
+        assert cache.layers[0].keys.shape[2] == 20  # the window
     assert torch.equal(*answers)
 
 
