@@ -138,6 +138,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         if value is not None:
             is_list = "tuple[" in known[name]
             settings[name] = (tuple(value) if isinstance(value, (list, tuple)) else (value,)) if is_list else value
+    if isinstance(settings.get("chat"), bool):
+        settings["chat"] = "on" if settings["chat"] else "off"  # as YAML reads these words without quotes
     for name in ("benchmark", "model"):
         if name not in settings:
             raise EvalError(f"{name} is missing: give it on the command line or in the configuration file")
@@ -170,16 +172,32 @@ def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:
         raise EvalError(f"{path}: {error}") from error
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # what <<: brings may be given anew
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.append(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Raises
     ------
     EvalError
-        The file cannot be read, or does not hold a mapping.
+        The file cannot be read, does not hold a mapping, or gives a key twice.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise EvalError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

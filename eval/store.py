@@ -189,11 +189,16 @@ class Store:
             )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the newest record of each key, of all processes. Records with an error may have been run again."""
+        """Return the newest record of each key, of all processes.
+
+        Records with an error may have been run again, by another process, so one without an error comes before them.
+        """
         newest: dict[RecordKey, dict[str, Any]] = {}
         for path in [self.folder / "rows.jsonl", *sorted(self.folder.glob("rows-*-of-*.jsonl"))]:
-            if path.exists():
-                newest.update((record_key(record), record) for record in read_records(path))
+            for record in read_records(path) if path.exists() else ():
+                former = newest.get(key := record_key(record))
+                if former is None or record["error"] is None or former["error"] is not None:
+                    newest[key] = record
         return list(newest.values())
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def run_all(
     EvalError
         A run is invalid. Benchmarks and methods of all runs are checked before the first one.
     typer.Exit
-        All records of a run are errors.
+        All records of a run are errors. The other runs have been made.
     """
     from eval.models import Models
     from eval.processes import Processes
@@ -49,10 +49,12 @@ def run_all(
         _check(config, f"run {number}: " if len(configs) > 1 else "")
     processes = Processes.current()
     models = Models(processes)
+    has_failed = False
     for _, config, folder in runs:
         summary = run_one(config, folder, models, processes, beside=folders)
-        if processes.is_main and summary["errors"] == summary["rows"]:
-            raise typer.Exit(1)
+        has_failed |= processes.is_main and summary["errors"] == summary["rows"]
+    if has_failed:
+        raise typer.Exit(1)
 
 
 def _check(config: RunConfig, where: str) -> None:

@@ -179,7 +179,8 @@ class Squeezed(SparseMethod):
         """Cluster the rows of a prompt, less the last ``window`` tokens, and calibrate the threshold.
 
         A row that was clustered before is clustered anew once it has grown ``GROWTH``-fold: until then the tokens after
-        its clusters are read exactly.
+        its clusters are read exactly. So is a row too short for two clusters: the weight of a single one is the same for
+        all queries, and equal to the threshold but for rounding.
         """
         first = layers[0]
         lengths = first.row_lengths().tolist()
@@ -190,6 +191,7 @@ class Squeezed(SparseMethod):
             row
             for row, length in enumerate(lengths)
             if length - self.window > max(self.sink_tokens, GROWTH * clustered[row])
+            and self.num_clusters(length - self.window - self.sink_tokens) > 1
         ]
         ready = [row for row in due if known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):

@@ -36,7 +36,7 @@ def test_a_name_that_is_no_text_is_unknown():
         ({"limit": "5"}, r"limit='5' is not allowed: a whole number"),
         ({"seed": 1.5}, r"seed=1\.5 is not allowed"),
         ({"question": "both"}, r"question='both' is not allowed: one of decode, prefill"),
-        ({"chat": True}, r"chat=True is not allowed"),
+        ({"chat": 1}, r"chat=1 is not allowed"),
         ({"method": [3]}, r"method=3 is not allowed: text"),
         ({"options": [1]}, r"options=\[1\] is not allowed: a mapping"),
         ({"model": None}, r"model is missing"),
@@ -64,6 +64,8 @@ def test_sweep_shares_settings_and_the_command_line_wins(tmp_path):
     [
         ("- a list", "must hold a mapping"),
         ("model: [", "cannot be read as YAML"),
+        ("model: smollm2\nlimit: 1\nlimit: 2", "'limit' is given twice .*line 3"),
+        ("model: smollm2\nruns: [{benchmark: passkey, options: {repeats: 1, repeats: 2}}]", "'repeats' is given twice"),
         ("model: smollm2\nruns: 3", "runs must be a list"),
         ("model: smollm2\nbenchmark: passkey\nsede: 1", "did you mean 'seed'"),
     ],
@@ -74,6 +76,19 @@ def test_bad_file_is_named(tmp_path, content, said):
     with pytest.raises(EvalError, match=said) as raised:
         read_sweep(path, {})
     assert str(path) in str(raised.value)
+
+
+def test_what_a_merge_key_brings_can_be_given_anew(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("model: smollm2\nruns:\n  - &first {benchmark: passkey, limit: 3}\n  - {<<: *first, limit: 4}\n")
+    assert [(run.benchmark, run.limit) for run in read_sweep(path, {})] == [("passkey", 3), ("passkey", 4)]
+
+
+@pytest.mark.parametrize(("word", "chat"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'off'", "off")])
+def test_words_that_yaml_reads_as_truth_values_are_chat_modes(tmp_path, word, chat):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"model: smollm2\nbenchmark: passkey\nchat: {word}\n")
+    assert [run.chat for run in read_sweep(path, {})] == [chat]
 
 
 def test_missing_file_is_named(tmp_path):

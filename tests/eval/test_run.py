@@ -436,6 +436,16 @@ def test_nothing_but_errors_ends_with_code_1(tmp_path, model_dir, data_dir):
     assert "1 of 1 records are errors" in result.stderr
 
 
+def test_a_sweep_goes_on_after_a_run_of_nothing_but_errors(tmp_path, model_dir):
+    (tmp_path / "short.txt").write_text("A short book.")
+    path = tmp_path / "sweep.yaml"
+    path.write_text("runs: [{benchmark: pg19, lengths: [400]}, {benchmark: passkey, lengths: [300], limit: 1}]\n")
+    given = ("--model", model_dir, "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert invoke("run", "--config", str(path), *given).exit_code == 1
+    summaries = [json.loads((tmp_path / f"out/{name}/summary.json").read_text()) for name in ("01-pg19", "02-passkey")]
+    assert [(summary["errors"], summary["rows"]) for summary in summaries] == [(1, 1), (0, 1)]
+
+
 def test_sweep_runs_each_in_its_own_folder_and_reports(tmp_path, model_dir, data_dir):
     path = tmp_path / "sweep.yaml"
     path.write_text(

@@ -101,6 +101,17 @@ def test_a_failed_record_is_replaced_by_a_successful_one(tmp_path):
     store.release()
 
 
+@pytest.mark.parametrize(("failing", "succeeding"), [((1, 2), (0, 1)), ((1, 2), (0, 2)), ((0, 1), (1, 2))])
+def test_a_failed_record_of_another_process_is_replaced_too(tmp_path, failing, succeeding):
+    """A run that several processes began may be resumed by others, or by one."""
+    Store(tmp_path).claim(CONFIG)
+    Store(tmp_path, *failing).append(record("a", error="ValueError: no"))
+    Store(tmp_path, *succeeding).append(record("a"))
+    assert Store(tmp_path).records() == [record("a")]
+    assert Store(tmp_path).merge([record_key(record("a"))]) == [record("a")]
+    assert read_records(tmp_path / "rows.jsonl") == [record("a")]
+
+
 def test_processes_records_are_merged_in_order(tmp_path):
     Store(tmp_path).claim(CONFIG)
     for rank, names in enumerate((["c", "a"], ["d", "b"])):
