@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RULER_PREFIX = "ruler:"
-_PROBE = "a message"
+_PROBE = 'a message of <two> "lines":\nthis & that'  # as it is in the prompt, unless a template escapes it
 
 
 def read_chat_template(given: str, protocol_dir: Path | None) -> str:
@@ -65,7 +65,7 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, template: str, given:
     except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise EvalError(f"chat_template={given!r} cannot be used: {type(error).__name__}: {error}") from error
     if not holds_message:
-        raise EvalError(f"chat_template={given!r} cannot be used: it leaves out the message")
+        raise EvalError(f"chat_template={given!r} cannot be used: it leaves out the message, or changes it")
     return own
 
 

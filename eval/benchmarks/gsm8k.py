@@ -46,7 +46,11 @@ class GSM8K(Benchmark):
                 raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least {lowest}")
         if least > new_tokens:
             raise EvalError(f"least_tokens={least} is not allowed: at most new_tokens={new_tokens}")
-        setup.check_length(new_tokens)
+        if new_tokens >= setup.max_positions:
+            raise EvalError(
+                f"new_tokens={new_tokens} is not allowed: fewer than the model's {setup.max_positions} positions; give "
+                "--set new_tokens=N"
+            )
         values = load_protocol("gsm8k", setup.protocol_dir).values["tasks"]
         examples = read_jsonl(_find(setup.data_dir), ("question", "answer"), _check)[: setup.limit]
         return [

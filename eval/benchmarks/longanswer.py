@@ -36,10 +36,15 @@ class LongAnswer(Benchmark):
         new_tokens = setup.option("new_tokens", self.options["new_tokens"])
         if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 1:
             raise EvalError(f"new_tokens={new_tokens!r} is not allowed: a whole number, at least 1")
+        instructions = encode_prompt(setup.tokenizer, _INTRODUCTION + _QUESTION, len(_QUESTION), chat=setup.chat)
+        bare = sum(map(len, instructions))
         for length in setup.lengths:
             setup.check_length(length)
-            if length <= new_tokens:
-                raise EvalError(f"length={length} is not allowed: more than new_tokens={new_tokens}")
+            if length <= new_tokens + bare:
+                raise EvalError(
+                    f"length={length} is not allowed: more than new_tokens={new_tokens} and the {bare} tokens of the "
+                    "instructions"
+                )
         found = named_books(setup.data_dir, setup.limit)
         return [
             Item("retelling", title, partial(_build, setup, read, title, length, new_tokens), length)

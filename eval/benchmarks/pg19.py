@@ -49,6 +49,8 @@ class PG19(Benchmark):
                 raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least 1{also}")
         for length in setup.lengths:
             setup.check_length(length)
+            if scored == "all" and length < 2:
+                raise EvalError(f"length={length} is not allowed with scored=all: at least 2 tokens")
             if scored != "all" and scored >= length:
                 raise EvalError(f"scored={scored} must be less than length={length}")
         found = named_books(setup.data_dir, setup.limit)

@@ -33,7 +33,7 @@ class QuestPasskey(Benchmark):
     protocol: ClassVar[str | None] = "questpasskey"
 
     def items(self, setup: Setup) -> list[Item]:
-        """Return 100 items for each length, or ``setup.limit``, with depths evenly spread up to 100 %.
+        """Return 100 items for each length, at 1 to 100 %; with ``setup.limit`` at every (100 // limit)-th percent.
 
         A length is in tokens of about four characters each: the filler has four times as many characters.
 

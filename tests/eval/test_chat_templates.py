@@ -34,6 +34,8 @@ def test_what_cannot_be_used_is_named(protocols: Path, tmp_path: Path) -> None:
         with_chat_template(tiny_tokenizer(), "{{ messages", "a")
     with pytest.raises(EvalError, match="chat_template='a' cannot be used: it leaves out the message"):
         with_chat_template(tiny_tokenizer(), "hello", "a")
+    with pytest.raises(EvalError, match="chat_template='a' cannot be used: it leaves out the message, or changes it"):
+        with_chat_template(tiny_tokenizer(), "{{ messages[0]['content'] | escape }}", "a")
 
 
 def test_a_run_uses_the_file_and_its_folder_belongs_to_its_content(

@@ -64,7 +64,7 @@ def test_answers_can_be_made_long(tmp_path: Path, protocols: Path) -> None:
         ({"new_tokens": 0}, "new_tokens=0 is not allowed: a whole number, at least 1"),
         ({"least_tokens": True}, "least_tokens=True is not allowed: a whole number, at least 0"),
         ({"least_tokens": 5000}, "least_tokens=5000 is not allowed: at most new_tokens=4096"),
-        ({"new_tokens": 20_000}, "length=20000 is not allowed: at most the model's 10000"),
+        ({"new_tokens": 20_000}, "new_tokens=20000 is not allowed: fewer than the model's 10000 positions; give --set"),
     ):
         with pytest.raises(EvalError, match=said):
             items_of(tmp_path, protocols, "cot", row, options=options)

@@ -374,6 +374,11 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("passkey", "--tasks", "book", "--data-dir", "/nowhere"), "/nowhere"),
         (("pg19", "--set", "chunk=4", "--method", "quest"), "chunk=4 is not allowed with quest"),
         (("pg19", "--lengths", "200"), "scored=256 must be less than length=200"),
+        (("pg19", "--lengths", "1", "--set", "scored=all"), "length=1 is not allowed with scored=all: at least 2"),
+        (
+            ("longanswer", "--lengths", "60", "--set", "new_tokens=20"),
+            "length=60 is not allowed: more than new_tokens=20 and",
+        ),
         (("needle", "--lengths", "60"), "length=60 is not allowed"),
         (("longbench", "--protocol-dir", "/nowhere"), "/nowhere"),
         (("passkey", "--dtype", "int8"), "dtype='int8' is not allowed"),
