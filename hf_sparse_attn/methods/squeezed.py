@@ -179,8 +179,8 @@ class Squeezed(SparseMethod):
         """Cluster the rows of a prompt, less the last ``window`` tokens, and calibrate the threshold.
 
         A row that was clustered before is clustered anew once it has grown ``GROWTH``-fold: until then the tokens after
-        its clusters are read exactly. So is a row too short for two clusters: the weight of a single one is the same for
-        all queries, and equal to the threshold but for rounding.
+        its clusters are read exactly. So is a row too short for two clusters: the weight of a single one is the same
+        for all queries, and equal to the threshold but for rounding.
         """
         first = layers[0]
         lengths = first.row_lengths().tolist()

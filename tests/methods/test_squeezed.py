@@ -219,6 +219,24 @@ def test_bad_hyperparameters(parameters, error, message):
         Squeezed(**parameters)
 
 
+def test_rows_too_short_for_two_clusters_are_read_exactly():
+    """The one cluster's weight equals the threshold but for rounding, which differs with the batch."""
+    model = make_model("llama", dtype=torch.float64, num_hidden_layers=2)
+    ids, more = random_ids(2, 20), random_ids(2, 1, seed=1)
+    expected = model(torch.cat((ids, more), dim=1), use_cache=False).logits[:, -1:]
+    method = Squeezed(target_sparsity=0.8, clusters=0.1, window=8)
+    with torch.no_grad(), sparse_attention(model, method):
+        for length, reads_all in ((20, True), (13, True), (60, False)):
+            text = random_ids(2, 60)[:, :length]
+            cache = SparseCache.for_model(model)
+            model(text, past_key_values=cache)
+            model(more, past_key_values=cache)  # finishes the prompt
+            assert (cache.sparse_layers[-1].metadata["context_lengths"] == 0).all() == reads_all
+        cache = SparseCache.for_model(model)
+        model(ids, past_key_values=cache)
+        torch.testing.assert_close(model(more, past_key_values=cache).logits, expected, rtol=0, atol=1e-9)
+
+
 def test_a_model_with_sliding_windows_is_refused():
     model = make_model("qwen2", layer_types=["full_attention", "sliding_attention"] * 2, use_sliding_window=True)
     with (
