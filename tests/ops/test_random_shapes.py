@@ -1,0 +1,117 @@
+"""Shapes drawn at random, for ops whose own tests have chosen ones; every check is one of those tests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ops.attention import test_sparse_decode as sparse_decode
+from tests.ops.attention import test_sparse_prefill as sparse_prefill
+from tests.ops.blocks import test_block_sparse_prefill as block_sparse_prefill
+from tests.ops.helpers import IMPLS, make_rows
+from tests.ops.offload import test_load_blocks as load_blocks
+from tests.ops.runs import test_runs_decode as runs_decode
+from tests.ops.runs import test_runs_prefill as runs_prefill
+from tests.ops.tokens import test_select_tokens as select_tokens
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
+HEAD_DIMS = st.sampled_from((16, 24, 64, 80, 96, 128, 256))
+LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=3).filter(any)
+few = settings(max_examples=6, deadline=None, derandomize=True)  # tolerances are those of the numbers drawn
+
+
+@few
+@given(
+    lengths=LENGTHS,
+    block_size=st.sampled_from((1, 3, 16, 32)),
+    max_blocks=st.integers(1, 20),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+)
+def test_sparse_decode(**drawn):
+    sparse_decode.test_error_is_bounded_by_the_eager_error(**drawn)
+
+
+@few
+@given(
+    lengths=LENGTHS,
+    queries=st.integers(1, 80),
+    most=st.integers(1, 90),
+    shared=st.booleans(),
+    rope=st.booleans(),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+)
+def test_sparse_prefill(**drawn):
+    sparse_prefill.test_error_is_bounded_by_the_eager_error(**drawn)
+
+
+@few
+@given(
+    lengths=LENGTHS,
+    queries=st.integers(1, 60),
+    block_size=st.sampled_from((16, 32, 64)),
+    columns=st.booleans(),
+    window=st.none() | st.integers(1, 60),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+)
+def test_block_sparse_prefill(lengths, queries, **drawn):
+    block_sparse_prefill.test_error_is_bounded_by_the_eager_error(lengths, min(queries, max(lengths)), **drawn)
+
+
+RUNS = {"kv_heads": st.integers(1, 5), "group": st.integers(1, 8), "head_dim": HEAD_DIMS, "dtype": DTYPES}
+PAIRS = st.lists(st.tuples(st.integers(1, 150), st.integers(0, 80)), min_size=1, max_size=3)
+"""Tokens of a context, and of the tail behind it."""
+
+
+@few
+@given(pairs=PAIRS, in_place=st.booleans(), options=st.fixed_dictionaries(RUNS))
+def test_runs_decode(pairs, in_place, options):
+    sizes, tails = map(list, zip(*pairs, strict=True))
+    runs_decode.test_error_is_bounded_by_the_eager_error(sizes, tails, {**options, "in_place": in_place})
+
+
+@few
+@given(pairs=PAIRS, queries=st.integers(1, 60), options=st.fixed_dictionaries(RUNS))
+def test_runs_prefill(pairs, queries, options):
+    sizes, tails = map(list, zip(*pairs, strict=True))
+    tails[0] = max(tails[0], queries)  # a row's queries are the last tokens of its tail
+    runs_prefill.test_error_is_bounded_by_the_eager_error(sizes, tails, queries, options)
+
+
+@few
+@given(
+    lengths=LENGTHS,
+    sink_tokens=st.integers(0, 6),
+    recent_tokens=st.integers(0, 9),
+    others=st.integers(1, 70),
+    heads=st.fixed_dictionaries({"kv_heads": st.integers(1, 3), "group": st.integers(1, 5)}),
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+)
+def test_select_tokens(lengths, sink_tokens, recent_tokens, others, heads, head_dim, dtype):
+    rows = make_rows(lengths, head_dim=head_dim, dtype=dtype, **heads)
+    budget = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    for impl in IMPLS:
+        most = sink_tokens + recent_tokens + others
+        select_tokens._check(rows, impl, num_tokens=max(lengths), max_tokens=most, **budget)
+
+
+@few
+@given(
+    block_size=st.integers(1, 40),
+    head_dim=st.integers(1, 130),
+    blocks=st.integers(1, 9),
+    dtype=st.sampled_from(load_blocks.DTYPES),
+    impl=st.sampled_from(IMPLS),
+)
+def test_load_blocks(**drawn):
+    load_blocks.test_blocks_are_copied_and_others_left_alone(**drawn)
