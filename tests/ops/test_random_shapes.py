@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from tests.ops.attention import test_sparse_decode as sparse_decode
 from tests.ops.attention import test_sparse_prefill as sparse_prefill
 from tests.ops.blocks import test_block_sparse_prefill as block_sparse_prefill
 from tests.ops.helpers import IMPLS, make_rows
+from tests.ops.kmeans import test_cluster_sums as cluster_sums
+from tests.ops.kmeans import test_nearest_centres as nearest_centres
 from tests.ops.offload import test_load_blocks as load_blocks
 from tests.ops.runs import test_runs_decode as runs_decode
 from tests.ops.runs import test_runs_prefill as runs_prefill
@@ -115,3 +119,29 @@ def test_select_tokens(lengths, sink_tokens, recent_tokens, others, heads, head_
 )
 def test_load_blocks(**drawn):
     load_blocks.test_blocks_are_copied_and_others_left_alone(**drawn)
+
+
+@few
+@given(
+    groups=st.integers(1, 3),
+    n=st.integers(1, 150),
+    num_centres=st.integers(1, 150),
+    dim=st.integers(1, 140),
+    dtype=DTYPES,
+    impl=st.sampled_from(IMPLS),
+)
+def test_nearest_centres(**drawn):
+    nearest_centres.test_finds_the_nearest_centre(**drawn)
+
+
+@few
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=12).filter(any),
+    groups=st.integers(1, 3),
+    dim=st.integers(1, 140),
+    dtype=DTYPES,
+    impl=st.sampled_from(IMPLS),
+)
+def test_cluster_sums(sizes, **drawn):
+    with mock.patch.dict(cluster_sums.SIZES, drawn=sizes):
+        cluster_sums.test_is_the_sum_of_the_members(name="drawn", **drawn)
