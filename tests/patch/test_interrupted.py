@@ -15,10 +15,10 @@ from tests.models import make_model, random_ids
 CUDA = torch.device("cuda", 1)
 
 
-def run_of(outputs: int, noted: int) -> cudagraph_trees.CUDAWarmupNode:
-    """Return a run before a recording, of a step with so many outputs, of which some have been noted."""
+def run_of(traces: list[None], noted: int) -> cudagraph_trees.CUDAWarmupNode:
+    """Return a run before a recording, of a step with a trace for each output, of which some have been noted."""
     node = object.__new__(cudagraph_trees.CUDAWarmupNode)
-    node.stack_traces = [None] * outputs
+    node.stack_traces = traces
     node.tensor_weakrefs = [None] * noted
     return node
 
@@ -34,8 +34,7 @@ def current(monkeypatch):
 @pytest.mark.parametrize(("noted", "left"), [(0, 0), (3, 3)], ids=["interrupted", "whole"])
 def test_a_run_has_as_many_outputs_as_it_has_noted(current, noted, left):
     traces = [None] * 3  # shared by all runs of a step
-    current.current_node = run_of(3, noted)
-    current.current_node.stack_traces = traces
+    current.current_node = run_of(traces, noted)
     forget_interrupted_run(CUDA)
     assert len(current.current_node.stack_traces) == len(current.current_node.tensor_weakrefs) == left
     assert len(traces) == 3
