@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from collections.abc import Iterator
@@ -102,4 +103,13 @@ def _joined(rank: int, world_size: int) -> Store:
     init_process_group(
         "gloo", store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=_LONGEST_WAIT
     )
+    atexit.register(_leave)
     return PrefixStore("eval", store)
+
+
+def _leave() -> None:
+    """Leave the process group. One that is still there while Python ends aborts the process now and then (SIGABRT)."""
+    from torch.distributed import destroy_process_group, is_initialized
+
+    if is_initialized():
+        destroy_process_group()

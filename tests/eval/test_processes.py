@@ -64,14 +64,15 @@ def launch(script: str, folder: Path) -> None:
     """Run a script in two processes, with the folder as its argument."""
     file = folder / "script.py"
     file.write_text(script)
-    subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file, folder],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
         capture_output=True,
+        text=True,
         timeout=120,
     )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_one_process_takes_everything_in_order() -> None:
@@ -93,6 +94,26 @@ def test_processes_go_on_together_and_an_error_of_one_is_that_of_all(tmp_path: P
     for rank in (0, 1):
         assert (tmp_path / f"{rank} went on").read_text() == "True"
         assert (tmp_path / f"{rank} raised").read_text() == "one has no room"
+
+
+LEAVING = """
+import atexit, sys
+from pathlib import Path
+from torch.distributed import is_initialized
+from eval.processes import Processes
+
+def look(folder=Path(sys.argv[1])):
+    (folder / f"{Processes.started().rank} at its end").write_text(str(is_initialized()))
+
+atexit.register(look)  # what is registered first runs last
+Processes.current().wait()
+"""
+
+
+def test_processes_leave_their_group_before_python_ends(tmp_path: Path) -> None:
+    launch(LEAVING, tmp_path)
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank} at its end").read_text() == "False"
 
 
 def units_of(world_size: int, steps: list[int], materials: list[str | None]) -> list[list[tuple[str, list[int]]]]:
