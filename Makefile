@@ -1,5 +1,6 @@
-# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, TRANSFORMERS= a
-# version in place of the pinned one. PYTHON= names another interpreter for test-gpu and bench, which then install nothing.
+# Targets start from a bare machine: Python 3.10+ and make. BOOTSTRAP= names the Python that makes .venv, TRANSFORMERS= and
+# TORCH= versions in place of the pinned ones. PYTHON= names another interpreter for test-gpu and bench, which then install
+# nothing.
 
 BOOTSTRAP ?= python3
 CONSTRAINTS := constraints.txt
@@ -33,12 +34,13 @@ help:
 
 install: $(STAMP)
 
-ifdef TRANSFORMERS
+ifneq ($(TRANSFORMERS)$(TORCH),)
 CONSTRAINTS := $(VENV)/constraints.txt
 $(CONSTRAINTS): constraints.txt
 	mkdir -p $(VENV)
-	sed -E '/^(transformers|huggingface-hub)==/d' constraints.txt > $@
-	echo "transformers==$(TRANSFORMERS)" >> $@
+	sed -E '$(if $(TRANSFORMERS),/^(transformers|huggingface-hub)==/d;)$(if $(TORCH),/^torch==/d)' constraints.txt > $@
+	$(if $(TRANSFORMERS),echo "transformers==$(TRANSFORMERS)" >> $@)
+	$(if $(TORCH),echo "torch==$(TORCH)" >> $@)
 endif
 
 # torch comes first and alone, so that its pin decides and nothing else pulls in another build.
