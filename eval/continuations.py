@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_sparse_attn.cli.greedy import answer, forward, log_likelihoods
+from hf_sparse_attn.cli.greedy import answer, forward, forward_all, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -146,7 +146,7 @@ def dense_path(
     """
     if sample.forced_ids:
         fed_ids = tuple(sample.forced_ids[:-1])
-        return DensePath(fed_ids, list(_predictions(model, cache, sample.question_ids, fed_ids, token_by_token)), None)
+        return DensePath(fed_ids, list(_predictions(model, cache, sample, fed_ids, token_by_token)), None)
     logits: list[torch.Tensor] = []
     given = answer(
         model,
@@ -182,7 +182,7 @@ def follow_dense(
     forked_seconds = 0.0
     started = time.perf_counter()
     logits: list[torch.Tensor] = []
-    for predicted in _predictions(model, cache, sample.question_ids, path.fed_ids, token_by_token):
+    for predicted in _predictions(model, cache, sample, path.fed_ids, token_by_token):
         logits.append(predicted)
         best = int(predicted.argmax()) if departs or len(logits) == 1 else None  # waits for the device
         if len(logits) == 1:
@@ -204,11 +204,17 @@ def follow_dense(
         },
         first_token_seconds=first_token_seconds,
         decode_seconds=decode_seconds,
-        decode_steps=len(path.fed_ids),
-        single_token_steps=len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0),
+        decode_steps=len(path.fed_ids) if sample.forced_chunk == 1 else 0,
+        single_token_steps=_single_token_steps(sample, path, token_by_token),
         new_tokens=0,
         departure=departure,
     )
+
+
+def _single_token_steps(sample: Sample, path: DensePath, token_by_token: bool) -> int:
+    if sample.forced_chunk > 1:
+        return 0
+    return len(path.fed_ids) + (len(sample.question_ids) if token_by_token else 0)
 
 
 def same_answer(sample: Sample, path: DensePath, followed: Continuation) -> tuple[int, ...] | None:
@@ -244,13 +250,18 @@ def answer_from(
 
 
 def _predictions(
-    model: PreTrainedModel,
-    cache: SparseCache,
-    question_ids: Sequence[int],
-    fed_ids: Sequence[int],
-    token_by_token: bool,
+    model: PreTrainedModel, cache: SparseCache, sample: Sample, fed_ids: Sequence[int], token_by_token: bool
 ) -> Iterator[torch.Tensor]:
     """Yield the logits [vocabulary] after the question and after each fed token."""
+    question_ids = sample.question_ids
+    if sample.forced_chunk > 1:
+        tokens = [*question_ids, *fed_ids]
+        logits = itertools.chain.from_iterable(
+            forward_all(model, cache, tokens[start : start + sample.forced_chunk])
+            for start in range(0, len(tokens), sample.forced_chunk)
+        )
+        yield from itertools.islice(logits, len(question_ids) - 1, None)
+        return
     *before, last = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]
     for part in before:
         forward(model, cache, part)

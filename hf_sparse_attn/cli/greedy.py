@@ -39,14 +39,23 @@ class GreedyAnswer:
 
 def forward(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> torch.Tensor:
     """Feed tokens to a model at batch size 1 and return the last token's logits, [vocabulary]."""
+    return _forward(model, cache, token_ids, logits_to_keep=1)[-1]
+
+
+def forward_all(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> torch.Tensor:
+    """Feed tokens to a model at batch size 1 and return the logits of all, [tokens, vocabulary]."""
+    return _forward(model, cache, token_ids, logits_to_keep=0)
+
+
+def _forward(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], logits_to_keep: int) -> torch.Tensor:
     import torch
 
     from hf_sparse_attn.cache_argument import CACHE
 
     input_ids = torch.tensor([list(token_ids)], device=model.device)
     with torch.inference_mode():
-        output = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    logits: torch.Tensor = output.logits[0, -1]
+        output = model(input_ids=input_ids, use_cache=True, logits_to_keep=logits_to_keep, **{CACHE: cache})
+    logits: torch.Tensor = output.logits[0]
     return logits
 
 
@@ -155,14 +164,10 @@ def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[in
     """
     import torch
 
-    from hf_sparse_attn.cache_argument import CACHE
-
     for begin in range(0, len(token_ids) - 1, chunk):
         fed = list(token_ids[begin : min(begin + chunk, len(token_ids) - 1)])
         targets = torch.tensor(token_ids[begin + 1 : begin + 1 + len(fed)], device=model.device)
-        with torch.inference_mode():
-            output = model(input_ids=torch.tensor([fed], device=model.device), use_cache=True, **{CACHE: cache})
-        log_probabilities = output.logits[0].float().log_softmax(-1).gather(1, targets[:, None])
+        log_probabilities = forward_all(model, cache, fed).float().log_softmax(-1).gather(1, targets[:, None])
         yield from log_probabilities[:, 0].tolist()
 
 

@@ -29,6 +29,7 @@ from eval.report import write_report
 from eval.report.budgets import budget_picture
 from eval.store import read_records
 from hf_sparse_attn import METHODS, SparseCache
+from hf_sparse_attn.cli.greedy import forward_all
 from hf_sparse_attn.cli.models import load_model
 
 STEPS = {"quest": [48, 64, 128, 256, 512]}
@@ -307,6 +308,24 @@ def test_a_given_text_is_followed_instead_of_an_answer(loaded):
     path = dense_path(loaded.model, sample, SparseCache(loaded.model.config, "full"), True, stop_ids=())
     assert path.fed_ids == (10, 11)
     assert len(path.logits) == 3
+
+
+def test_a_given_text_is_followed_in_its_chunks(loaded, monkeypatch):
+    fed = []
+    monkeypatch.setattr(
+        "eval.continuations.forward_all",
+        lambda model, cache, ids: fed.append(len(ids)) or forward_all(model, cache, ids),
+    )
+    sample = Sample([], [5, 6, 7], None, 0, forced_ids=list(range(10, 20)), forced_chunk=5)
+    path = dense_path(loaded.model, sample, SparseCache(loaded.model.config, "full"), True, stop_ids=())
+    assert fed == [5, 5, 2]
+    with torch.inference_mode():
+        expected = loaded.model(torch.tensor([[5, 6, 7, *range(10, 19)]])).logits[0, 2:]
+    torch.testing.assert_close(torch.stack(list(path.logits)), expected)
+    followed = follow_dense(loaded.model, sample, SparseCache(loaded.model.config, "full"), path, True)
+    assert fed == 2 * [5, 5, 2]
+    assert followed.result["divergence"] == 0.0
+    assert (followed.decode_steps, followed.single_token_steps) == (0, 0)
 
 
 ENTRY: dict[str, Any] = {
