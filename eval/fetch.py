@@ -48,6 +48,7 @@ def fetch_file(what: str, url: str, file: Path, instead: str, sha256: str | None
     import pooch
     import requests
 
+    pooch.get_logger().setLevel("WARNING")  # it names the address, as the error does
     downloader = pooch.HTTPDownloader(progressbar=False, timeout=FETCH_TIMEOUT)
     known_hash = None if sha256 is None else f"sha256:{sha256}"
     try:

@@ -43,11 +43,13 @@ def check_depths(depths: object) -> tuple[float, ...]:
     Raises
     ------
     EvalError
-        A depth is not a number from 0 to 1.
+        A depth is not a number from 0 to 1, or given twice.
     """
     values = depths if isinstance(depths, (list, tuple)) else (depths,)
     if not values or not all(
         isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1 for value in values
     ):
         raise EvalError(f"depths={depths!r} is not allowed: numbers from 0 (start of the haystack) to 1 (its end)")
+    if len({f"{value:g}" for value in values}) < len(values):  # as they are named in records
+        raise EvalError(f"depths={depths!r} is not allowed: each once, to six digits")
     return tuple(float(value) for value in values)

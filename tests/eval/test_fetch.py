@@ -20,7 +20,9 @@ def fetch(address: str, file: Path, sha256: str | None = SHA256) -> Path:
     return fetch_file("rows", address + PATH, file, "name it with --data-dir", sha256)
 
 
-def test_a_file_is_fetched_once_and_again_if_it_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_fetched_once_and_again_if_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     file, requests = tmp_path / "cache/rows.jsonl", list[str]()
     with hub_stand_in({"owner/name/rows.jsonl": CONTENT}, requests) as address:
@@ -34,6 +36,7 @@ def test_a_file_is_fetched_once_and_again_if_it_is_damaged(tmp_path: Path, monke
         assert fetch(address, tmp_path / "third/rows.jsonl", None).read_bytes() == CONTENT
     with pytest.raises(EvalError, match=r"cannot be fetched: .*put the file at .*fourth"):
         fetch(address, tmp_path / "fourth/rows.jsonl")
+    assert "Downloading" not in capfd.readouterr().err
 
 
 def test_offline_only_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

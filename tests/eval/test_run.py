@@ -369,6 +369,7 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("passkey", "--lengths", "many"), "--lengths 'many' is not a comma-separated list"),
         (("passkey", "--set", "depth=0"), "passkey has no setting 'depth'; it has depths, repeats"),
         (("passkey", "--set", "depths=2"), "depths=2 is not allowed"),
+        (("needle", "--set", "depths=[0.5,0.50000001]"), "depths=[0.5, 0.50000001] is not allowed: each once"),
         (("passkey", "--set", "repeats=0"), "repeats=0 is not allowed"),
         (("passkey", "--method", "quest", "--parameter", "size=2"), "unknown parameter 'size'"),
         (("passkey", "--tasks", "book", "--data-dir", "/nowhere"), "/nowhere"),
