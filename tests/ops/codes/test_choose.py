@@ -3,10 +3,11 @@
 import pytest
 import torch
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels import select_tokens_by_score
-from hf_sparse_attn_kernels.codes import choose, keep
+from hf_sparse_attn_kernels import append_and_select_tokens, select_tokens_by_score
+from hf_sparse_attn_kernels.codes import choose, keep, select
 from hf_sparse_attn_kernels.codes.prepared import Scanned
 
+from tests.ops.codes.steps import new_tokens, prefilled, step_arguments
 from tests.ops.codes.test_select_tokens_by_score import awkward_scores, make_scores
 from tests.ops.emulation import clusters_fixture, compiled_for_cpu
 from tests.ops.helpers import device, grid, int32
@@ -138,20 +139,50 @@ def test_full_lists(kind, monkeypatch):
     test_a_sample_leaves_few_tokens(kind)
 
 
-@pytest.mark.parametrize("heads", [2, 3, 4, 5, 8])
-def test_estimates_are_reduced_over_the_heads_by_softmax(heads):
-    _check_estimates([1300, 700, 1], 1408, heads)
+@pytest.mark.parametrize(("heads", "columns"), [(2, 4), (3, 4), (4, 4), (4, 8), (5, 8), (8, 8)])
+def test_estimates_are_reduced_over_the_heads_by_softmax(heads, columns):
+    _check_estimates([1300, 700, 1], 1408, heads, columns)
 
 
-@pytest.mark.parametrize("heads", [4, 7])
+@pytest.mark.parametrize(("heads", "columns"), [(4, 4), (4, 8), (7, 8)])
 @pytest.mark.usefixtures("keeping")
-def test_a_sample_leaves_few_estimates(heads):
-    _check_estimates([9600, 7000, 2000], 9728, heads, KEEPING)
+def test_a_sample_leaves_few_estimates(heads, columns):
+    _check_estimates([9600, 7000, 2000], 9728, heads, columns, KEEPING)
 
 
-def _check_estimates(lengths, width, heads, config=CHOICE):
-    per_block = 256
-    columns, pages = 4 if heads <= 4 else 8, [(max(length - 1, 0)) // 64 for length in lengths]
+@pytest.mark.parametrize(
+    ("head_dim", "group", "config"),
+    [
+        (136, 3, CHOICE),
+        (256, 4, KEEPING),
+        grid(64, 2, CHOICE),
+        grid(128, 8, CHOICE),
+        grid(256, 2, CHOICE),
+        grid(192, 4, KEEPING),
+    ],
+)
+@pytest.mark.usefixtures("keeping")
+def test_the_choice_of_a_step_is_the_references(head_dim, group, config, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(
+        select,
+        "choose_on_clusters",
+        lambda *given, **options: chosen.append(choose.choose(*given, **options)) or chosen[0],
+    )
+    coded = prefilled([1150], page_size=16, kv_heads=1, group=group, head_dim=head_dim)
+    arguments = step_arguments(coded, new_tokens(coded, seed=1), [1151])
+    arguments |= {"max_tokens": 140, "sink_tokens": 4, "group_reduce": "softmax"}
+    with tuning.forced(token_choice=config):
+        found = append_and_select_tokens(**arguments, impl="triton")
+    assert chosen[0] is not None
+    expected = append_and_select_tokens(**arguments, impl="reference")
+    assert found[1].tolist() == expected[1].tolist() == [[140]]
+    # Scores of 16 bits may differ by their rounding.
+    assert len(set(found[0].flatten().tolist()) & set(expected[0].flatten().tolist())) >= 138
+
+
+def _check_estimates(lengths, width, heads, columns, config=CHOICE):
+    per_block, pages = 256, [(max(length - 1, 0)) // 64 for length in lengths]
     generator = torch.Generator().manual_seed(heads)
     estimates = (torch.randn(6, width, columns, generator=generator) * 8).half()
     estimates[..., heads:] = float("nan")

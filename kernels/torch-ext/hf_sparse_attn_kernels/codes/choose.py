@@ -15,7 +15,7 @@ from .._cluster import ALIGNMENT, ClusterKernel, Plan, Room, plan_launch
 from .._triton import cdiv
 from .._tuning import choice
 from . import keep
-from .keep import COMMON, PAGE
+from .keep import COMMON, PAGE, columns_of
 from .prepared import Scanned
 
 SOURCES = (*COMMON, "codes/choose.cu")
@@ -78,8 +78,7 @@ def plan_of(device: torch.device, scanned: Scanned, tokens: int, config: dict[st
     """Return how the choice is launched, or None where the launch choice is Triton's kernels, or there is no room."""
     if not config["cluster"]:
         return None
-    softmax = scanned.estimates is not None
-    plan = _plan(device, scanned.heads if softmax else 1, softmax, tokens, config["cluster"], config["threads"])
+    plan = _plan(device, *columns_of(scanned), tokens, config["cluster"], config["threads"])
     return plan if isinstance(plan, Plan) else None
 
 
@@ -90,14 +89,14 @@ def choice_of(device: torch.device, pairs: int, group: int, tokens: int) -> dict
 
 @lru_cache(maxsize=1024)
 def _plan(
-    device: torch.device, group: int, softmax: bool, tokens: int, cluster: int, threads: int
+    device: torch.device, heads: int, columns: int, tokens: int, cluster: int, threads: int
 ) -> Plan | RuntimeError:
     plan = plan_launch(
         device,
         cluster,
         threads,
         lambda size, most_shared: _room(size, threads, tokens, most_shared),
-        lambda size: _kernel(device, size, threads, group, softmax),
+        lambda size: _kernel(device, size, threads, heads, columns),
     )
     if not isinstance(plan, Plan):
         logger.debug("tokens are chosen by Triton's kernels: %s", plan)
@@ -116,21 +115,21 @@ def _room(cluster: int, threads: int, tokens: int, most_shared: int) -> Room | R
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, cluster: int, threads: int, group: int, softmax: bool) -> ClusterKernel:
-    macros = kernel_macros(cluster, threads, group, softmax)
+def _kernel(device: torch.device, cluster: int, threads: int, heads: int, columns: int) -> ClusterKernel:
+    macros = kernel_macros(cluster, threads, heads, columns)
     with torch.cuda.device(device):
         return ClusterKernel(SOURCES, macros, "choose_by_score", cluster=cluster, threads=threads)
 
 
-def kernel_macros(cluster: int, threads: int, group: int, softmax: bool) -> tuple[tuple[str, int], ...]:
-    """Return the macros that the kernel is compiled with."""
+def kernel_macros(cluster: int, threads: int, heads: int, columns: int) -> tuple[tuple[str, int], ...]:
+    """Return the macros that the kernel is compiled with; the last arguments are those of :func:`keep.columns_of`."""
     macros = {
         "CLUSTER": cluster,
         "THREADS": threads,
         "BLOCKS": REGISTERS_FOR // threads,
-        "GROUP": group,
-        "COLUMNS": 4 if group <= 4 else 8,
-        "SOFTMAX": int(softmax),
+        "GROUP": heads,
+        "COLUMNS": columns or 4,
+        "SOFTMAX": int(columns > 0),
         "FIXED_BYTES": _fixed_shared_bytes(cluster, threads),
     }
     return tuple(macros.items())

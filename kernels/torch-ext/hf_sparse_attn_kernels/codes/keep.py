@@ -55,8 +55,7 @@ def choose(
     span = cdiv(cdiv(num_tokens, PAGE), blocks) * PAGE
     if span > MOST_SPAN or LEAST_SHARE * max_tokens > num_tokens:
         return None
-    softmax = scanned.estimates is not None
-    shape = (scanned.heads if softmax else 1, softmax)
+    shape = columns_of(scanned)
     keep, choose_kept = _kernel(device, KEEP, threads, *shape), _kernel(device, CHOOSE, CHOOSING_THREADS, *shape)
     if keep is None or choose_kept is None:
         return None
@@ -76,27 +75,32 @@ def choose(
     return indices, counts
 
 
+def columns_of(scanned: Scanned) -> tuple[int, int]:
+    """Return the query heads that a token's score is reduced from, and its estimates; 1 and 0 for a score as it is."""
+    return (1, 0) if scanned.estimates is None else (scanned.heads, scanned.group)
+
+
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, name: str, threads: int, group: int, softmax: bool) -> ClusterKernel | None:
+def _kernel(device: torch.device, name: str, threads: int, heads: int, columns: int) -> ClusterKernel | None:
     """Return a kernel, or None where it cannot be compiled or loaded."""
     try:
         with torch.cuda.device(device):
-            macros = kernel_macros(name, threads, group, softmax)
+            macros = kernel_macros(name, threads, heads, columns)
             return ClusterKernel(SOURCES[name], macros, name, cluster=1, threads=threads)
     except CudaError as error:
         logger.debug("tokens are not chosen in two launches: %s", error)
         return None
 
 
-def kernel_macros(name: str, threads: int, group: int, softmax: bool) -> tuple[tuple[str, int], ...]:
-    """Return the macros that a kernel is compiled with."""
+def kernel_macros(name: str, threads: int, heads: int, columns: int) -> tuple[tuple[str, int], ...]:
+    """Return the macros that a kernel is compiled with; the last arguments are those of :func:`columns_of`."""
     macros = {
         "CLUSTER": 1,
         "THREADS": threads,
         "BLOCKS": REGISTERS_FOR // threads,
-        "GROUP": group,
-        "COLUMNS": 4 if group <= 4 else 8,
-        "SOFTMAX": int(softmax),
+        "GROUP": heads,
+        "COLUMNS": columns or 4,
+        "SOFTMAX": int(columns > 0),
         "MOST_KEPT": MOST_KEPT,
         "ROOM": ROOM,
         "AHEAD": 4,
