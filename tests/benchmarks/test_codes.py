@@ -9,6 +9,7 @@ from op_bench import oracle
 from op_bench.code_entries import CODES
 from op_bench.code_workload import SPARE_PAGES, code_bytes, code_layer_bytes, make_code_layer
 from op_bench.measure import check_entry
+from op_bench.rabitqcache_entries import RABITQCACHE
 from op_bench.shapes import Settings, Shape
 
 SHAPE = Shape(q_heads=6, kv_heads=2, head_dim=16, batch=2, length=640)
@@ -35,6 +36,47 @@ def test_the_kernels_pass_too(group_reduce):
     check_entry(ENTRIES["encode_keys", "one page"], layer, "triton")
     check_entry(ENTRIES["keycodes_step", group_reduce], layer, "triton")
     check_entry(ENTRIES["select_tokens_by_mass", ""], layer, "triton")
+
+
+STEP = RABITQCACHE.entries[0]
+LONGER = replace(SHAPE, length=1280)
+
+
+def new_rabitqcache_layer(impl="reference"):
+    return RABITQCACHE.make_layer(LONGER, Settings(code_budget=512), torch.device("cpu"), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_step_of_rabitqcache_passes_and_can_be_repeated(impl):
+    layer = new_rabitqcache_layer()
+    if impl == "triton":
+        for name in ("query", "new_key", "new_value", "keys", "values"):
+            setattr(layer, name, getattr(layer, name).float())  # Triton's interpreter truncates bfloat16
+    for _ in range(2):
+        check_entry(STEP, layer, impl)
+
+
+def test_wrong_steps_of_rabitqcache_fail():
+    layer = new_rabitqcache_layer()
+    STEP.prepare(layer)
+    out, indices, counts = STEP.run(layer, "reference")
+    STEP.check(layer, (out, indices, counts))
+    with pytest.raises(oracle.Mismatch, match="select_tokens_by_mass: 1 of the indices differ"):
+        STEP.check(layer, (out, indices.index_put((torch.tensor(0),) * 3, torch.tensor(-5, dtype=torch.int32)), counts))
+    with pytest.raises(oracle.Mismatch):
+        STEP.check(layer, (out + 0.1, indices, counts))
+    layer.keys[1, 1, -1, 0] += 1
+    with pytest.raises(oracle.Mismatch, match="keys do not end with the new token's"):
+        STEP.check(layer, (out, indices, counts))
+
+
+def test_the_bytes_of_one_centre_are_counted_right():
+    layer = new_rabitqcache_layer()
+    metadata = sum(tensor[:, :, :1280].numel() * tensor.element_size() for tensor in layer.codes.values())
+    tokens = 2 * 2 * 512 * 2 * 16 * 2  # of 512 tokens of a KV head, keys and values
+    per_token = 16 // 8 + 4
+    scanned = metadata - 2 * 2 * (2 * 128 * per_token)  # all but the first page and the newest
+    assert STEP.moved_bytes(LONGER, Settings(code_budget=512)) - scanned == pytest.approx(tokens, rel=0.1)
 
 
 def _encode_with(layer, monkeypatch, **changes):

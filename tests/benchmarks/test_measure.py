@@ -27,7 +27,7 @@ CHUNK = replace(SHAPE, queries=8)
 SETTINGS = {
     "token_budget": 48, "sink_tokens": 4, "voted_tokens": 16, "recent_tokens": 8,
     "sparsity": 0.7, "clusters": 0.1, "window": 4, "tail_tokens": 8,
-    "block_size": 8, "microbatch": 2, "code_page": 16, "code_budget": 48,
+    "block_size": 8, "microbatch": 2, "code_page": 16, "code_budget": 48, "top_p_page": 16,
 }  # fmt: skip
 TIMES = {"min": 1.0, "q1": 1.0, "median": 2.0, "q3": 3.0, "samples": 4}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from op_bench.registry import KEYCODES_STEP, PSA_STEP, STEP
+from op_bench.registry import KEYCODES_STEP, PSA_STEP, RABITQCACHE_STEP, STEP
 from op_bench.results import Record, shape_of
 from op_bench.tables import by_shape, measured_with, shape_cells, step_cells, table
 
@@ -22,6 +22,11 @@ def codes_part(report: Record) -> list[str]:
     return _part(report, "KeyCodes", KEYCODES_STEP, _of_key_codes)
 
 
+def rabitqcache_part(report: Record) -> list[str]:
+    """Return the table of RaBitQCache's decode steps, empty if none was measured."""
+    return _part(report, "RaBitQCache", RABITQCACHE_STEP, _of_rabitqcache)
+
+
 def _of_psa(settings: Record) -> str:
     return (
         f"One decode step of one layer over rows in which every KV head reads {settings['token_budget']:,} tokens, as "
@@ -37,6 +42,15 @@ def _of_key_codes(settings: Record) -> str:
         f"One decode step of one layer: it appends the new token, codes the page of {settings['code_page']} tokens "
         f"that may just have filled, estimates the scores of all other tokens from codes of one bit a channel, and "
         f"attends to {settings['code_budget']:,} single tokens."
+    )
+
+
+def _of_rabitqcache(settings: Record) -> str:
+    return (
+        "One decode step of one layer, whose queries, keys and values are random: it appends the new token, codes the "
+        f"page of {settings['top_p_page']} tokens that may just have filled, estimates the weights of all other tokens "
+        f"from codes of one bit a channel, and attends to those that hold {settings['top_p']:g} of the weight, "
+        f"{settings['code_budget']:,} at most. So many are read here, as random keys share the weight evenly."
     )
 
 

@@ -13,8 +13,6 @@ from op_bench.dense import backends
 from op_bench.entry import Entry, Family, Outputs
 from op_bench.shapes import CODE_SHAPES, QUICK_CODE_SHAPES, Settings, Shape
 
-TOP_P = 0.95
-"""Share of the estimated attention weight to select."""
 HALF_ROUNDING = 2.0**-10
 """Twice the relative rounding of float16."""
 
@@ -56,12 +54,14 @@ def _run_select(layer: CodedLayer, impl: str | None) -> Outputs:
 
 
 def _by_mass(layer: CodedLayer, impl: str | None) -> Outputs:
-    options = {"sink_tokens": layer.settings.code_page, "page_size": layer.settings.code_page, "impl": impl}
-    selected: Outputs = ops.select_tokens_by_mass(layer.scores, **layer.row_bounds, top_p=TOP_P, **options)
+    page, top_p = layer.settings.code_page, layer.settings.top_p
+    options = {"sink_tokens": page, "page_size": page, "top_p": top_p, "impl": impl}
+    selected: Outputs = ops.select_tokens_by_mass(layer.scores, **layer.row_bounds, **options)
     return selected
 
 
-def _attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl: str | None) -> torch.Tensor:
+def attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl: str | None) -> torch.Tensor:
+    """Attend to single tokens."""
     tensors = (layer.query, layer.keys, layer.values, indices, counts)
     options = {"block_size": 1, "counter": layer.counter, "finished": layer.finished, "impl": impl}
     out: torch.Tensor = ops.sparse_decode(*tensors, **options, **layer.row_bounds)[0]
@@ -69,7 +69,7 @@ def _attend(layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor, impl
 
 
 def _run_attention(layer: CodedLayer, impl: str | None) -> Outputs:
-    return (_attend(layer, layer.block_indices, layer.block_counts, impl),)
+    return (attend(layer, layer.block_indices, layer.block_counts, impl),)
 
 
 def run_step(group_reduce: str, layer: CodedLayer, impl: str | None) -> Outputs:
@@ -114,7 +114,8 @@ def _check_codes(layer: CodedLayer, outputs: Outputs) -> None:
     code_oracle.check_codes(layer)
 
 
-def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+def check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
+    """Raise unless all scores are the reference's, up to their rounding."""
     scores = outputs[0]
     group = layer.shape.group
     for head in range(layer.shape.kv_heads):
@@ -134,21 +135,22 @@ def _check_scores(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> Non
             raise oracle.Mismatch("code_scores: the newest page has scores")
 
 
-def _check_same(op: str, selected: Outputs, expected: Outputs) -> None:
+def check_same(op: str, selected: Outputs, expected: Outputs) -> None:
+    """Raise unless two selections are the same."""
     for name, ours, theirs in zip(("indices", "counts"), selected, expected, strict=True):
         if not torch.equal(ours, theirs):
             raise oracle.Mismatch(f"{op}: {int((ours != theirs).sum())} of the {name} differ")
 
 
 def _check_select(layer: CodedLayer, scores: torch.Tensor, selected: Outputs) -> None:
-    _check_same("select_tokens_by_score", selected, _select(layer, scores, "reference"))
+    check_same("select_tokens_by_score", selected, _select(layer, scores, "reference"))
 
 
 def _check_mass(layer: CodedLayer, selected: Outputs) -> None:
-    _check_same("select_tokens_by_mass", selected, _by_mass(layer, "reference"))
+    check_same("select_tokens_by_mass", selected, _by_mass(layer, "reference"))
 
 
-def _tokens_read(layer: CodedLayer) -> tuple[int, int]:
+def tokens_read(layer: CodedLayer) -> tuple[int, int]:
     """Return the tokens that a step reads and those that dense attention would read, over rows and KV heads."""
     pairs = layer.shape.batch * layer.shape.kv_heads
     return pairs * layer.settings.code_budget, pairs * layer.shape.length
@@ -156,7 +158,7 @@ def _tokens_read(layer: CodedLayer) -> tuple[int, int]:
 
 def _check_attention(layer: CodedLayer, outputs: Outputs) -> None:
     oracle.check_sparse_output(outputs[0], layer, layer.block_indices, layer.block_counts)
-    oracle.check_counter(layer, (*_tokens_read(layer), 0, 1))
+    oracle.check_counter(layer, (*tokens_read(layer), 0, 1))
 
 
 def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, counts: torch.Tensor) -> None:
@@ -164,7 +166,7 @@ def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, c
     scores = ops.code_scores(
         layer.query, **layer.codes, **layer.row_bounds, **layer.code_options, group_reduce=group_reduce
     )
-    _check_scores(group_reduce, layer, (scores,))
+    check_scores(group_reduce, layer, (scores,))
     first, length = layer.settings.code_sinks, layer.shape.length
     last = length - layer.settings.code_page
     if not (bool((counts == layer.settings.code_budget).all()) and bool((indices.diff() > 0).all())):
@@ -184,7 +186,7 @@ def _check_chosen(group_reduce: str, layer: CodedLayer, indices: torch.Tensor, c
 def check_step(group_reduce: str, layer: CodedLayer, outputs: Outputs) -> None:
     """Raise unless a whole step chose, attended and counted what it should."""
     out, indices, counts = outputs
-    oracle.check_counter(layer, (*_tokens_read(layer), _scanned_bytes(layer.shape, layer.settings), 1))
+    oracle.check_counter(layer, (*tokens_read(layer), _scanned_bytes(layer.shape, layer.settings), 1))
     _check_chosen(group_reduce, layer, indices, counts)
     oracle.check_sparse_output(out, layer, indices, counts)
 
@@ -230,7 +232,7 @@ def _of_reduction(group_reduce: str) -> tuple[Entry, Entry]:
             "code_scores",
             group_reduce,
             partial(_run_scores, group_reduce),
-            partial(_check_scores, group_reduce),
+            partial(check_scores, group_reduce),
             _scores_bytes,
         ),
         Entry(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from op_bench.beside_quest import codes_part, progressive_part
+from op_bench.beside_quest import codes_part, progressive_part, rabitqcache_part
 from op_bench.break_even import break_even, speed_ratios, step_ratios
 from op_bench.cluster_tables import cluster_part, code_step_part, psa_step_part
 from op_bench.load_tables import load_part
@@ -47,6 +47,7 @@ def tables(root: Path) -> str:
         parts += psa_step_part(report)
         parts += codes_part(report)
         parts += code_step_part(report)
+        parts += rabitqcache_part(report)
         parts += load_part(report)
     if not speeds:
         parts.append("`generate()` has not been timed yet: see `python -m eval speed --help`.\n")

@@ -17,6 +17,7 @@ from op_bench.load_entries import LOADS
 from op_bench.progressive_entries import PROGRESSIVE
 from op_bench.psa_step_entries import LAUNCHES, ON_CLUSTERS, PSA_CLUSTERS
 from op_bench.quest_entries import QUEST, STEP
+from op_bench.rabitqcache_entries import RABITQCACHE
 from op_bench.shapes import Shape
 from op_bench.squeezed_entries import SQUEEZED_DECODE, SQUEEZED_PREFILL
 from op_bench.token_entries import TOKEN_CHUNK, TOKEN_DECODE
@@ -32,6 +33,7 @@ __all__ = [
     "PSA_CLUSTER_STEPS",
     "PSA_STEP",
     "QUEST_BESIDE_CODES",
+    "RABITQCACHE_STEP",
     "SQUEEZED_PREFILL_STEP",
     "SQUEEZED_STEP",
     "STEP",
@@ -51,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     SQUEEZED_PREFILL,
     PROGRESSIVE,
     CODES,
+    RABITQCACHE,
     KEPT,
     LOADS,
     CLUSTERS,
@@ -74,6 +77,8 @@ PSA_STEP = ("psa_step", "")
 """The entry of Progressive Sparse Attention's decode step."""
 KEYCODES_STEP = ("keycodes_step", "softmax")
 """The entry of a decode step with key codes in tables: the default reduction over the group."""
+RABITQCACHE_STEP = ("rabitqcache_step", "")
+"""The entry of RaBitQCache's decode step."""
 CLUSTER_STEPS = (("cluster_step", "clusters"), ("cluster_step", "separate launches"))
 """The entries of Quest's whole step: by default, on clusters where they are faster, and as Triton launches."""
 CODE_STEPS = {

@@ -95,6 +95,11 @@ class Settings:
     code_bits: int = 1
     """Bits of a channel."""
 
+    top_p: float = 0.95
+    """RaBitQCache's share of the estimated attention weight to read, within ``code_budget`` tokens."""
+    top_p_page: int = 128
+    """Tokens that it codes at a time, and first tokens that it always reads."""
+
     @property
     def max_blocks(self) -> int:
         """Number of pages that a KV head reads."""
