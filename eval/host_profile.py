@@ -222,9 +222,10 @@ class _Side:
             cache = SparseCache(model.config, self.method, max_cache_len=capacity)
         shape = (1, model.config.num_key_value_heads, config.context, model.config.head_dim)
         with seeded(model.device, config.seed), torch.no_grad():
+            append = cache.append_tokens if isinstance(cache, SparseCache) else cache.update
             for layer_idx in range(model.config.num_hidden_layers):
                 keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in "kv")
-                cache.update(keys, values, layer_idx)
+                append(keys, values, layer_idx)
         return cache
 
 

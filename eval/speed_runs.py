@@ -468,8 +468,9 @@ def _draw_layer(
 
 def _with_context(new: AnyCache, tokens_of: Callable[[int], KeysAndValues], layers: int) -> AnyCache:
     """Append each layer's keys and values to an empty cache, and return it."""
+    append = new.append_tokens if isinstance(new, SparseCache) else new.update
     for layer_idx in range(layers):
-        new.update(*tokens_of(layer_idx), layer_idx)
+        append(*tokens_of(layer_idx), layer_idx)
     return new
 
 

@@ -11,6 +11,7 @@ from hf_sparse_attn_kernels import skip_checks
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.methods import SparseMethod
+from hf_sparse_attn.precision import uncast
 from hf_sparse_attn.rope import rotated_by
 from hf_sparse_attn.sinks import sdpa_attention
 
@@ -96,6 +97,16 @@ def sparse_attention_forward(
         return output, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer.sinks = s_aux
+    with uncast(query.device):
+        # Under torch.autocast RoPE leaves queries in another dtype than the cache's, which SDPA would change too.
+        output = _sparse_attention(query.to(layer.dtype), layer, scale, attention_mask)
+        return output.to(query.dtype), None
+
+
+def _sparse_attention(
+    query: torch.Tensor, layer: SparseLayer, scale: float, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a decode step or a pass over tokens that the layer has; return [batch, tokens, q_heads, head_dim]."""
     token = layer.take_token()
     if token is None:
         layer.rehearsed_query = None
@@ -103,17 +114,19 @@ def sparse_attention_forward(
         output = _prefill(query, layer, scale, attention_mask)
         if layer.sinks is not None:
             raise _without_sinks(layer.method)
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2)
     new_key, new_value = token
     # Not [:, :, 0], which a compiler turns into three nodes of its graph.
     states = (query.select(2, 0), new_key.select(2, 0), new_value.select(2, 0))
+    if layer.rehearsed_query is not None:
+        layer.rehearsed_query = layer.rehearsed_query.to(query.dtype)
     method = layer.step_method
     step = _decode(method, layer, states, scale)
     if layer.sinks is not None:
         raise _without_sinks(method)
     layer.rehearsed_query = None
     layer.mark_written()
-    return step.unsqueeze(1), None
+    return step.unsqueeze(1)
 
 
 def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:

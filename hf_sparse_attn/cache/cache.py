@@ -34,6 +34,7 @@ from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.heads import kv_heads_of, query_heads_of
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import get_patch, text_model
+from hf_sparse_attn.precision import uncast
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter
 
@@ -461,25 +462,50 @@ class SparseCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            The cache has a prefix, and the model is not patched, so it would not read it.
+            The model is not patched, and would read the cache otherwise than the method: the cache has a prefix or has
+            evicted tokens, or its keys are not those of the model's own RoPE.
         """
-        is_unpatched = self._pass is None and not self.is_traced
-        if is_unpatched and self.prefix_tokens:
-            raise ValueError(
-                f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with "
-                f"{self.method.name!r} reads: call patch_model(model, cache.method) first"
-            )
-        if is_unpatched:
-            if self.has_evicted:
-                raise ValueError(
-                    f"{self.method.name!r} has evicted tokens of this cache, so only a model patched with it can "
-                    "continue: call patch_model(model, cache.method) first"
-                )
-            self.unpark()
-            self._stages.end_pass()
-        visible: tuple[torch.Tensor, torch.Tensor]
-        visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._pass is None and not self.is_traced:
+            self._check_unpatched()
+            return self.append_tokens(key_states, value_states, layer_idx, *args, **kwargs)
+        visible: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
         return visible
+
+    def append_tokens(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to one layer as the patched model would, outside a pass; see :meth:`SparseLayer.update`.
+
+        A method with ``rotates_keys`` takes keys before RoPE.
+        """
+        self.unpark()
+        self._stages.end_pass()
+        visible: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return visible
+
+    def _check_unpatched(self) -> None:
+        """Raise ``ValueError`` unless a model that is not patched reads the cache as the method does."""
+        name = self.method.name
+        needs_patch = "call patch_model(model, cache.method) first"
+        if self.prefix_tokens:
+            raise ValueError(
+                f"this cache has a prefix of {self.prefix_tokens} tokens, which only a model patched with {name!r} "
+                f"reads: {needs_patch}"
+            )
+        if self.has_evicted:
+            raise ValueError(
+                f"{name!r} has evicted tokens of this cache, so only a model patched with it can continue: "
+                f"{needs_patch}"
+            )
+        if self.method.rotates_keys or self.method.changes_rope:
+            kind = "before RoPE" if self.method.rotates_keys else "after a RoPE of its own"
+            raise ValueError(
+                f"{name!r} caches keys {kind}, so only a model patched with it can use this cache: {needs_patch}"
+            )
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""
@@ -807,7 +833,8 @@ class SparseCache(Cache):  # type: ignore[misc]
             if layer.is_initialized:
                 by_method.setdefault(layer.method, []).append(layer)
         for method, layers in by_method.items():
-            method.finish_prompt(layers)
+            with uncast(layers[0].device):
+                method.finish_prompt(layers)
         self.shared.prompt_is_open, self.finished_at = False, self._held
 
     def _try_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -151,7 +151,7 @@ def fill(cache: SparseCache, header: Header, names: Mapping[str, Any], read: Rea
         def on_device(name: str, number: int = number, device: torch.device = device) -> torch.Tensor:
             return read(f"layers.{number}.{name}").to(device)
 
-        cache.update(on_device("keys"), on_device("values"), number)
+        cache.append_tokens(on_device("keys"), on_device("values"), number)
         if not isinstance(layer, SparseLayer):
             layer.cumulative_length = header.window_tokens[number]
             continue

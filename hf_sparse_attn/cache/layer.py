@@ -22,6 +22,7 @@ from hf_sparse_attn.cache.storage import Present, Rows, Storage
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
+from hf_sparse_attn.precision import uncast
 from hf_sparse_attn.rope import Rope, RopeTables
 from hf_sparse_attn.sinks import with_sinks
 from hf_sparse_attn.stats import LayerCounter
@@ -318,6 +319,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         num_new = key_states.shape[2]
         is_traced = self.is_initialized and self.lengths.is_traced
+        # Under torch.autocast RoPE leaves keys in another dtype than values, which SDPA would change too.
+        dtype = self.dtype if is_traced or self._held else value_states.dtype
+        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not is_traced:  # a compiled step knows no length, and the prompt has allocated its buffers
             self._check_update(key_states.shape[0], num_new)
             if not self.is_initialized or not self._fits(key_states):
@@ -404,7 +408,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write tokens, [batch, kv_heads, tokens, head_dim], at the end of the rows, whose lengths include them."""
         self.storage.write(key_states, value_states, self.lengths)
-        self.method.update_metadata(self, key_states.shape[2])
+        with uncast(self.device):
+            self.method.update_metadata(self, key_states.shape[2])
         self.mark_written()
 
     def mark_written(self) -> None:

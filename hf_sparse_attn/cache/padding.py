@@ -50,17 +50,27 @@ def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int, may_look
     return attention_mask != 0
 
 
+QUERIES_AT_ONCE = 1024
+"""Queries of a 4-D mask that are compared at once: another mask of all would take as much memory as the mask."""
+
+
 def _last_query_row(attention_mask: torch.Tensor, may_look_ahead: bool) -> torch.Tensor:
+    """Return the keys of the last query, if the mask is the one that follows from them."""
     mask = attention_mask[:, 0]  # [batch, query, key]
     is_token, queries = mask[:, -1], mask.shape[1]
-    seen = is_token.cumsum(dim=1)[:, -queries:]  # the keys that a causal mask lets each query attend to
-    if not bool(((mask.sum(dim=2) != seen) & is_token[:, -queries:]).any()):
+    is_wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
+    for first in range(0, queries, QUERIES_AT_ONCE):
+        part = mask[:, first : first + QUERIES_AT_ONCE]
+        end = mask.shape[2] - queries + first + part.shape[1]
+        needed = causal_mask(is_token, part.shape[1], end)[:, 0]
+        sees_hidden = (part & ~is_token[:, None]).any(dim=2)
+        differs = ((needed & ~part).any(dim=2) | sees_hidden) if may_look_ahead else (part != needed).any(dim=2)
+        # A hidden query's result is not used, but a query that sees its own hidden key is no padding. torch before 2.5
+        # wants no query without keys, so Transformers may let one that has none see all.
+        of_hidden = sees_hidden & ~part.all(dim=2)
+        is_wrong |= torch.where(is_token[:, end - part.shape[1] : end], differs, of_hidden).any()
+    if not bool(is_wrong):
         return is_token
-    if may_look_ahead:
-        needed = causal_mask(is_token, queries)[:, 0]
-        is_wrong = (needed & ~mask) | (mask & ~is_token[:, None])
-        if not bool((is_wrong.any(dim=2) & is_token[:, -queries:]).any()):
-            return is_token
     raise ValueError(
         f"attention_mask must be 2-D, [batch, tokens], or causal for a patched model; got a mask of shape "
         f"{tuple(attention_mask.shape)} that is not causal over left-padded tokens. Tokens may attend to later ones, "
@@ -90,10 +100,14 @@ def left_padding(is_token: torch.Tensor) -> Padding:
     return Padding(seq_start, least, most > 0)
 
 
-def causal_mask(attention_mask: torch.Tensor, queries: int) -> torch.Tensor:
-    """Return dense attention's mask, bool [batch, 1, queries, keys], for a mask [batch, keys], 0 for padding."""
+def causal_mask(attention_mask: torch.Tensor, queries: int, end: int | None = None) -> torch.Tensor:
+    """Return dense attention's mask, bool [batch, 1, queries, keys], for a mask [batch, keys], 0 for padding.
+
+    The queries are those before the position ``end``, or the last ones.
+    """
     at = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    return (at <= at[-queries:, None]) & (attention_mask != 0)[:, None, None]
+    end = len(at) if end is None else end
+    return (at <= at[end - queries : end, None]) & (attention_mask != 0)[:, None, None]
 
 
 def disagrees(is_token: torch.Tensor, seq_start: torch.Tensor) -> torch.Tensor:

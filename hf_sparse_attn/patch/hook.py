@@ -266,5 +266,5 @@ def with_prefix(cache: SparseCache, prefix: DynamicCache) -> SparseCache:
     """Copy the learned prefix of PEFT's prefix tuning into an empty cache, and return it."""
     for layer_idx, layer in enumerate(prefix.layers):
         if layer.is_initialized:
-            cache.update(layer.keys, layer.values, layer_idx)
+            cache.append_tokens(layer.keys, layer.values, layer_idx)
     return cache

@@ -6,6 +6,7 @@ from hf_sparse_attn_kernels import use_impl
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention, sparse_attention_stats, unpatch_model
 from hf_sparse_attn.cache.lengths import Lengths
+from hf_sparse_attn.cache.padding import causal_mask
 from tests.models import COVERING, DEVICE, SPARSE, make_model, random_ids, shared_model
 
 every_method = pytest.mark.parametrize("method_name", METHODS)
@@ -219,3 +220,44 @@ def test_rows_without_padding_need_no_mask():
         cache.batch_select_indices(torch.tensor([2, 0], device=DEVICE))
         model(ids[:2, :1], past_key_values=cache)
         assert not cache.has_padding
+
+
+def _blocks(*sizes: int) -> torch.Tensor:
+    """The mask of texts side by side in one row, bool [1, 1, tokens, tokens]."""
+    return torch.block_diag(*(torch.ones(size, size).tril() for size in sizes)).bool()[None, None].to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "method_name", ["full", "quest", "keycodes", "tokenselect", "infllm", "self_extend", "squeezed"]
+)
+@torch.inference_mode()
+def test_masks_of_packed_texts_and_of_trees_are_refused(method_name, exact):
+    model, ids = exact, random_ids(1, 20)
+    prompt = _blocks(20)
+    tree = torch.cat([torch.ones(3, 20), torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])], 1).bool()[None, None]
+    with sparse_attention(model, method_name, token_budget=256, **SETTINGS.get(method_name, {})):
+        with pytest.raises(ValueError, match="not causal over left-padded tokens"):
+            model(ids, attention_mask=_blocks(12, 8))
+        expected = model(ids).logits
+        cache = SparseCache.for_model(model)
+        torch.testing.assert_close(model(ids, attention_mask=prompt, past_key_values=cache).logits, expected)
+        with pytest.raises(ValueError, match="not causal over left-padded tokens"):
+            model(random_ids(1, 3), attention_mask=tree.to(DEVICE), past_key_values=cache)
+        assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("all_seen", [False, True], ids=["none", "all"])
+@torch.inference_mode()
+def test_what_padding_sees_does_not_matter(all_seen, exact, monkeypatch):
+    """A query of padding has no key, or with old versions of torch all."""
+    monkeypatch.setattr("hf_sparse_attn.cache.padding.QUERIES_AT_ONCE", 7)
+    model, ids = exact, random_ids(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long, device=DEVICE)
+    mask[1, :6] = 0
+    causal = causal_mask(mask, 20)
+    causal |= all_seen & ~causal.any(dim=3, keepdim=True)
+    with sparse_attention(model, "quest", token_budget=64):
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        expected, found = (model(ids, attention_mask=given, position_ids=positions).logits for given in (mask, causal))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1, 6:], expected[1, 6:])
