@@ -10,6 +10,7 @@ from hf_sparse_attn_kernels import skip_checks
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
+from hf_sparse_attn.gradients import without_gradient
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.precision import uncast
 from hf_sparse_attn.rope import rotated_by
@@ -112,6 +113,8 @@ def _sparse_attention(
         layer.rehearsed_query = None
         layer.observe(query, scale)
         output = _prefill(query, layer, scale, attention_mask)
+        if not layer.method.prefills_densely or layer.length > query.shape[2]:
+            output = without_gradient(output, query)
         if layer.sinks is not None:
             raise _without_sinks(layer.method)
         return output.transpose(1, 2)
@@ -126,7 +129,7 @@ def _sparse_attention(
         raise _without_sinks(method)
     layer.rehearsed_query = None
     layer.mark_written()
-    return step.unsqueeze(1)
+    return without_gradient(step, query).unsqueeze(1)
 
 
 def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:

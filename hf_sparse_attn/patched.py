@@ -51,7 +51,8 @@ class Patch:
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the Transformers model inside a PEFT model; return any other model unchanged."""
+    """Return the Transformers model inside a PEFT model or what ``torch.compile`` returns, or any other as it is."""
+    model = getattr(model, "_orig_mod", model)
     get_base_model = getattr(model, "get_base_model", None)
     if get_base_model is None:
         return model

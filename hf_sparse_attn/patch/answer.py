@@ -10,6 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.patch.generation import MODE_OF_CALL
 from hf_sparse_attn.patch.pass_graph import PassGraph
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_call(name: str, config: GenerationConfig) -> None:
     """Raise ``ValueError`` if ``custom_generate``, called ``name``, does not support the generation mode or output."""
-    mode = config.get_generation_mode()
+    mode = getattr(config, MODE_OF_CALL, None) or config.get_generation_mode()  # which knows no assistant
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"{name} supports greedy decoding and sampling, got {mode.value.replace('_', ' ')}")
     if config.output_hidden_states:
@@ -48,6 +49,8 @@ class Answer:
         self.scores: tuple[torch.Tensor, ...] = ()
         self.logits: tuple[torch.Tensor, ...] = ()
         self.compiles = self.model._valid_auto_compile_criteria(self.kwargs, self.config)
+        self._room: int | None = None
+        """Tokens that a static cache has room for after the prompt."""
         self._steps: PassGraph | None = None
         """Decode steps recorded as a CUDA graph; None to run them as ``generate()`` does."""
 
@@ -70,6 +73,8 @@ class Answer:
         """Feed the prompt; return a float32 copy of the logits after it, [batch, vocabulary]."""
         logits = self.exact(self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1])
         self._extend(self.kwargs, 1)
+        if self.cache.is_compileable:
+            self._room = self.cache.max_cache_len - self.cache.length
         return logits
 
     def step(self) -> torch.Tensor:
@@ -90,6 +95,11 @@ class Answer:
                 f"{needed} more tokens may be cached, but past_key_values has room for {room}, and a CUDA graph cannot "
                 "tell that it is full: create a larger cache, or generate fewer tokens"
             )
+
+    @property
+    def fills_cache(self) -> bool:
+        """Whether a static cache has no room for a further step."""
+        return self._room is not None and self.generated > self._room
 
     def choose(self, raw: torch.Tensor) -> torch.Tensor:
         """Choose the next tokens by their logits, append and return them, [batch]."""

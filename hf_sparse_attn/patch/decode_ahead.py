@@ -136,6 +136,12 @@ def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool, f
                     arriving.wait()
                     streamer.put(arriving.tokens.clone())
                 return
+            if answer.fills_cache:  # the next step must not be surplus
+                arriving.wait()
+                if arriving.ends_all:
+                    if streamer is not None:
+                        streamer.put(arriving.tokens.clone())
+                    return
             answer.trim_windows()
             logits = answer.step()
 

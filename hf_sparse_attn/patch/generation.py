@@ -61,6 +61,10 @@ class RefuseContinuousBatching(StandIn):
         raise ValueError(NO_PAGED_CACHE)
 
 
+MODE_OF_CALL = "_mode_of_call"
+"""Attribute of a call's configuration: its mode with all arguments, an assistant among them."""
+
+
 class PrepareCache(StandIn):
     """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`."""
 
@@ -76,6 +80,7 @@ class PrepareCache(StandIn):
         """Write the cache to ``model_kwargs``, as the stock method does."""
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
+        setattr(generation_config, MODE_OF_CALL, generation_mode)  # for this call only: generate() works on a copy
         cache, wanted = model_kwargs.get(CACHE), generation_config.cache_implementation
         if wanted not in (None, "dynamic", "static"):
             raise ValueError(
@@ -86,7 +91,7 @@ class PrepareCache(StandIn):
             raise ValueError(f"cache_implementation={wanted!r} and past_key_values exclude each other; give one")
         is_recorded = get_patch(self.model).recorder is not None
         if is_recorded or not _may_compile(self.model, generation_config, generation_mode):
-            generation_config.disable_compile = True  # for this call only: generate() works on a copy
+            generation_config.disable_compile = True
         else:
             forget_interrupted_run(self.model.device)
         if generation_config.use_cache is False:

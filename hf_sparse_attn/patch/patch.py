@@ -33,7 +33,7 @@ from hf_sparse_attn.patch.generation import PrepareCache, RefuseContinuousBatchi
 from hf_sparse_attn.patch.hook import DecoderHooks
 from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.rehearsal import rehearse
-from hf_sparse_attn.patch.support import check_supported, check_type, has_prefix
+from hf_sparse_attn.patch.support import check_supported, check_type, check_uncompiled, has_prefix
 from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of, ranks_of
 from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch, text_model
 from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
@@ -134,6 +134,7 @@ def patch_model(
     >>> model.generate(**inputs, max_new_tokens=100)
     >>> sparse_attention_stats(model).kv_fraction
     """
+    check_uncompiled(model)
     inner = base_model(model)
     with agreement(ranks_of(inner)) as settings:
         checked = make_method(method, **hyperparameters)

@@ -19,6 +19,15 @@ MAX_HEAD_DIM = 256
 NO_TRAINING = "the model is in training mode; sparse attention is for inference: call model.eval() first"
 
 
+def check_uncompiled(model: PreTrainedModel) -> None:
+    """Raise if a model is what ``torch.compile`` returned: what it has compiled would not see the patch."""
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            f"model must be a Transformers model, got {type(model).__name__}, which torch.compile returns: patch the "
+            "model itself, and compile it afterwards"
+        )
+
+
 def check_type(model: PreTrainedModel) -> None:
     """Raise if a model is not of a supported type, or holds a text decoder of one that is not."""
     if not isinstance(model, PreTrainedModel):

@@ -129,6 +129,22 @@ def test_a_cache_that_the_answer_fills(max_new_tokens):
     assert cache.get_seq_length() == 80 + max_new_tokens - 1
 
 
+@pytest.mark.parametrize("last", [3, 5])
+def test_a_text_that_ends_where_the_cache_is_full(last):
+    """There is no room for a surplus step."""
+    model, ids = patched(), random_ids(1, 80)
+    tokens = model.generate(ids, **GREEDY)[0, 80:].tolist()
+    arguments = {**GREEDY, "cache_implementation": None, "eos_token_id": tokens[last]}
+    assert tokens[last] not in tokens[:last]
+    expected = model.generate(ids, **arguments)
+    cache = SparseCache.for_model(model, max_cache_len=80 + last)
+    streamer = Streamer()
+    actual = model.generate(ids, **arguments, past_key_values=cache, custom_generate=DecodeAhead(streamer=streamer))
+    assert torch.equal(actual, expected)
+    assert actual.shape[1] == 80 + last + 1
+    assert torch.cat([each.flatten() for each in streamer.received[1:]]).tolist() == tokens[: last + 1]
+
+
 def test_compiled_steps():
     model, inputs = patched(), padded_batch()
     expected = model.generate(**inputs, **GREEDY)
@@ -303,6 +319,7 @@ def test_keys_and_values_in_host_memory():
     ("arguments", "message"),
     [
         ({"num_beams": 2}, "DecodeAhead supports greedy decoding and sampling, got beam search"),
+        ({"assistant_model": make_model("llama", seed=1)}, "greedy decoding and sampling, got assisted generation"),
         ({"use_cache": False}, "use_cache must be True for DecodeAhead, got False"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states must be False for"),
     ],

@@ -398,6 +398,7 @@ def test_sampled_answers_follow_the_dense_distribution():
     ("arguments", "message"),
     [
         ({"num_beams": 2}, "greedy decoding and sampling, got beam search"),
+        ({"assistant_model": make_model("llama", seed=1)}, "greedy decoding and sampling, got assisted generation"),
         ({"use_cache": False}, "use_cache must be True"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states must be False"),
         ({"guidance_scale": 1.5}, "does not support UnbatchedClassifierFreeGuidanceLogitsProcessor"),

@@ -4,7 +4,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_sparse_attn import patch_model, sparse_attention, sparse_attention_stats, unpatch_model
+from hf_sparse_attn import (
+    SparseCache,
+    patch_model,
+    record_selections,
+    sparse_attention,
+    sparse_attention_stats,
+    unpatch_model,
+)
+from hf_sparse_attn.patched import is_patched
 from tests.models import make_model, random_ids
 from tests.tools.checks import GREEDY, check_tool, covers_all, exact_model, padded_batch, small, sparse_methods
 
@@ -101,3 +109,17 @@ def test_a_compiled_model(method_name):
 def test_a_model_is_patched_before_it_is_compiled():
     with pytest.raises(TypeError, match="got OptimizedModule"):
         patch_model(torch.compile(make_model("llama"), backend="eager"))
+
+
+@torch.no_grad()
+def test_helpers_take_what_compiling_returns():
+    model = patch_model(make_model("llama"), "quest", token_budget=64)
+    compiled = torch.compile(model, backend="eager")
+    model.generate(random_ids(1, 100), max_new_tokens=2, do_sample=False)
+    assert sparse_attention_stats(compiled) == sparse_attention_stats(model)
+    assert SparseCache.for_model(compiled).method == SparseCache.for_model(model).method
+    with record_selections(compiled) as record:
+        compiled.generate(random_ids(1, 100), max_new_tokens=2, do_sample=False)
+    assert record.num_steps == 1
+    unpatch_model(compiled)
+    assert not is_patched(model)
