@@ -29,6 +29,17 @@ def _owners(runs, num_runs, starts_ptr, clusters_ptr):
 
 
 @triton.jit
+def _sums_of_numbers(numbers_ptr, earlier):
+    """Return the sum of the numbers that are not negative, plus 2^32 for each of them.
+
+    Other programs write them meanwhile. Several warps may load the same number, and find different values, of which a
+    sum takes any. So whether all are there, and what they add up to, has to come of one sum.
+    """
+    numbers = tl.load(numbers_ptr, mask=earlier, other=0, volatile=True).to(tl.int64)
+    return tl.sum(tl.where(numbers < 0, 0, numbers + (1 << 32)))
+
+
+@triton.jit
 def choose_runs_kernel(
     scores_ptr,  # [pairs * group, width], as in `Scores`
     maxima_ptr,  # [pairs * group, splits]
@@ -87,10 +98,10 @@ def choose_runs_kernel(
     rank = _ranks(chosen, BLOCK_R)
     earlier = tl.arange(0, BLOCK_T)
     earlier_at = chosen_ptr + pair * tiles + earlier
-    numbers = tl.load(earlier_at, mask=earlier < tile, other=0, volatile=True)
-    while tl.min(numbers, axis=0) < 0:
-        numbers = tl.load(earlier_at, mask=earlier < tile, other=0, volatile=True)
-    before = tl.sum(numbers)
+    sums = _sums_of_numbers(earlier_at, earlier < tile)
+    while (sums >> 32) < BLOCK_T:
+        sums = _sums_of_numbers(earlier_at, earlier < tile)
+    before = sums.to(tl.int32)
     rank += before
     # Of the runs up to this one, `runs - rank` are not chosen: that many -1 end the indices.
     slot = tl.where(chosen, rank, num_runs - 1 - (runs - rank))

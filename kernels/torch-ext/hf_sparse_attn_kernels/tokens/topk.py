@@ -165,6 +165,17 @@ def count_digits_kernel(
 
 
 @triton.jit
+def _sums_of_words(words_ptr, earlier):
+    """Return the sum of the words' first numbers, plus 2^24 times that of the second ones, plus 2^48 for each word.
+
+    Other programs write them meanwhile. Several warps may load the same word, and find different values, of which a sum
+    takes any. So whether all words are there, and what they add up to, has to come of one sum.
+    """
+    words = tl.load(words_ptr, mask=earlier, other=WRITTEN, volatile=True).to(tl.int64)
+    return tl.sum((words & TIED_BELOW) + ((words >> TIED & TIED_BELOW) << 24) + ((words >> 30) << 48))
+
+
+@triton.jit
 def taken_of_tile(
     values_ptr,  # of the line, like the next
     search_ptr,
@@ -193,12 +204,11 @@ def taken_of_tile(
     if num_above + num_tied > 0:
         every = tl.arange(0, BLOCK_TILES)
         earlier = (every < tile) & (every >= first // BLOCK_T)
-        words = tl.load(words_ptr + every, mask=earlier, other=WRITTEN, volatile=True)
-        while tl.min(words) == 0:
-            words = tl.load(words_ptr + every, mask=earlier, other=WRITTEN, volatile=True)
-        words = words & (WRITTEN - 1)
-        tied_before = tl.sum(words >> TIED)
-        before = tl.sum(words & TIED_BELOW) + tl.minimum(tied_before, ties)
+        sums = _sums_of_words(words_ptr + every, earlier)
+        while (sums >> 48) < BLOCK_TILES:
+            sums = _sums_of_words(words_ptr + every, earlier)
+        tied_before = (sums >> 24).to(tl.int32) & 0xFFFFFF
+        before = (sums.to(tl.int32) & 0xFFFFFF) + tl.minimum(tied_before, ties)
         if tied_before + num_tied <= ties:
             taken |= tied
         elif tied_before < ties:
