@@ -158,6 +158,16 @@ def test_one_query_is_a_decode_step(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_negative_scale(dtype, impl):
+    rows, *selection, table = _chunk([60, 33], 5, 20, dtype=dtype, group=2, rope=False)
+    exact, exact_lse = _eager(rows, *selection, table, torch.float64, -0.3)
+    out, lse = _prefill(rows, *selection, table, scale=-0.3, impl=impl)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_large_scores_stay_finite(impl):
     rows, *rest = _chunk([100], 12, 50, group=2)
     rows.query = rows.query * 1000

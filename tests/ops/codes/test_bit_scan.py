@@ -95,11 +95,13 @@ def test_it_serves_one_kind_of_codes(served, options):
     centre = coded.options.get("query_centre")
     arguments = {"page_size": coded.page_size, "bits": coded.options["bits"], "scale": None, "group_reduce": "max"}
     prepared = plan(coded.rows.query, coded.metadata["codes"], centre, **arguments)
-    assert bit_scan.serves(prepared, coded.metadata["codes"]) == served
+    codes, factors = coded.metadata["codes"], coded.metadata["factors"]
+    assert bit_scan.serves(prepared, codes, factors) == served
     if served:
-        codes = coded.metadata["codes"]
         shifted = torch.empty(codes.numel() + 8, dtype=torch.uint8, device=device)[8:].view(codes.shape)
-        assert not bit_scan.serves(prepared, shifted)
+        assert not bit_scan.serves(prepared, shifted, factors)
+        shifted = torch.empty(factors.numel() + 1, dtype=torch.float16, device=device)[1:].view(factors.shape)
+        assert not bit_scan.serves(prepared, codes, shifted)
 
 
 def test_without_the_compiler_tritons_kernel_scans(monkeypatch, caplog):

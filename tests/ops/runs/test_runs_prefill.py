@@ -2,7 +2,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import runs_decode, runs_prefill
 
-from tests.ops.helpers import IMPLS, check_schema, grid
+from tests.ops.helpers import IMPLS, check_schema, device, grid, int32
 from tests.ops.runs.inputs import attend, make_runs
 
 CASES = [
@@ -95,6 +95,25 @@ def test_large_scores_stay_finite(impl):
     runs.arguments["query"] *= 1000
     out, _ = runs_prefill(**runs.arguments, impl=impl)
     torch.testing.assert_close(out.double(), attend(runs, torch.float64)[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_run_without_tokens_may_come_first(ordered, impl):
+    """Its place is behind the context, where nothing may be read."""
+    generator = torch.Generator().manual_seed(0)
+    context, new = (torch.randn(1, 1, size, 16, generator=generator).to(device) for size in (8, 4))
+    context[:, :, 5:] = float("nan")
+    runs = (int32([[[0, 5, 5]]]), int32([[[1, 0]]]), int32([[2]]))
+    order = {"token_order": int32([[[4, 2, 0, 1, 3]]])} if ordered else {}
+    query = torch.randn(1, 1, 2, 16, generator=generator).to(device)
+    out, _ = runs_prefill(
+        query, context, context, int32([0]), *runs, new, new, int32([0]), int32([4]), **order, impl=impl
+    )
+    keys = torch.cat([context[0, 0, :5], new[0, 0]])
+    scores = (query[0, 0] @ keys.T) * 0.25
+    scores[0, 8] = -float("inf")
+    torch.testing.assert_close(out[0, 0], scores.softmax(1) @ keys, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

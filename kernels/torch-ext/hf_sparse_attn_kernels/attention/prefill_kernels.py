@@ -183,7 +183,8 @@ def prefill_attention_kernel(
         sin = tl.where((columns < BLOCK_H)[None, :], -sin, sin)
         q = (q.to(tl.float32) * cos + partner.to(tl.float32) * sin).to(q.dtype)
     # Make the scale non-negative below, so that it keeps the maximum where it is.
-    q = tl.where(scale_log2 < 0, -q, q).to(DOT_DTYPE)  # [BLOCK_M, 2 * BLOCK_H]
+    q = q.to(DOT_DTYPE)  # [BLOCK_M, 2 * BLOCK_H]
+    q = tl.where(scale_log2 < 0, -q, q)
     scale_log2 = tl.abs(scale_log2)
 
     # Every lane attends to all tiles before `shared`, and up to its own slot in the tiles up to `stop`.

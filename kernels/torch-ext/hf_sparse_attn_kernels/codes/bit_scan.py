@@ -37,7 +37,7 @@ def scan(
     first_page: int,
 ) -> Scanned | None:
     """Launch the scan, or return None for a call that it does not serve, or that Triton's kernel serves faster."""
-    if not serves(prepared, codes):
+    if not serves(prepared, codes, factors):
         return None
     batch, kv_heads, capacity = codes.shape[:3]
     pairs, device, heads, columns = batch * kv_heads, codes.device, prepared.sizes["HEADS"], prepared.sizes["GROUP"]
@@ -70,14 +70,15 @@ def scan(
     return Scanned(scores, estimates, block_lse, block_pages * PAGE, heads)
 
 
-def serves(prepared: Prepared, codes: torch.Tensor) -> bool:
-    """Return whether the kernel serves codes of this shape at this address."""
+def serves(prepared: Prepared, codes: torch.Tensor, factors: torch.Tensor) -> bool:
+    """Return whether the kernel serves codes of this shape at these addresses. A key's factors are loaded at once."""
     sizes = prepared.sizes
     return (
         8 * codes.shape[4] == HEAD_DIM
         and (sizes["PAGE_SIZE"], sizes["BITS"], sizes["OFFSETS"]) == (PAGE, 1, True)
         and sizes["HEADS"] <= MOST_GROUP
         and codes.data_ptr() % ALIGNMENT == 0
+        and factors.data_ptr() % 4 == 0
     )
 
 

@@ -163,7 +163,9 @@ KERNEL(keep_candidates)(const Arguments a) {
   for (int i = at.tid; i < SAMPLE_BINS; i += THREADS) s.bins[i] = 0;
 #pragma unroll 1
   for (int i = at.tid; i < words; i += THREADS) marks[i] = 0;
-  // The kernel before, the scan, has waited for those before it: the bounds of rows are final.
+  // The kernel before, a scan that left estimates, has waited for those before it: the bounds of rows are final. What
+  // left scores may be any kernel.
+  if (!SOFTMAX) wait_for_previous_kernel();
   const int row = at.pair / a.kv_heads, length = min(max(a.seq_end[row] - a.seq_start[row], 0), a.num_tokens);
   at.candidates = max(length - 1, 0) / a.page_size * a.page_size;
   const int need = max(min(length, a.max_tokens) - (length - at.candidates), 0), begin = block_x() * a.span;

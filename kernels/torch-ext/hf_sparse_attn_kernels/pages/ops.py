@@ -152,7 +152,8 @@ def page_scores(
         "softmax": log sum_h exp(s_h(p) - log sum_p' exp s_h(p')): each head's scores are normalised over the row's
         pages, then added. The logarithm keeps the order and avoids underflow and ties.
     num_pages : int, optional
-        Number of leading pages to score, an upper bound known to the host. Default: max_pages.
+        Number of leading pages to score, known to the host. Ops that append a token need an upper bound on the pages of
+        every row. Default: max_pages.
     page_exponent, channel_exponent : torch.Tensor, optional
         Only with int8 bounds: as written by `page_bounds`, int8 [batch, kv_heads, max_pages] and
         [batch, kv_heads, head_dim].

@@ -92,13 +92,16 @@ def list_tokens_kernel(
     if ORDERED:
         token = tl.load(order_ptr + token, mask=mask, other=0)
     tl.store(positions_ptr + listed_at[:, None] + lanes[None, :], context_start + token, mask=mask)
+    total = tl.sum(tile_tokens)
     if tile == 0:
-        total = tl.sum(tile_tokens)
         tl.store(token_counts_ptr + pair, total)
-        # The attention loads whole tiles of the list, so it repeats a token that may be read.
-        spare = tl.load(run_starts_ptr + tl.load(indices_ptr + pair * runs), mask=total > 0, other=0)
+    if (before == 0) & (tl.sum(length) > 0):
+        # The attention loads whole tiles of the list, so it repeats a token that may be read: the first of all.
+        numbers = tl.arange(0, BLOCK_R)
+        leading = tl.min(tl.where(length > 0, numbers, BLOCK_R))
+        spare = tl.sum(tl.where(numbers == leading, first, 0))
         if ORDERED:
-            spare = tl.load(order_ptr + spare, mask=total > 0, other=0)
+            spare = tl.load(order_ptr + spare)
         filler = total + tl.arange(0, PADDING)
         tl.store(positions_ptr + filler, context_start + spare, mask=filler < tl.cdiv(total, PADDING) * PADDING)
 
