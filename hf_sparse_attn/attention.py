@@ -10,7 +10,7 @@ from hf_sparse_attn_kernels import skip_checks
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
-from hf_sparse_attn.gradients import without_gradient
+from hf_sparse_attn.gradients import asks_gradient, without_gradient
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.precision import uncast
 from hf_sparse_attn.rope import rotated_by
@@ -100,8 +100,9 @@ def sparse_attention_forward(
     layer.sinks = s_aux
     with uncast(query.device):
         # Under torch.autocast RoPE leaves queries in another dtype than the cache's, which SDPA would change too.
-        output = _sparse_attention(query.to(layer.dtype), layer, scale, attention_mask)
-        return output.to(query.dtype), None
+        if query.dtype != layer.dtype:
+            return _sparse_attention(query.to(layer.dtype), layer, scale, attention_mask).to(query.dtype), None
+        return _sparse_attention(query, layer, scale, attention_mask), None
 
 
 def _sparse_attention(
@@ -113,7 +114,7 @@ def _sparse_attention(
         layer.rehearsed_query = None
         layer.observe(query, scale)
         output = _prefill(query, layer, scale, attention_mask)
-        if not layer.method.prefills_densely or layer.length > query.shape[2]:
+        if asks_gradient(query) and (not layer.method.prefills_densely or layer.length > query.shape[2]):
             output = without_gradient(output, query)
         if layer.sinks is not None:
             raise _without_sinks(layer.method)
@@ -129,7 +130,7 @@ def _sparse_attention(
         raise _without_sinks(method)
     layer.rehearsed_query = None
     layer.mark_written()
-    return without_gradient(step, query).unsqueeze(1)
+    return (without_gradient(step, query) if asks_gradient(query) else step).unsqueeze(1)
 
 
 def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.Tensor | None) -> torch.Tensor:

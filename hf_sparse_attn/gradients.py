@@ -22,12 +22,12 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def without_gradient(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return the attention's output so that a gradient through it is an error instead of silently wrong.
+def asks_gradient(query: torch.Tensor) -> bool:
+    """Whether a gradient may be asked for through a query; a compiled pass has its backward traced with it."""
+    return torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling()
 
-    A compiled pass is left as it is: its backward would be traced with it.
-    """
-    if not (torch.is_grad_enabled() and query.requires_grad) or torch.compiler.is_compiling():
-        return output
+
+def without_gradient(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return the attention's output so that a gradient through it is an error instead of silently wrong."""
     marked: torch.Tensor = _WithoutGradient.apply(output, query)  # type: ignore[no-untyped-call]
     return marked

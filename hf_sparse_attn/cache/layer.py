@@ -321,7 +321,8 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         is_traced = self.is_initialized and self.lengths.is_traced
         # Under torch.autocast RoPE leaves keys in another dtype than values, which SDPA would change too.
         dtype = self.dtype if is_traced or self._held else value_states.dtype
-        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        if key_states.dtype != dtype or value_states.dtype != dtype:
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not is_traced:  # a compiled step knows no length, and the prompt has allocated its buffers
             self._check_update(key_states.shape[0], num_new)
             if not self.is_initialized or not self._fits(key_states):
