@@ -137,7 +137,7 @@ def run(
         if only is not None and config is None:
             raise EvalError(f"only={only!r} needs --config: it names runs of a file")
         configs = read_sweep(config, overrides) if config else [make_config(given(overrides))]
-        run_all(configs, out, None if config is None else config.stem, ranges("--only", only, len(configs)))
+        run_all(configs, out, config, ranges("--only", only, len(configs)))
 
 
 @app.command("make-prefixqa")

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 def run_all(
-    configs: list[RunConfig], out: Path | None, sweep_name: str | None, only: Sequence[int] | None = None
+    configs: list[RunConfig], out: Path | None, file: Path | None, only: Sequence[int] | None = None
 ) -> None:
     """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
 
-    ``only`` has the numbers of the configurations to run, from 1; the folders have the same names without it.
+    ``file`` is the one that the configurations are from, if any. ``only`` has the numbers of those to run, from 1; the
+    folders have the same names without it.
 
     Raises
     ------
@@ -39,14 +40,15 @@ def run_all(
     from eval.models import Models
     from eval.processes import Processes
 
-    folders = result_folders(configs, out, sweep_name)
+    folders = result_folders(configs, out, None if file is None else file.stem)
     runs = [
         (number, config, folder)
         for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1)
         if only is None or number in only
     ]
     for number, config, _ in runs:
-        _check(config, f"run {number}: " if len(configs) > 1 else "")
+        places = [str(file)] * (file is not None) + [f"run {number}"] * (len(configs) > 1)
+        _check(config, "".join(f"{place}: " for place in places))
     processes = Processes.current()
     models = Models(processes)
     has_failed = False

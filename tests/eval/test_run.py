@@ -491,9 +491,11 @@ def test_a_later_run_that_is_not_allowed_is_named_before_the_first(tmp_path, mod
     path.write_text(path.read_text() + "  - {benchmark: passkey, method: [nope]}\n")
     result = invoke(*arguments)
     assert result.exit_code == 2
-    assert "error: run 5: unknown method 'nope'" in result.stderr
+    assert f"error: {path}: run 5: unknown method 'nope'" in result.stderr
     assert not (tmp_path / "out").exists()
     assert invoke(*arguments, "--only", "1").exit_code == 0
+    path.write_text("benchmark: passkey\nmodel: m\nmethod: [nope]\n")
+    assert f"error: {path}: unknown method 'nope'" in invoke("run", "--config", str(path)).stderr
 
 
 @pytest.mark.parametrize(
