@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from eval.run_check import OnRefusal
 
 
-def run_all(
-    configs: list[RunConfig], out: Path | None, file: Path | None, only: Sequence[int] | None = None
-) -> None:
+def run_all(configs: list[RunConfig], out: Path | None, file: Path | None, only: Sequence[int] | None = None) -> None:
     """Run each configuration in its own folder under ``out``, or in ``out`` itself if there is only one.
 
     ``file`` is the one that the configurations are from, if any. ``only`` has the numbers of those to run, from 1; the
