@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_sparse_attn import METHODS, SparseCache, sparse_attention
-from tests.models import COVERING, DEVICE, SPARSE, random_ids, shared_model
+from hf_sparse_attn import METHODS, SparseCache, patch_model, sparse_attention
+from tests.models import COVERING, DEVICE, SPARSE, make_model, random_ids, shared_model
 
 READ_ALL = {**COVERING, "infllm": {"n_init": 0, "n_local": 256}}
 every_method = pytest.mark.parametrize("method_name", METHODS)
@@ -54,3 +54,23 @@ def test_a_cache_of_another_dtype_keeps_it():
             steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(140, 150)]
     assert {layer.dtype for layer in cache.sparse_layers} == {torch.float32}
     assert (torch.cat(steps, 1).float() - expected).abs().max() <= 3 * (stock - expected).abs().max()
+
+
+@every_method
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_cache_is_continued_after_the_model_is_cast(method_name, max_cache_len):
+    ids = random_ids(1, 150)
+    logits, stock = [], []
+    for cast in (torch.float32, torch.bfloat16):
+        stock.append(make_model("llama").to(cast)(ids).logits[:, 140:].float())
+        model = make_model("llama")
+        patch_model(model, method_name, **READ_ALL.get(method_name, {"token_budget": 512}))
+        cache = SparseCache.for_model(model, max_cache_len=max_cache_len)
+        model(ids[:, :140], past_key_values=cache)
+        model.to(cast)
+        parts = [ids[:, 140:145], *ids[:, 145:].split(1, dim=1)]
+        logits.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1).float())
+        assert {layer.dtype for layer in cache.sparse_layers} == {torch.float32}
+    rounding = (stock[1] - stock[0]).abs().max()
+    assert (logits[1] - logits[0]).abs().max() <= 3 * rounding
