@@ -35,7 +35,7 @@ from eval.options import (
     result_folders,
 )
 from eval.terminal import WIDTH, on_record, progress
-from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split, visible
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, visible, words
 
 if TYPE_CHECKING:
     from eval.config import RunConfig
@@ -89,9 +89,9 @@ def budget(
     """
     overrides = {
         "benchmark": benchmark,
-        "tasks": split(tasks),
+        "tasks": words("--tasks", tasks),
         "model": model,
-        "method": split(method),
+        "method": words("--method", method),
         "parameters": parse_settings("--parameter", parameter or []),
         "lengths": integers("--lengths", lengths),
         "limit": limit,

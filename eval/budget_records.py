@@ -56,6 +56,7 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
     methods = _by_method([record for record in records if record["method"] != DENSE])
     if not dense or not methods:
         raise EvalError(f"records={[str(folder) for folder in folders]}: dense attention and another method are needed")
+    _check_measured(records, target)
     report: dict[str, Any] = {
         "config": {**config, "method": list(dict.fromkeys(name for name, _ in methods))},
         "search": asdict(target),
@@ -73,6 +74,16 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     if not (records := Store(folder).records()):
         raise EvalError(f"records={str(folder)!r} holds no records of `python -m eval`")
     return records
+
+
+def _check_measured(records: Sequence[Record], target: Target) -> None:
+    """Raise if no record has what the target is about."""
+    names = ("divergence",) if target.divergence is not None else ("score", "perplexity")
+    if all(record[name] is None for record in records for name in names if record["method"] != DENSE):
+        measure = "score" if target.divergence is None else "divergence"
+        raise EvalError(
+            f"the records have no {measure}, so no setting can be judged by it: run them with --measure {measure}"
+        )
 
 
 def _check_together(records: Sequence[Record]) -> None:

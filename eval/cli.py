@@ -45,7 +45,7 @@ from eval.sweep import run_all
 from eval.table_command import table
 from eval.terminal import WIDTH, progress
 from eval.throughput_command import throughput
-from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, ranges, split, visible
+from hf_sparse_attn.cli.terminal import integers, one_line, parse_settings, print_table, ranges, visible, words
 
 app = typer.Typer(
     help="Reproduce the papers' tables: accuracy, KV reads and speed of sparse and dense attention.",
@@ -115,9 +115,9 @@ def run(
     """
     overrides = {
         "benchmark": benchmark,
-        "tasks": split(tasks),
+        "tasks": words("--tasks", tasks),
         "model": model,
-        "method": split(method),
+        "method": words("--method", method),
         "token_budget": integers("--token-budget", token_budget),
         "parameters": parse_settings("--parameter", parameter or []),
         "lengths": integers("--lengths", lengths),
@@ -129,7 +129,7 @@ def run(
         "data_dir": data_dir,
         "protocol_dir": protocol_dir,
         "options": parse_settings("--set", settings or []),
-        "measure": split(measure),
+        "measure": words("--measure", measure),
         "dtype": dtype,
         "device": device,
     }
@@ -222,7 +222,7 @@ def speed(
             model=model,
             shape=shape,
             contexts=integers("--context", context),
-            method=split(method),
+            method=words("--method", method),
             token_budget=integers("--token-budget", token_budget),
             parameters=parse_settings("--parameter", parameter or []),
             new_tokens=new_tokens,
@@ -232,7 +232,7 @@ def speed(
             seed=seed,
             kv_storage=kv_storage,
             split=split_over,
-            **given({"ways": split(ways)}),
+            **given({"ways": words("--way", ways)}),
         )
         with progress(f"speed of {model or shape}", is_shown=Processes.started().is_main) as update:
             measured = measure(

@@ -17,7 +17,7 @@ from eval.options import (
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
-from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, words
 
 
 def host_profile(
@@ -50,7 +50,7 @@ def host_profile(
         config = HostConfig(
             shape=shape,
             context=context,
-            method=split(method),
+            method=words("--method", method),
             token_budget=integers("--token-budget", token_budget),
             parameters=parse_settings("--parameter", parameter or []),
             layers=layers,

@@ -20,7 +20,7 @@ from eval.options import (
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
-from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, words
 
 
 def lossless(
@@ -68,7 +68,7 @@ def lossless(
             model=model,
             shape=shape,
             contexts=integers("--context", context),
-            method=split(method),
+            method=words("--method", method),
             token_budget=integers("--token-budget", token_budget),
             draft_tokens=integers("--draft-tokens", draft_tokens),
             parameters=parse_settings("--parameter", parameter or []),

@@ -149,7 +149,7 @@ def check_patchable(model: PreTrainedModel, variant: Variant) -> None:
     try:
         with sparse_attention(model, variant.method):
             pass
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"method {variant.method.name!r} cannot be used: {error}") from error
 
 

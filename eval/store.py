@@ -166,7 +166,13 @@ class Store:
         self._lock.release()
 
     def _check_same(self, path: Path, config: Mapping[str, Any], files: TaskFiles | None) -> None:
-        former = {**_SINCE, **read_json(path, _CONFIGURATION)}
+        written = read_json(path, _CONFIGURATION)
+        if "benchmark" not in written:  # such as a model's
+            raise EvalError(
+                f"out={str(self.folder)!r} is not a run's: its config.json names no benchmark. Allowed: a new or empty "
+                "folder, or one of an earlier run"
+            )
+        former = {**_SINCE, **written}
         try:
             recorded = from_json(former.pop(_DATA)) if _DATA in former else None
         except EvalError as error:

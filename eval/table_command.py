@@ -28,7 +28,7 @@ from eval.options import (
 )
 from eval.sweep import run_one
 from eval.terminal import WIDTH
-from hf_sparse_attn.cli.terminal import integers, print_table, split
+from hf_sparse_attn.cli.terminal import integers, print_table, words
 
 if TYPE_CHECKING:
     from eval.comparison import Comparison
@@ -67,7 +67,7 @@ def table(
     from eval.tables import read_table
 
     given = {
-        "tasks": split(tasks),
+        "tasks": words("--tasks", tasks),
         "model": model,
         "limit": limit,
         "lengths": integers("--lengths", lengths),

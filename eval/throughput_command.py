@@ -18,7 +18,7 @@ from eval.options import (
     harness_errors,
 )
 from eval.terminal import WIDTH, progress
-from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, split
+from hf_sparse_attn.cli.terminal import integers, parse_settings, print_table, words
 
 
 def throughput(
@@ -53,7 +53,7 @@ def throughput(
             shape=shape,
             context=context,
             batch=batch,
-            method=split(method),
+            method=words("--method", method),
             token_budget=integers("--token-budget", token_budget),
             parameters=parse_settings("--parameter", parameter or []),
             new_tokens=new_tokens,

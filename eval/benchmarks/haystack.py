@@ -24,11 +24,14 @@ def text_haystack(task: str, setup: Setup) -> list[str]:
     Raises
     ------
     EvalError
-        The text is missing.
+        The text is missing, or has no sentence.
     """
     if task == "essay":
         return split_sentences(essays(setup.data_dir))
-    return [sentence for path in books(setup.data_dir) for sentence in split_sentences(read_book(path))]
+    sentences = [sentence for path in books(setup.data_dir) for sentence in split_sentences(read_book(path))]
+    if not sentences:
+        raise EvalError(f"the books in {str(setup.data_dir)!r} have no sentence")
+    return sentences
 
 
 def rotated(sentences: Sequence[str], seed: str) -> list[str]:

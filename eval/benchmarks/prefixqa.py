@@ -77,10 +77,13 @@ def read_contexts(data_dir: Path | None) -> list[dict[str, Any]]:
     if (found := first_file(data_dir, names)) is not None:
         return read_jsonl(found, ("context", "questions"), check_context)
     places = ", ".join(str(data_dir / name) for name in names)
-    raise ExamplesNotFoundError(f"prefixqa: looked for {places}. {_ADVICE}")
+    raise ExamplesNotFoundError(f"prefixqa: no file of contexts; looked for {places}. {_ADVICE}")
 
 
-_ADVICE = f"Make one from SQuAD's articles with: python -m eval make-prefixqa --out D/{FILENAME}"
+_ADVICE = (
+    f"Make one from SQuAD's articles with: python -m eval make-prefixqa --out D/{FILENAME}, D being the folder of "
+    "--data-dir"
+)
 
 
 def check_context(entry: dict[str, Any], place: str) -> None:

@@ -78,8 +78,8 @@ def check_complete(cache: SparseCache) -> None:
     """
     if cache.method.evicts:
         raise ValueError(
-            f"the cache of {cache.method.name!r}, which evicts tokens, cannot be taken out of memory: it holds little; "
-            "only caches of methods that keep every token can"
+            f"the cache of {cache.method.name!r} can neither be saved nor parked, since it does not hold every token; "
+            "allowed: caches of methods that evict none"
         )
     if cache.prefix_tokens:
         raise ValueError(

@@ -668,5 +668,6 @@ def length_after_crop(length: int, tokens_to_remove: int | torch.Tensor) -> int:
     """Return the length after a crop; raise ``ValueError`` if it removes more tokens than are cached."""
     tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a device tensor
     if tokens_to_remove > 0 or -tokens_to_remove > length:
-        raise ValueError(f"tokens_to_remove must be between -{length} (all tokens) and 0, got {tokens_to_remove}")
+        allowed = f"between -{length} (all tokens) and 0" if length else "0, since the cache is empty"
+        raise ValueError(f"tokens_to_remove must be {allowed}, got {tokens_to_remove}")
     return length + tokens_to_remove

@@ -16,7 +16,7 @@ from hf_sparse_attn.cli.loading import load
 from hf_sparse_attn.cli.outputs import Outputs
 from hf_sparse_attn.cli.progress import WORTH_SAYING_SECONDS, about, say, stages
 from hf_sparse_attn.cli.report import Comparison, comparison_table
-from hf_sparse_attn.cli.terminal import fail, integers, parse_settings, print_table, split, user_errors
+from hf_sparse_attn.cli.terminal import fail, integers, parse_settings, print_table, user_errors, words
 from hf_sparse_attn.cli.variants import column_names, make_methods
 
 if TYPE_CHECKING:
@@ -51,14 +51,18 @@ def compare(
     """
     if prompt_file is not None and passkey_tokens is not None:
         fail("--prompt-file and --passkey-tokens cannot be used together")
+    if prompt_file is not None and (depths != options.DEFAULT_DEPTHS or seed):
+        fail("--depths and --seed are for passkeys, not for --prompt-file")
+    if raw and prompt_file is None:
+        fail("--raw needs --prompt-file: passkeys are not put into the chat template")
     needle_depths = _parse_depths(depths)
     text = _read_prompt(prompt_file) if prompt_file is not None else None
-    budgets = integers("--token-budget", ",".join(token_budget or []))
+    budgets = integers("--token-budget", ",".join(token_budget) if token_budget else None)
     parameters = parse_settings("--set", settings or [])
     if dtype is not None and dtype not in options.DTYPES:
         fail(f"--dtype {dtype!r} is unknown; allowed: {', '.join(options.DTYPES)}")
     with _user_errors():
-        methods = make_methods(split(",".join(method_names or ["quest"])), budgets, parameters)
+        methods = make_methods(words("--method", ",".join(method_names or ["quest"])), budgets, parameters)
     outputs = Outputs.checked(html, picture, bool(methods))
 
     with _user_errors():
@@ -159,4 +163,4 @@ def _check_positions(model: PreTrainedModel, methods: Sequence[SparseMethod], ne
 
 def _user_errors() -> AbstractContextManager[None]:
     """Report the package's errors on bad input in one line."""
-    return user_errors(ValueError, TypeError, NotImplementedError)
+    return user_errors(ValueError, TypeError, NotImplementedError, OSError)

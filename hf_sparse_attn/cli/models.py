@@ -156,9 +156,11 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
 @contextmanager
 def load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise ``ModelLoadError`` for what Transformers raises when a model cannot be read."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, struct.error) as error:
+    except (OSError, ValueError, KeyError, ImportError, struct.error, SafetensorError) as error:
         raise ModelLoadError(
             f"model {os.fspath(name_or_path)!r} could not be loaded: {_first_line(error)} (allowed: {_allowed()})"
         ) from error

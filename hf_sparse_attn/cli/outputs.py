@@ -41,6 +41,8 @@ class Outputs:
                 fail(f"{option} shows what sparse methods read, but --method names only dense attention")
             if importlib.util.find_spec("matplotlib") is None:
                 fail(f"{option} needs matplotlib: {install_command('cli')}")
+            if path.is_dir():
+                fail(f"{option} {str(path)!r} is a folder; allowed: a file")
             if not may_be_written(path):
                 fail(f"{option} {str(path)!r} cannot be written: no such folder, or no permission")
         if picture is not None and _format(picture) not in FORMATS:

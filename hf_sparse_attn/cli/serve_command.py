@@ -81,7 +81,7 @@ def serve(
     with user_errors(ValueError, TypeError, ImportError):
         method = make_method(method_name, **parameters)
         check_packages()
-    with user_errors(ValueError, TypeError, NotImplementedError):
+    with user_errors(ValueError, TypeError, NotImplementedError, OSError):
         model, tokenizer = load(model_name, dtype, device)
         patch_model(model, method)
     shown = ", ".join(f"{name}={value}" for name, value in asdict(method).items())

@@ -59,10 +59,18 @@ def split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
 
 
+def words(option: str, text: str | None) -> tuple[str, ...]:
+    """Parse the comma-separated list of an option; None gives none, a list without entries ends the command."""
+    parts = split(text)
+    if text is not None and not parts:
+        fail(f"{option} {text!r} has no entry; leave it out for its default")
+    return parts
+
+
 def integers(option: str, text: str | None) -> tuple[int, ...]:
     """Parse a comma-separated list of whole numbers; anything else ends the command with an error."""
     try:
-        return tuple(int(part) for part in split(text))
+        return tuple(int(part) for part in words(option, text))
     except ValueError:
         fail(f"{option} {text!r} is not a comma-separated list of whole numbers")
 

@@ -102,7 +102,7 @@ def argument_errors() -> Iterator[None]:
     """Turn the package's own errors into an :class:`ArgumentError`."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise ArgumentError(str(error)) from error
 
 

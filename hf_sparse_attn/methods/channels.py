@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from hf_sparse_attn.methods.parameter_file import modified, text_of
 
 STATISTICS = ("qk", "q", "k")
 LABEL_BITS = (2, 4, 8, 16)
@@ -80,7 +80,7 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
     ValueError
         The file is not JSON, or has no such entry, or one for other heads or another head_dim.
     """
-    entries, key = _read(path, os.stat(path).st_mtime_ns), file_key(layer_idx, statistic)
+    entries, key = _read(path, modified("calibration", path)), file_key(layer_idx, statistic)
     if key not in entries:
         raise ValueError(f"calibration={path!r} has no entry {key!r}; calibrate_channels writes one for every layer")
     orders = entries[key]
@@ -97,7 +97,7 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
 def _read(path: str, changed: int) -> dict[str, Any]:
     """Read a file of channels; ``changed`` is its time of modification, so that a new file is read anew."""
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(text_of("calibration", path))
     except ValueError as error:
         raise ValueError(f"calibration={path!r} must be a JSON file: {error}") from error
     if not isinstance(entries, dict):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
+
+from hf_sparse_attn.methods.parameter_file import modified, text_of
 
 A_SHAPE, VERTICAL_SLASH, BLOCK_SPARSE = "stream_llm", "vertical_and_slash", "block_sparse"
 KINDS = (A_SHAPE, VERTICAL_SLASH, BLOCK_SPARSE)
@@ -42,14 +42,14 @@ def read_patterns(path: str) -> Layers:
     ValueError
         The file has another format.
     """
-    return _read(path, os.stat(path).st_mtime_ns)
+    return _read(path, modified("patterns", path))
 
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> Layers:
     """Read a file; ``changed`` is its time of modification, so that a new file is read anew."""
     try:
-        layers = json.loads(Path(path).read_text(encoding="utf-8"))
+        layers = json.loads(text_of("patterns", path))
     except ValueError as error:
         raise ValueError(f"patterns={path!r} must be a JSON file: {error}") from error
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
+
+from hf_sparse_attn.methods.parameter_file import modified, text_of
 
 Values = tuple[tuple[float, ...], ...]
 """Of every layer and KV head: from 0, for a streaming head, to 1, for a retrieval head."""
@@ -31,13 +31,13 @@ def read_values(path: str) -> Values:
     ValueError
         The file has another format, or a number is out of range.
     """
-    return _read(path, os.stat(path).st_mtime_ns)
+    return _read(path, modified("heads", path))
 
 
 @lru_cache(maxsize=4)
 def _read(path: str, changed: int) -> Values:
     """Read a file; ``changed`` is its time of modification, so that a new file is read anew."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = text_of("heads", path).splitlines()
     try:
         values = [[float(entry) for entry in line.split("\t")] for line in lines if line.strip()]
     except ValueError as error:

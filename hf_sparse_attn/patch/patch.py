@@ -125,6 +125,8 @@ def patch_model(
         The architecture, the model's state, ``kv_storage`` or a hyperparameter is not supported. Under tensor
         parallelism: the number of ranks does not divide the heads, a rank could not be patched, or ranks differ in the
         method, its hyperparameters, ``kv_storage`` or versions. Every rank then raises.
+    OSError
+        A file that a hyperparameter names cannot be read.
     RuntimeError
         Under tensor parallelism: a rank did not patch its part of the model within a minute.
 

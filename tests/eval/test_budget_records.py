@@ -156,3 +156,17 @@ def test_the_command_judges_prints_and_plots(folders, tmp_path):
     assert result.exit_code == 0, result.output
     assert "psa (rest=last)" in result.output
     assert {path.name for path in out.iterdir()} == {"budget.json", "budget.png"}
+
+
+@pytest.mark.parametrize(
+    ("target", "measured", "message"),
+    [
+        (Target(divergence=0.5), {}, "the records have no divergence, .* run them with --measure divergence"),
+        (Target(target=0.9), {"score": None, "divergence": 0.1}, "the records have no score, .* --measure score"),
+    ],
+)
+def test_records_without_what_is_to_be_reached_are_refused(tmp_path, target, measured, message):
+    records = [record("full", "a", 1.0), *(quest(budget, "a", 1.0) | measured for budget in (64, 128))]
+    folder = folder_of(tmp_path / "one", records)
+    with pytest.raises(EvalError, match=message):
+        judge([folder], target)

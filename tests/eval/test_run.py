@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -372,6 +373,12 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("needle", "--set", "depths=[0.5,0.50000001]"), "depths=[0.5, 0.50000001] is not allowed: each once"),
         (("passkey", "--set", "repeats=0"), "repeats=0 is not allowed"),
         (("passkey", "--method", "quest", "--parameter", "size=2"), "unknown parameter 'size'"),
+        (("passkey", "--method", ""), "--method '' has no entry; leave it out for its default"),
+        (("passkey", "--lengths", ","), "--lengths ',' has no entry"),
+        (
+            ("passkey", "--lengths", "300", "--method", "duo_attention", "--parameter", "heads=nowhere.tsv"),
+            "heads='nowhere.tsv' cannot be read: No such file or directory",
+        ),
         (("passkey", "--tasks", "book", "--data-dir", "/nowhere"), "/nowhere"),
         (("pg19", "--set", "chunk=4", "--method", "quest"), "chunk=4 is not allowed with quest"),
         (("pg19", "--lengths", "200"), "scored=256 must be less than length=200"),
@@ -430,6 +437,25 @@ def test_folder_of_another_configuration_is_refused(tmp_path, model_dir):
     assert result.exit_code == 2
     assert "belongs to another configuration: seed was 0 and is 1" in result.stderr
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+    result = invoke(*given[: -len(SMALL) - 1], model_dir, *SMALL)
+    assert result.exit_code == 2
+    assert "is not a run's: its config.json names no benchmark" in result.stderr
+    assert "delete" not in result.stderr
+
+
+def test_a_damaged_model_and_books_without_text_are_one_line(tmp_path, model_dir):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model_dir, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    result = invoke("run", "passkey", "--model", str(damaged), "--out", str(tmp_path / "one"), *SMALL)
+    assert result.exit_code == 2
+    assert "could not be loaded" in result.stderr
+    (tmp_path / "empty.txt").write_text("")
+    given = ("--tasks", "book", "--lengths", "300", "--data-dir", str(tmp_path), "--out", str(tmp_path / "two"))
+    result = invoke("run", "needle", "--model", model_dir, "--method", "quest", "--limit", "1", *given)
+    assert result.exit_code == 2
+    assert "have no sentence" in result.stderr
 
 
 def test_nothing_but_errors_ends_with_code_1(tmp_path, model_dir, data_dir):

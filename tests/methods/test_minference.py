@@ -228,8 +228,10 @@ def test_a_file_that_does_not_fit_is_refused_when_the_model_is_patched(content, 
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         patch_model(shared_model("llama"), "minference", patterns=str(path))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"patterns='.*none\.json' cannot be read: No such file"):
         patch_model(shared_model("llama"), "minference", patterns=str(tmp_path / "none.json"))
+    with pytest.raises(IsADirectoryError, match=r"patterns='.*' cannot be read: Is a directory"):
+        patch_model(shared_model("llama"), "minference", patterns=str(tmp_path))
 
 
 @pytest.mark.parametrize(

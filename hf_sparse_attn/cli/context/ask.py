@@ -47,6 +47,8 @@ def ask(
         fail("a question is missing: give questions as arguments, or a file with --questions")
     if dtype is not None and dtype not in common.DTYPES:
         fail(f"--dtype {dtype!r} is unknown; allowed: {', '.join(common.DTYPES)}")
+    if not file.is_file():
+        fail(f"FILE {str(file)!r} cannot be read: no such file")
     with user_errors(ValueError, OSError):
         read_contents(file)  # before the model, which takes longer
         model, tokenizer = load(model_name, dtype, device)

@@ -11,7 +11,7 @@ from hf_sparse_attn.cli import options as common
 from hf_sparse_attn.cli.context import options
 from hf_sparse_attn.cli.context.report import Facts, budget_as_json, budget_rows, facts_table, layers_table
 from hf_sparse_attn.cli.progress import waiting
-from hf_sparse_attn.cli.terminal import print_table, user_errors
+from hf_sparse_attn.cli.terminal import fail, print_table, user_errors
 from hf_sparse_attn.context.contents import FileContents, read_budget, read_contents
 
 DIGITS = 12
@@ -23,6 +23,8 @@ def inspect(file: options.File, as_json: common.AsJson = False) -> None:
 
     Needs no model. The shares are computed from the queries and centroids in the file.
     """
+    if not file.is_file():
+        fail(f"FILE {str(file)!r} cannot be read: no such file")
     with user_errors(ValueError, OSError):
         contents = read_contents(file)
         with waiting(f"reading {file}"):
