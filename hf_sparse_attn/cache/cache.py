@@ -42,6 +42,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+def _whole_number(name: str, value: object, least: int, or_else: str = "") -> int:
+    """Return a number of tokens; raise unless it is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be a whole number{or_else}, got {value!r}")
+    number = index(value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}{or_else}, got {number}")
+    return number
+
+
 class SparseCache(Cache):  # type: ignore[misc]
     """The cache of a patched model: a :class:`SparseLayer` for each full-attention layer.
 
@@ -101,11 +111,10 @@ class SparseCache(Cache):  # type: ignore[misc]
         kv_storage: str = "device",
         head_shard: HeadShard = WHOLE,
     ) -> None:
-        if isinstance(max_cache_len, bool) or not (max_cache_len is None or isinstance(max_cache_len, SupportsIndex)):
-            raise TypeError(f"max_cache_len must be a whole number or None, got {max_cache_len!r}")
-        max_cache_len = None if max_cache_len is None else index(max_cache_len)
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"max_cache_len must be at least 1 or None, got {max_cache_len}")
+        if max_cache_len is not None:
+            max_cache_len = _whole_number("max_cache_len", max_cache_len, 1, " or None")
+        initial_capacity = _whole_number("initial_capacity", initial_capacity, 0)
+        keep_queries = _whole_number("keep_queries", keep_queries, 0)
         self.method = make_method(method)
         check_kv_storage(kv_storage, self.method)
         self.kv_storage, self.head_shard = kv_storage, head_shard

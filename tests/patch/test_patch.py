@@ -332,6 +332,11 @@ def test_crop_and_maximum_name_their_values(model):
     for wrong in (100.5, "8192", True):
         with pytest.raises(TypeError, match=f"max_cache_len must be a whole number or None, got {wrong!r}"):
             SparseCache(model.config, max_cache_len=wrong)
+    for name in ("initial_capacity", "keep_queries"):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number, got 'x'"):
+            SparseCache(model.config, **{name: "x"})
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
+            SparseCache(model.config, **{name: -1})
     with pytest.raises(ValueError, match="max_cache_len must be at least 1 or None, got 0"):
         SparseCache(model.config, "quest", max_cache_len=0)
 
