@@ -92,8 +92,8 @@ class Setup:
         """Return one of the benchmark's own settings."""
         return (self.options or {}).get(name, default)
 
-    def check_length(self, length: int) -> None:
-        """Check that the model supports ``length`` tokens.
+    def check_length(self, length: int, needed: int | None = None) -> None:
+        """Check that the model supports ``length`` tokens, or ``needed`` with what comes beside them.
 
         Raises
         ------
@@ -102,9 +102,12 @@ class Setup:
         """
         if length < 1:
             raise EvalError(f"length={length} is not allowed: at least 1 token")
-        if length > self.max_positions:
+        needed = length if needed is None else needed
+        if needed > self.max_positions:
+            takes = "" if needed == length else f", and question and answer take {needed - length} of them"
             raise EvalError(
-                f"length={length} is not allowed: at most the model's {self.max_positions} positions; give --lengths"
+                f"length={length} is not allowed: at most the model's {self.max_positions} positions{takes}; give "
+                "--lengths"
             )
 
 

@@ -42,7 +42,7 @@ class PasskeyRetrieval(Benchmark):
                     first = _make(setup, task, length, sentences, rounds[0][1], number=0)
                 except ValueError as error:
                     raise EvalError(f"length={length} is not allowed: {error}") from error
-                setup.check_length(length + len(first.question_ids) + MAX_NEW_TOKENS)
+                setup.check_length(length, length + len(first.question_ids) + MAX_NEW_TOKENS)
                 for number, (repeat, depth) in enumerate(rounds[: setup.limit]):
                     build = partial(_build, setup, task, length, sentences, depth, number)
                     items.append(Item(task, f"{repeat}-{depth:g}", build, length, depth))

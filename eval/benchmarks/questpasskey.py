@@ -50,7 +50,7 @@ class QuestPasskey(Benchmark):
                 raise EvalError(f"length={length} is not allowed: at most {_MOST_LENGTH}, the paper's longest")
             depths = [SAMPLES // count * (number + 1) for number in range(count)]
             sample = _build(setup, wording, length, depths[-1])
-            setup.check_length(len(sample.material_ids) + len(sample.question_ids) + MAX_NEW_TOKENS)
+            setup.check_length(length, len(sample.material_ids) + len(sample.question_ids) + MAX_NEW_TOKENS)
             items += [
                 Item("filler", str(depth), partial(_build, setup, wording, length, depth), length, depth / 100)
                 for depth in depths

@@ -365,7 +365,10 @@ def test_method_that_fails_does_not_take_dense_with_it(loaded, model_dir, monkey
         (("passkey", "--tasks", "fillers"), "passkey has no task 'fillers'; it has filler, book"),
         (("passkey", "--method", "qest"), "unknown method 'qest' (did you mean 'quest'?)"),
         (("passkey", "--method", "quest", "--token-budget", "8"), "token_budget must be at least one page"),
-        (("passkey", "--lengths", "2000"), "is not allowed: at most the model's 1024 positions"),
+        (
+            ("passkey", "--lengths", "2000"),
+            "length=2000 is not allowed: at most the model's 1024 positions, and question and answer take ",
+        ),
         (("passkey", "--lengths", "20"), "num_tokens=20 is too small"),
         (("passkey", "--lengths", "many"), "--lengths 'many' is not a comma-separated list"),
         (("passkey", "--set", "depth=0"), "passkey has no setting 'depth'; it has depths, repeats"),
