@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from tests.ops.attention import test_sparse_decode as sparse_decode
 from tests.ops.attention import test_sparse_prefill as sparse_prefill
 from tests.ops.blocks import test_block_sparse_prefill as block_sparse_prefill
+from tests.ops.codes import test_append_and_attend_tokens as code_step
+from tests.ops.emulation import on_device
 from tests.ops.helpers import IMPLS, make_rows
 from tests.ops.kmeans import test_cluster_sums as cluster_sums
 from tests.ops.kmeans import test_nearest_centres as nearest_centres
 from tests.ops.offload import test_load_blocks as load_blocks
+from tests.ops.psa import test_append_and_attend_progressively as psa_step
+from tests.ops.quest import test_append_and_attend as quest_step
 from tests.ops.runs import test_runs_decode as runs_decode
 from tests.ops.runs import test_runs_prefill as runs_prefill
 from tests.ops.tokens import test_select_tokens as select_tokens
@@ -145,3 +149,53 @@ def test_nearest_centres(**drawn):
 def test_cluster_sums(sizes, **drawn):
     with mock.patch.dict(cluster_sums.SIZES, drawn=sizes):
         cluster_sums.test_is_the_sum_of_the_members(name="drawn", **drawn)
+
+
+CLUSTER = {"cluster": 3, "threads": 256}  # a small one, since on a CPU each has a thread for every thread
+LONGER = st.lists(st.one_of(st.integers(0, 70), st.integers(0, 1500)), min_size=1, max_size=3).filter(any)
+GROUPS = st.sampled_from((1, 5))  # on a CPU a kernel is compiled for each
+
+
+@few
+@given(
+    lengths=LONGER, kv_heads=st.integers(1, 3), group=GROUPS, group_reduce=st.sampled_from(("softmax", "mean", "max"))
+)
+def test_quest_steps_on_clusters(**drawn):
+    with on_device(quest_step.cluster, "quest_step"):
+        quest_step.test_clusters_choose_and_write_what_the_reference_does(CLUSTER, **drawn)
+
+
+@few
+@given(
+    lengths=LONGER,
+    kv_heads=st.integers(1, 3),
+    group=GROUPS,
+    options=st.fixed_dictionaries(
+        {
+            "microbatch": st.integers(1, 16),
+            "threshold": st.sampled_from((0.05, 0.5, 0.9, 0.999, 1.0)),
+            "sink_blocks": st.integers(0, 3),
+            "recent_blocks": st.integers(1, 3),
+            "max_blocks": st.integers(6, 60),
+            "rest": st.sampled_from(("least", "last")),
+            "statistic": st.sampled_from(("cuboid_mean", "minmax")),
+        }
+    ),
+)
+def test_psa_steps_on_clusters(**drawn):
+    with on_device(psa_step.cluster, "progressive_step"):
+        psa_step.test_clusters_read_and_write_what_the_reference_does(CLUSTER, **drawn)
+
+
+@few
+@given(
+    lengths=LONGER,
+    kv_heads=st.integers(1, 3),
+    group=GROUPS,
+    group_reduce=st.sampled_from(("softmax", "max")),
+    max_tokens=st.integers(68, 1100),
+    correction=st.sampled_from(("unbiased", "least_squares")),
+)
+def test_code_steps_on_clusters(**drawn):
+    with on_device(code_step.cluster, "key_codes_step"):
+        code_step.test_clusters_choose_and_write_what_the_reference_does(CLUSTER, **drawn)
