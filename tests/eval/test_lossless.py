@@ -386,6 +386,7 @@ def test_differences_are_counted_as_ties_or_others() -> None:
         ({"limit_seconds": 0.0}, "limit_seconds=0.0 is not allowed: a number above 0"),
         ({"contexts": ()}, "contexts is empty"),
         ({"data_dir": Path("books")}, "data_dir='books' is not allowed with a shape, which has no tokenizer"),
+        ({"data_dir": Path("books"), "shape": None, "model": "m"}, "data_dir='books' is not a folder"),
         ({"method": ("full",), "parameters": {}}, "method='full' has no method that drafts"),
         ({"method": ("tokenselect",), "parameters": {}}, "'tokenselect' does not support self-speculation: its passes"),
         ({"shape": "none"}, "shape='none' is unknown"),

@@ -100,5 +100,9 @@ BatchSize = Annotated[
 ]
 Dense = Annotated[
     bool,
-    typer.Option("--dense", help="Also answer with the whole context, and compare.", rich_help_panel=_QUESTIONS),
+    typer.Option(
+        "--dense",
+        help="Also answer with the whole context, and compare; centroids are scored too, and count.",
+        rich_help_panel=_QUESTIONS,
+    ),
 ]
