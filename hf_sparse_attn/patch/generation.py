@@ -65,6 +65,10 @@ MODE_OF_CALL = "_mode_of_call"
 """Attribute of a call's configuration: its mode with all arguments, an assistant among them."""
 
 
+FORMER_STATIC_NAMES = ("sliding_window", "hybrid", "hybrid_chunked")
+"""Names of ``cache_implementation`` that Transformers still takes for ``"static"``, for older checkpoints' sake."""
+
+
 class PrepareCache(StandIn):
     """Replacement of ``model._prepare_cache_for_generation`` that gives ``generate()`` a :class:`SparseCache`."""
 
@@ -81,6 +85,8 @@ class PrepareCache(StandIn):
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
         setattr(generation_config, MODE_OF_CALL, generation_mode)  # for this call only: generate() works on a copy
+        if generation_config.cache_implementation in FORMER_STATIC_NAMES:
+            generation_config.cache_implementation = "static"
         cache, wanted = model_kwargs.get(CACHE), generation_config.cache_implementation
         if wanted not in (None, "dynamic", "static"):
             raise ValueError(

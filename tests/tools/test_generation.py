@@ -156,6 +156,13 @@ def test_modes_that_transformers_has_given_up_are_its_own_error(options, model):
         model.generate(**PROMPT, **{**GREEDY, **options})
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "hybrid_chunked"])
+def test_former_names_of_static_caches(name, model):
+    with sparse_attention(model, "quest", **small("quest")):
+        expected = model.generate(**PROMPT, cache_implementation="static", **GREEDY)
+        assert torch.equal(model.generate(**PROMPT, cache_implementation=name, **GREEDY), expected)
+
+
 @pytest.mark.parametrize("name", ["offloaded", "offloaded_static", "quantized"])
 def test_caches_of_another_kind_are_refused(name, model):
     with (
