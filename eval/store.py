@@ -167,7 +167,7 @@ class Store:
 
     def _check_same(self, path: Path, config: Mapping[str, Any], files: TaskFiles | None) -> None:
         written = read_json(path, _CONFIGURATION)
-        if "benchmark" not in written:  # such as a model's
+        if not {"benchmark", _DATA} & written.keys():  # such as a model's
             raise EvalError(
                 f"out={str(self.folder)!r} is not a run's: its config.json names no benchmark. Allowed: a new or empty "
                 "folder, or one of an earlier run"

@@ -71,16 +71,20 @@ def test_the_first_sparse_step_after_dense_ones_is_checked(model, checks):
 
 
 @torch.no_grad()
-def test_a_step_of_another_dtype_is_checked(model):
+def test_a_step_whose_queries_have_another_dtype(model):
+    """They are cast to the cache's, and what comes out is cast back."""
     cache = SparseCache.for_model(model)
     model(random_ids(1, 100), past_key_values=cache)
     for _ in range(2):
         model(random_ids(1, 1), past_key_values=cache)
-    attention, length = model.model.layers[3].self_attn, cache.length
+    attention, token = model.model.layers[3].self_attn, random_ids(1, 1)
+    expected = model(token, past_key_values=cache).logits
+    cache.crop(-1)
+    dtypes = []
     attention.q_proj.register_forward_hook(lambda module, args, output: output.double())
-    with pytest.raises(TypeError, match=r"has dtype torch.float32; allowed: torch.float64"):
-        model(random_ids(1, 1), past_key_values=cache)
-    assert cache.length == length
+    attention.o_proj.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype) or (args[0].float(),))
+    torch.testing.assert_close(model(token, past_key_values=cache).logits, expected)
+    assert dtypes == [torch.float64]
 
 
 @torch.no_grad()
