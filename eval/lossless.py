@@ -37,6 +37,8 @@ def measure_lossless(
     EvalError
         Unknown model or device, or a RoPE that YaRN cannot extend; also see :func:`measure_lossless_model`.
     """
+    if config.data_dir is not None and not config.data_dir.is_dir():
+        raise EvalError(f"data_dir={str(config.data_dir)!r} is not a folder")
     model, tokenizer = open_model(config.speed)
     if config.yarn is not None:
         Yarn(config.yarn).apply(model)

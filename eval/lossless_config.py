@@ -80,8 +80,6 @@ class LosslessConfig:
                 raise EvalError(f"yarn={self.yarn:g} is not allowed with a shape, which holds every context as it is")
         if self.data_dir is not None and self.shape is not None:
             raise EvalError(f"data_dir={str(self.data_dir)!r} is not allowed with a shape, which has no tokenizer")
-        if self.data_dir is not None and not self.data_dir.is_dir():
-            raise EvalError(f"data_dir={str(self.data_dir)!r} is not a folder")
         if not self.methods():
             raise EvalError(f"method={','.join(self.method)!r} has no method that drafts")
 

@@ -386,7 +386,6 @@ def test_differences_are_counted_as_ties_or_others() -> None:
         ({"limit_seconds": 0.0}, "limit_seconds=0.0 is not allowed: a number above 0"),
         ({"contexts": ()}, "contexts is empty"),
         ({"data_dir": Path("books")}, "data_dir='books' is not allowed with a shape, which has no tokenizer"),
-        ({"data_dir": Path("books"), "shape": None, "model": "m"}, "data_dir='books' is not a folder"),
         ({"method": ("full",), "parameters": {}}, "method='full' has no method that drafts"),
         ({"method": ("tokenselect",), "parameters": {}}, "'tokenselect' does not support self-speculation: its passes"),
         ({"shape": "none"}, "shape='none' is unknown"),
@@ -401,5 +400,7 @@ def test_settings_that_do_not_suit_the_model(model_dir: str, data_dir: Path) -> 
     config = replace(SHORT, shape=None, model=model_dir, data_dir=data_dir)
     with pytest.raises(EvalError, match=r"prompts=2 with contexts=.150. needs as many books of 151 tokens; .* has 1"):
         measure_lossless(replace(config, prompts=2))
+    with pytest.raises(EvalError, match="data_dir='books' is not a folder"):
+        measure_lossless(replace(config, model="a model that is not there", data_dir=Path("books")))
     with pytest.raises(EvalError, match="needs 1029 positions; the model has 1024"):
         measure_lossless(replace(config, contexts=(1024,)))
