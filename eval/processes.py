@@ -103,13 +103,13 @@ def _joined(rank: int, world_size: int) -> Store:
     init_process_group(
         "gloo", store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=_LONGEST_WAIT
     )
-    atexit.register(_leave)
+    atexit.register(leave)
     return PrefixStore("eval", store)
 
 
-def _leave() -> None:
-    """Leave the process group. One that is still there while Python ends aborts the process now and then (SIGABRT)."""
-    from torch.distributed import destroy_process_group, is_initialized
+def leave() -> None:
+    """Leave the process group, if any. One that lives on while Python ends may abort the process (SIGABRT)."""
+    from torch import distributed
 
-    if is_initialized():
-        destroy_process_group()
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from eval.errors import EvalError
-from eval.processes import Processes
+from eval.processes import Processes, leave
 from hf_sparse_attn.cli.models import load_errors, locate
 from hf_sparse_attn.cli.progress import hidden_bars
 
@@ -110,7 +110,7 @@ def process_group() -> Iterator[None]:
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             gc.collect()  # NCCL waits for CUDA graphs that hold its work
-            torch.distributed.destroy_process_group()
+            leave()
 
 
 ONE_SHOT = "one-shot"

@@ -35,7 +35,8 @@ def _run_launches(group_reduce: str, layer: CodedLayer, impl: str | None) -> Out
     return run_step(group_reduce, layer, impl or ("triton" if layer.query.is_cuda else None))
 
 
-def _take_newest_token_away(layer: CodedLayer) -> None:
+def take_newest_token_away(layer: CodedLayer) -> None:
+    """Spoil what a step writes: its token in the buffers, and the counter."""
     layer.keys[:, :, -1] = float("nan")
     layer.values[:, :, -1] = float("nan")
     layer.counter.zero_()
@@ -81,7 +82,7 @@ def _of_reduction(group_reduce: str) -> tuple[Entry, Entry]:
         partial(run_step, group_reduce),
         partial(_check, group_reduce),
         step_bytes,
-        prepare=_take_newest_token_away,
+        prepare=take_newest_token_away,
         against_dense=True,
         details=partial(_details_of_clusters, group_reduce),
     )

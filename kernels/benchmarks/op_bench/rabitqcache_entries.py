@@ -10,6 +10,7 @@ import torch
 
 from op_bench import floors, oracle
 from op_bench.code_entries import attend, check_same, check_scores, tokens_read
+from op_bench.code_step_entries import take_newest_token_away
 from op_bench.code_workload import CodedLayer, code_bytes, code_layer_bytes, in_tokens, make_code_layer
 from op_bench.dense import fast_backends
 from op_bench.entry import Entry, Family, Outputs
@@ -78,12 +79,6 @@ def _run(layer: CodedLayer, impl: str | None) -> Outputs:
     return attend(layer, indices, counts, impl), indices, counts
 
 
-def _take_newest_token_away(layer: CodedLayer) -> None:
-    layer.keys[:, :, -1] = float("nan")
-    layer.values[:, :, -1] = float("nan")
-    layer.counter.zero_()
-
-
 def _check(layer: CodedLayer, outputs: Outputs) -> None:
     out, indices, counts = outputs
     oracle.check_appended(layer)
@@ -116,7 +111,7 @@ RABITQCACHE = Family(
     "RaBitQCache's decode steps",
     CODE_SHAPES,
     QUICK_CODE_SHAPES,
-    (Entry("rabitqcache_step", "", _run, _check, _step_bytes, _take_newest_token_away, against_dense=True),),
+    (Entry("rabitqcache_step", "", _run, _check, _step_bytes, take_newest_token_away, against_dense=True),),
     _make_layer,
     lambda shape, settings: code_layer_bytes(shape, _paged(settings)),
     step_bytes=_step_bytes,
