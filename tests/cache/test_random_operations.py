@@ -6,6 +6,7 @@ of token ids, each with the first token that it could see, since masks may show 
 
 import functools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -434,15 +435,21 @@ class Operations(RuleBasedStateMachine):
         patch_model(self.model, self.method, kv_storage=self.kv_storage)
 
     @rule(number=some_new_tokens, seed=numbers, starts=st.lists(numbers, min_size=1, max_size=3))
-    @precondition(lambda self: not self.method.rotates_keys and self.is_settled)
+    @precondition(lambda self: self.is_settled)
     def feed_the_unpatched_model(self, number, seed, starts):
-        if self.rows.length + number <= MAX_TOKENS:
-            rows = self.fed_anew(number, seed, starts)
-            unpatch_model(self.model)
-            try:
+        """It reads the cache as its own, or refuses one with keys that are not its own, which changes nothing."""
+        if self.rows.length + number > MAX_TOKENS:
+            return
+        rows = self.fed_anew(number, seed, starts)
+        has_own_keys = self.method.rotates_keys or self.method.changes_rope
+        refusal = pytest.raises(ValueError, match=r"caches keys .*patch_model") if has_own_keys else nullcontext()
+        unpatch_model(self.model)
+        try:
+            with refusal:
                 self.call(rows, number, self.cache, needs_mask=True)
-            finally:
-                patch_model(self.model, self.method, kv_storage=self.kv_storage)
+        finally:
+            patch_model(self.model, self.method, kv_storage=self.kv_storage)
+        if not has_own_keys:
             self.rows = rows
 
     @rule(method=st.sampled_from(list(METHODS.values())), seed=numbers)
