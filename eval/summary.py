@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from eval.config import DENSE
+from eval.errors import EvalError
 
 _KEY = ("benchmark", "task", "length", "method", "token_budget", "variant")
 
@@ -73,8 +74,16 @@ def aggregate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _means_by_name(found: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """Return the mean of each named score."""
-    return {name: fmean(each[name] for each in found) for name in found[0]} if found else None
+    """Return the mean of each named score, which all samples have."""
+    if not found:
+        return None
+    for each in found:
+        if each.keys() != found[0].keys():
+            raise EvalError(
+                f"samples of one task have different scores: {sorted(found[0])} and {sorted(each)}; they come from "
+                "different versions of the benchmark and have to be measured anew"
+            )
+    return {name: fmean(each[name] for each in found) for name in found[0]}
 
 
 def _mean_by_position(found: Sequence[Sequence[Sequence[float]]]) -> list[list[float]] | None:

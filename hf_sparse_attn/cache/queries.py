@@ -12,7 +12,10 @@ class PromptQueries(NamedTuple):
     """Queries of its prompts that a layer keeps. Immutable, so that a failed pass is undone by the former object."""
 
     states: torch.Tensor
-    """[batch, q_heads, n, head_dim], the last queries as the attention function got them, the newest last."""
+    """[batch, q_heads, n, head_dim], the last queries as the attention function got them, the newest last.
+
+    They follow one another: those before a decode step, whose query is not kept, are dropped by the next pass.
+    """
     counts: torch.Tensor
     """int32 [batch]: how many of them, counted from the last, belong to the row's tokens and not to padding."""
     total: torch.Tensor
@@ -82,9 +85,11 @@ def followed_by(
     total = _sum_of_tokens(query, tokens if has_padding else None)
     if former is None:
         return PromptQueries(query[:, :, -most:].clone(), tokens.clamp_max(most), total, tokens, scale, end)
-    states = torch.cat((former.states, query[:, :, -most:]), dim=2)[:, :, -most:]
-    counts = (former.counts + tokens).clamp_max(most)
-    return PromptQueries(states.clone(), counts, former.total + total, former.number + tokens, scale, end)
+    states, counts = query, tokens
+    if former.end + query.shape[2] == end:
+        states, counts = torch.cat((former.states, query[:, :, -most:]), dim=2), former.counts + tokens
+    total, number = former.total + total, former.number + tokens
+    return PromptQueries(states[:, :, -most:].clone(), counts.clamp_max(most), total, number, scale, end)
 
 
 def _sum_of_tokens(query: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

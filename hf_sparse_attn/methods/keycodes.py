@@ -42,7 +42,8 @@ class KeyCodes(CodedMethod):
         Tokens that share a centre: a multiple of 16. A page is coded when it is full; until then it is read whole.
     group_reduce
         Reduction of the estimates of the query heads that share a KV head. ``"softmax"`` normalises each head's
-        estimates over the candidates before summing, so no head dominates. ``"max"`` takes the greatest.
+        estimates over all coded tokens, the sinks among them, before summing, so no head dominates. ``"max"`` takes the
+        greatest.
     sink_tokens
         First tokens, always read.
     query_centre

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 LEVELS = (1, 2)
 GROWTH = 2
-"""A growing conversation is clustered anew once it holds this many times the clustered tokens."""
+"""A growing conversation is clustered anew at the end of a prompt that leaves this many times the clustered tokens
+before its last ``window``."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,9 @@ class Squeezed(SparseMethod):
         ready = [row for row in due if known_queries(layers, row) >= -(-self.window // 2)]
         if len(ready) < len(due):
             warnings.warn(
-                f"squeezed: half of the prompt's last {self.window} queries are not known, since tokens were removed "
-                "from it or another model cached them; it is read exactly until another prompt follows",
+                f"squeezed: half of the text's last {self.window} queries are not known, since decode steps generated "
+                "its tokens, some were removed, or another model cached them; what is not clustered is read exactly "
+                "until another prompt follows",
                 stacklevel=2,
             )
         for row in ready:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_sparse_attn import DuoAttention, KeyCodes, Quest, SparseCache, StreamingLLM, sparse_attention
+from hf_sparse_attn import DuoAttention, KeyCodes, Quest, SnapKV, SparseCache, StreamingLLM, sparse_attention
 from hf_sparse_attn.methods.base import SparseMethod
 from tests.models import make_model, random_ids
 
@@ -153,3 +153,14 @@ def test_a_copy_that_was_made_in_inference_mode_serves_any_mode(model, case, roo
         copied.reorder_cache(torch.tensor([1, 0]))
         expected = expected[[1, 0]]
         torch.testing.assert_close(decode(model, copied, NEXT[[1, 0]]), expected, rtol=0, atol=1e-9)
+
+
+@torch.inference_mode()
+def test_a_fork_keeps_as_many_queries_for_its_own_forks():
+    model = make_model("llama")
+    cache = SparseCache(model.config, "full", keep_queries=8)
+    with sparse_attention(model, "full"):
+        model(PROMPT, past_key_values=cache)
+        fork = cache.fork("full")
+        model(NEXT, past_key_values=fork)
+        assert fork.fork(SnapKV(token_budget=16, window=8)).method.window == 8

@@ -408,3 +408,18 @@ def test_parking_frees_the_memory_of_the_device(patch, room, model):
         assert all(each.contents.is_pinned() for layer in cache.sparse_layers for each in layer._parked._tensors)
         model(random_ids(2, 1), past_key_values=cache)
         assert isinstance(cache.sparse_layers[-1].storage, HostStorage) == bool(patch)
+
+
+@torch.inference_mode()
+def test_the_windows_of_a_cache_stay_parked_when_its_fork_comes_back():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=20, dtype=torch.float64)
+    with sparse_attention(model, replace(QUEST, dense_layers=0)):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 60), past_key_values=cache)
+        fork = cache.fork(cache.method)
+        for each in (cache, fork):
+            each.park()
+        fork.unpark()
+        assert cache.is_parked
+        assert cache.layers[1].keys.is_meta

@@ -70,6 +70,19 @@ def test_a_row_without_tokens_has_the_mean_zero():
     assert kept.mean[1].tolist() == [[0.0] * 4]
 
 
+@pytest.mark.parametrize(("tokens", "known"), [(1, 1), (3, 3), (7, 4)])
+def test_the_last_queries_do_not_reach_back_over_decode_steps(tokens, known):
+    query = torch.randn(2, 1, 9 + 5 + tokens, 4, dtype=torch.float64)
+    first, later = query[:, :, :9], query[:, :, 14:]
+    lengths = torch.tensor([9, 2]).int()
+    kept = followed_by(None, first, lengths, True, SCALE, 4, 9)
+    kept = followed_by(kept, later, lengths + 5 + tokens, True, SCALE, 4, 14 + tokens)
+    assert torch.equal(kept.states, later[:, :, -4:])
+    assert kept.counts.tolist() == [known, known]
+    assert kept.number.tolist() == [9 + tokens, 2 + tokens]  # the mean is of all prompts
+    torch.testing.assert_close(kept.total[0], torch.cat((first, later), 2)[0].sum(1), rtol=1e-12, atol=1e-12)
+
+
 def test_a_cut_shortens_the_last_queries_and_keeps_the_mean():
     query = torch.randn(2, 1, 10, 4, dtype=torch.float64)
     kept = feed([query], [10, 10])
@@ -81,6 +94,11 @@ def test_a_cut_shortens_the_last_queries_and_keeps_the_mean():
         assert (cut.end, cut.number.tolist()) == (length, [10, 10])
         assert torch.equal(cut.mean, kept.mean)
     assert kept.cut(0) is None
+
+
+def test_a_cut_into_the_padding_of_a_row_leaves_none_of_its_queries():
+    query = torch.randn(2, 1, 10, 4, dtype=torch.float64)
+    assert feed([query], [10, 2]).cut(7).counts.tolist() == [1, 0]
 
 
 @torch.inference_mode()

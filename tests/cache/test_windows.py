@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_sparse_attn import SelfSpeculation, SparseCache, patch_model
+from hf_sparse_attn import SelfSpeculation, SparseCache, patch_model, sparse_attention_stats
 from tests.models import make_model, random_ids
 
 WINDOW = 20
@@ -73,3 +73,19 @@ def test_verification_with_no_room_for_a_second_token(new, room):
     cache = SparseCache.for_model(model, 70 + new + room)
     arguments = {"past_key_values": cache, "max_new_tokens": new, "custom_generate": SelfSpeculation(3)}
     assert torch.equal(model.generate(IDS, **arguments, **GREEDY), expected)
+
+
+def test_padding_in_a_window_is_not_counted_as_read():
+    model, ids = make(), random_ids(2, 71)
+    mask = torch.ones_like(ids)
+    mask[0, :60] = 0
+    cache, positions = SparseCache.for_model(model), (mask.cumsum(-1) - 1).clamp_min(0)
+    for part in (slice(0, 70), slice(70, 71)):
+        model(
+            ids[:, part],
+            attention_mask=mask[:, : part.stop],
+            position_ids=positions[:, part],
+            past_key_values=cache,
+        )
+    read = [layer.tokens_read for layer in sparse_attention_stats(model).layers]
+    assert read == [11 + WINDOW, 11 + 71]

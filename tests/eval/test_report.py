@@ -114,9 +114,16 @@ def test_summary_perplexity_is_the_geometric_mean() -> None:
     assert all(entry["score"] is None for entry in entries)
 
 
-def test_summary_medians_are_not_means() -> None:
-    (entry,) = summarise([record("b", "t", i, "full", None, ttft_seconds=t) for i, t in enumerate((1.0, 2.0, 90.0))])
-    assert entry["ttft_seconds"] == 2.0
+@pytest.mark.parametrize("name", ["context_seconds", "first_token_seconds", "ttft_seconds", "tpot_ms"])
+def test_summary_medians_are_not_means(name: str) -> None:
+    (entry,) = summarise([record("b", "t", i, "full", None, **{name: t}) for i, t in enumerate((1.0, 2.0, 90.0))])
+    assert entry[name] == 2.0
+
+
+def test_summary_of_samples_with_other_scores_is_an_error() -> None:
+    records = [record("b", "t", i, "full", None, scores={name: 1.0}) for i, name in enumerate(("rouge", "f1"))]
+    with pytest.raises(EvalError, match=r"samples of one task have different scores: \['rouge'\] and \['f1'\]"):
+        summarise(records)
 
 
 def test_summary_of_only_errors_has_no_figures() -> None:

@@ -173,10 +173,28 @@ def test_an_unknown_end_of_the_prompt_is_read_exactly_with_a_warning(model):
         cache = SparseCache.for_model(model)
         model(ids, past_key_values=cache)
         cache.crop(-30)
-        with pytest.warns(UserWarning, match="half of the prompt's last 12 queries are not known"):
+        with pytest.warns(UserWarning, match="half of the text's last 12 queries are not known"):
             cache.complete_prompt()
         model(ids[:, :1], past_key_values=cache)
         assert sparse_attention_stats(model).kv_fraction >= 1
+
+
+@torch.inference_mode()
+def test_a_short_turn_after_many_steps_cannot_calibrate(model):
+    """The queries before the steps come before most of what would be clustered."""
+    with sparse_attention(model, "squeezed", target_sparsity=0.6, **SMALL):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 60), past_key_values=cache)
+        for token in random_ids(1, 100, seed=1).split(1, dim=1):
+            model(token, past_key_values=cache)
+        model(random_ids(1, 5), past_key_values=cache)
+        with pytest.warns(UserWarning, match=r"half of .* 12 queries are not known, since decode steps generated"):
+            cache.complete_prompt()
+        assert cache.layers[0].metadata["context_lengths"].item() == 60 - 12
+        model(random_ids(1, 7), past_key_values=cache)  # the turn goes on
+        cache.complete_prompt()
+        assert cache.layers[0].metadata["context_lengths"].item() == 60 + 100 + 12 - 12
+        assert cache.layers[0].prompt_queries.counts.item() == 12
 
 
 @torch.inference_mode()

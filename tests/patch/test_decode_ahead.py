@@ -355,3 +355,15 @@ def test_in_cuda_graphs(method):
             for _ in range(2):  # the second one replays what the first one has recorded
                 actual = model.generate(**inputs, **arguments, **ends, custom_generate=DecodeAhead())
                 assert torch.equal(actual, stock)
+
+
+@torch.inference_mode()
+def test_windows_drop_old_tokens_again_after_an_answer():
+    kinds = ["sliding_attention", "full_attention"]
+    windows = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 20}
+    model = patch_model(make_model("qwen2", num_hidden_layers=2, **windows), "quest", token_budget=512, dense_layers=0)
+    cache = SparseCache.for_model(model)
+    answer = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+    text = model.generate(random_ids(1, 50), custom_generate=DecodeAhead(), **answer, eos_token_id=None)
+    model.generate(torch.cat((text, random_ids(1, 40, seed=1)), dim=1), **answer, eos_token_id=None)
+    assert cache.layers[0].keys.shape[2] == 20

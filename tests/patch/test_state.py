@@ -381,3 +381,45 @@ def test_a_pass_inside_a_pass_leaves_the_outer_one_alone(method_name):
         hook = model.model.layers[1].register_forward_pre_hook(call)
         torch.testing.assert_close(model(ids).logits, expected)
     torch.testing.assert_close(inside, [expected_inside])
+
+
+@pytest.fixture
+def hidden():
+    """A patched model and the cache of a prompt with hidden tokens, which the cache leaves out but counts."""
+    model = patch_model(make_model("llama", dtype=torch.float64), "quest", token_budget=256)
+    cache, ids = SparseCache.for_model(model), random_ids(1, 70)
+    mask = torch.ones_like(ids)
+    mask[:, [20, 21, 50]] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.inference_mode():
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    assert (cache.get_seq_length(), cache.length) == (70, 67)
+    return model, cache
+
+
+@torch.inference_mode()
+def test_a_reset_forgets_what_was_left_out(hidden):
+    model, cache = hidden
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    ids = random_ids(1, 40, seed=2)
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)
+
+
+@torch.inference_mode()
+def test_a_failed_pass_leaves_nothing_out(hidden):
+    model, cache = hidden
+    mask = torch.ones(1, 75, dtype=torch.long, device=DEVICE)
+    mask[:, [20, 21, 50, 72]] = 0
+    hook = model.get_decoder().layers[2].register_forward_pre_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(random_ids(1, 5, seed=1), attention_mask=mask, past_key_values=cache)
+    hook.remove()
+    assert (cache.get_seq_length(), cache.length) == (70, 67)
+
+
+def test_a_saved_cache_knows_what_was_left_out(hidden, tmp_path):
+    model, cache = hidden
+    cache.save(tmp_path / "cache", model)
+    loaded = SparseCache.load(tmp_path / "cache", model)
+    assert (loaded.get_seq_length(), loaded.length) == (70, 67)

@@ -28,6 +28,20 @@ def _eager_error(case, expected):
     return error
 
 
+def check(case):
+    """Both implementations read the blocks that the loop reads, and err no more than plain attention to them."""
+    expected = one_block_at_a_time(case)
+    assert expected.margin.min() > NEAR  # so that the stop does not depend on rounding
+    allowed = 2 * _eager_error(case, expected) + 1e-6
+    for impl in IMPLS:
+        out, lse, read_counts = progressive_decode(**case.arguments, impl=impl)
+        assert torch.equal(read_counts, expected.read_counts), impl
+        assert read_counts.dtype == torch.int32
+        assert out.dtype == case.rows.query.dtype
+        assert (out.double() - expected.out).abs().max().item() <= allowed, impl
+        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("lengths", "block_size", "microbatch", "threshold", "kv_heads", "group", "head_dim", "dtype"),
     [
@@ -53,16 +67,7 @@ def test_matches_one_block_at_a_time(lengths, block_size, microbatch, threshold,
         head_dim=head_dim,
         dtype=dtype,
     )
-    expected = one_block_at_a_time(case)
-    assert expected.margin.min() > NEAR  # so that the stop does not depend on rounding
-    allowed = 2 * _eager_error(case, expected) + 1e-6
-    for impl in IMPLS:
-        out, lse, read_counts = progressive_decode(**case.arguments, impl=impl)
-        assert torch.equal(read_counts, expected.read_counts), impl
-        assert read_counts.dtype == torch.int32
-        assert out.dtype == dtype
-        assert (out.double() - expected.out).abs().max().item() <= allowed, impl
-        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
+    check(case)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +84,7 @@ def test_matches_one_block_at_a_time(lengths, block_size, microbatch, threshold,
 )
 def test_the_rest_may_be_estimated_by_the_microbatches_means(lengths, microbatch, forced_blocks, options):
     options = {"rest": "last", "forced_blocks": forced_blocks, "threshold": 0.8, **options}
-    case = make_progressive(lengths, microbatch=microbatch, **options)
-    expected = one_block_at_a_time(case)
-    assert expected.margin.min() > NEAR
-    allowed = 2 * _eager_error(case, expected) + 1e-6
-    for impl in IMPLS:
-        out, lse, read_counts = progressive_decode(**case.arguments, impl=impl)
-        assert torch.equal(read_counts, expected.read_counts), impl
-        assert (out.double() - expected.out).abs().max().item() <= allowed, impl
-        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-5, atol=1e-5)
+    check(make_progressive(lengths, microbatch=microbatch, **options))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
