@@ -37,7 +37,7 @@ def host_profile(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Take the host's part of a token apart: uncompiled steps, compiled steps, and the first compiled call."""
+    """Break down the host's time per token: uncompiled steps, compiled steps, and the first compiled call."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

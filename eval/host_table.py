@@ -65,15 +65,15 @@ def host_tables(report: dict[str, Any]) -> list[Table]:
 
     from hf_sparse_attn.cli.terminal import literal
 
-    made = []
+    tables = []
     for head, lines in TABLES:
         table = Table(title=literal(title(report), "table.title"))
         for place, heading in enumerate(head):
             table.add_column(heading, justify="right" if place else "left")
         for cells in lines(report):
             table.add_row(*map(literal, cells))
-        made.append(table)
-    return made
+        tables.append(table)
+    return tables
 
 
 def title(report: dict[str, Any]) -> str:

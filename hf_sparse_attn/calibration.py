@@ -11,10 +11,12 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.checks import token_ids
 from hf_sparse_attn.methods.channels import STATISTICS, channel_weights, file_key
 from hf_sparse_attn.patch.patch import sparse_attention
+from hf_sparse_attn.patch.support import check_type
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
-from hf_sparse_attn.patched import text_model
+from hf_sparse_attn.patched import base_model, text_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,15 +41,24 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
 
     Raises
     ------
+    TypeError
+        ``model`` is no Transformers model, or ``input_ids`` holds no whole numbers.
     ValueError
-        ``input_ids`` is no batch of texts, or the model is divided by tensor parallelism.
+        ``input_ids`` is no batch of texts, or has ids that the model does not have, or the model is divided by tensor
+        parallelism.
+    FileNotFoundError
+        There is no folder for ``path``. Nothing is computed.
     """
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
+    check_type(base_model(model))
+    ids = token_ids("input_ids", input_ids, text_model(model).config.vocab_size).to(base_model(model).device)
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(ids.shape)}")
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(f"path={os.fspath(path)!r} is in a folder that does not exist")
     head_shard_of(model).require_whole("calibrate_channels")
     with sparse_attention(model, "full"):
-        cache = SparseCache(text_model(model).config, "full", keep_queries=input_ids.shape[1])
-        model(input_ids, logits_to_keep=1, **{CACHE: cache})
+        cache = SparseCache(text_model(model).config, "full", keep_queries=ids.shape[1])
+        model(ids, logits_to_keep=1, **{CACHE: cache})
     entries: dict[str, list[list[int]]] = {}
     for layer in cache.sparse_layers:
         assert layer.prompt_queries is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from hf_sparse_attn.cache.lengths import Shared
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
@@ -16,7 +17,7 @@ from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from hf_sparse_attn.record import SelectionRecord
 
@@ -60,6 +61,13 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return inner
 
 
+def check_model_type(model: object) -> None:
+    """Raise ``TypeError`` unless this is a Transformers model, or what PEFT or ``torch.compile`` make of one."""
+    inner = base_model(model) if isinstance(model, torch.nn.Module) else model  # type: ignore[arg-type]
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"model must be a Transformers model, got {type(model).__name__}")
+
+
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model that patching makes sparse: a multimodal model's text decoder, else the whole model.
 
@@ -93,10 +101,13 @@ def get_patch(model: PreTrainedModel) -> Patch:
 
     Raises
     ------
+    TypeError
+        This is no Transformers model.
     ValueError
         The model is not patched.
     """
     if not is_patched(model):
+        check_model_type(model)
         raise ValueError(f"this {type(model).__name__} is not patched; call patch_model(model) first")
     patch: Patch = base_model(model).__dict__[_ATTRIBUTE]
     return patch

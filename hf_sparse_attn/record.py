@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_sparse_attn.checks import whole_number
 from hf_sparse_attn.methods.base import Selection
 from hf_sparse_attn.patched import get_patch, is_patched
 
@@ -80,13 +81,13 @@ class SelectionRecord:
         ValueError
             ``layer``, ``step`` or ``row`` is out of range.
         """
-        recorded = self._layer(layer)
+        recorded, step, row = self._layer(layer), whole_number("step", step), whole_number("row", row)
         if not -len(recorded) <= step < len(recorded):
             raise ValueError(f"step must be between {-len(recorded)} and {len(recorded) - 1}, got {step}")
-        found = recorded[step]
-        if not 0 <= row < len(found.row_lengths):
-            raise ValueError(f"row must be between 0 and {len(found.row_lengths) - 1}, got {row}")
-        return _tokens_read(found, row)
+        recorded_step = recorded[step]
+        if not 0 <= row < len(recorded_step.row_lengths):
+            raise ValueError(f"row must be between 0 and {len(recorded_step.row_lengths) - 1}, got {row}")
+        return _tokens_read(recorded_step, row)
 
     def block_reads(self, block_size: int = 16, row: int = 0) -> torch.Tensor:
         """Return the share of tokens read in each block, for a heatmap.
@@ -109,8 +110,7 @@ class SelectionRecord:
         ValueError
             ``block_size`` is below 1, ``row`` is out of range, or nothing was recorded.
         """
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        block_size = whole_number("block_size", block_size, 1)
         if not self.num_steps:
             raise ValueError("no decode step was recorded; generate at least two tokens while recording")
         steps = [
@@ -158,7 +158,8 @@ def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     """Record which blocks the decode steps of a patched model read, inside a ``with`` block.
 
     Inside the block ``generate()`` does not compile its decode steps and every layer waits for the device, so timings
-    are meaningless. Recording continues if the model is patched with another method inside the block.
+    are meaningless. Recording continues if the model is patched with another method inside the block, and ends if it is
+    unpatched.
 
     Parameters
     ----------
@@ -173,6 +174,8 @@ def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     ------
     ValueError
         The model is not patched, or is already being recorded.
+    RuntimeError
+        The model was unpatched inside the block and patched again, so that later steps were not recorded.
 
     Examples
     --------
@@ -186,8 +189,13 @@ def record_selections(model: PreTrainedModel) -> Iterator[SelectionRecord]:
     get_patch(model).recorder = record
     try:
         yield record
+        if is_patched(model) and get_patch(model).recorder is not record:
+            raise RuntimeError(
+                f"this {type(model).__name__} was unpatched while it was recorded, which ended the recording, and "
+                "patched again: call patch_model without unpatch_model before it"
+            )
     finally:
-        if is_patched(model):
+        if is_patched(model) and get_patch(model).recorder is record:
             get_patch(model).recorder = None
 
 

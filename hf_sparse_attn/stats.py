@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -113,11 +113,11 @@ class LayerStats:
     """With K and V in host memory, full blocks that steps read by way of the device's pool or slots, summed over steps,
     rows and KV heads."""
     blocks_hit: int = 0
-    """Those of them that were there when they were looked up; the others were loaded."""
+    """Those of :attr:`blocks_read` that the device already held; the others were loaded."""
     bytes_loaded: int = 0
     """Bytes of K and V copied from host memory to the device, in prompts too, and ahead of steps that stop earlier."""
     step_bytes_loaded: int = 0
-    """Those of them that decode steps loaded, or that were loaded ahead of them."""
+    """Those of :attr:`bytes_loaded` that decode steps loaded, or that were loaded ahead of them."""
     bytes_stored: int = 0
     """Bytes of K and V copied to host memory."""
     stall_seconds: float = 0.0
@@ -153,18 +153,10 @@ class SparseAttentionStats(LayerStats):
         counts: Counter[str] = Counter()
         for layer in layers:
             counts.update(layer.method_counts)
+        summed = {each.name for each in fields(LayerStats)} - {"decode_steps", "method_counts"}
         return cls(
             decode_steps=max((layer.decode_steps for layer in layers), default=0),
-            tokens_read=sum(layer.tokens_read for layer in layers),
-            kv_bytes=sum(layer.kv_bytes for layer in layers),
-            metadata_bytes=sum(layer.metadata_bytes for layer in layers),
-            dense_bytes=sum(layer.dense_bytes for layer in layers),
             method_counts=dict(counts),
-            blocks_read=sum(layer.blocks_read for layer in layers),
-            blocks_hit=sum(layer.blocks_hit for layer in layers),
-            bytes_loaded=sum(layer.bytes_loaded for layer in layers),
-            step_bytes_loaded=sum(layer.step_bytes_loaded for layer in layers),
-            bytes_stored=sum(layer.bytes_stored for layer in layers),
-            stall_seconds=sum(layer.stall_seconds for layer in layers),
             layers=layers,
+            **{name: sum(getattr(layer, name) for layer in layers) for name in summed},
         )

@@ -6,9 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -30,6 +29,7 @@ from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache.split import evicting_storage
 from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.cache.window import WindowLayer
+from hf_sparse_attn.checks import whole_number, whole_numbers
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.heads import kv_heads_of, query_heads_of
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
@@ -40,16 +40,6 @@ from hf_sparse_attn.stats import LayerCounter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-
-def _whole_number(name: str, value: object, least: int, or_else: str = "") -> int:
-    """Return a number of tokens; raise unless it is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be a whole number{or_else}, got {value!r}")
-    number = index(value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}{or_else}, got {number}")
-    return number
 
 
 class SparseCache(Cache):  # type: ignore[misc]
@@ -75,7 +65,7 @@ class SparseCache(Cache):  # type: ignore[misc]
     method
         The sparse-attention method, or its name. It must equal the method that the model is patched with.
     max_cache_len
-        Maximum number of tokens, allocated at once. None for buffers that grow: twofold at first, later by an eighth.
+        Maximum number of tokens, allocated at once. None for buffers that double at first and later grow by an eighth.
     initial_capacity
         Tokens to allocate room for at first, if ``max_cache_len`` is None.
     prefix
@@ -94,9 +84,11 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     Raises
     ------
+    TypeError
+        ``max_cache_len``, ``initial_capacity`` or ``keep_queries`` is no whole number.
     ValueError
-        ``max_cache_len`` is below 1, a layer of the model is neither full nor sliding-window attention, ``prefix``
-        fits neither the method nor the layers, or the method does not support ``kv_storage``.
+        One of them is below its least value, a layer of the model is neither full nor sliding-window attention,
+        ``prefix`` fits neither the method nor the layers, or the method does not support ``kv_storage``.
     """
 
     def __init__(
@@ -112,9 +104,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         head_shard: HeadShard = WHOLE,
     ) -> None:
         if max_cache_len is not None:
-            max_cache_len = _whole_number("max_cache_len", max_cache_len, 1, " or None")
-        initial_capacity = _whole_number("initial_capacity", initial_capacity, 0)
-        keep_queries = _whole_number("keep_queries", keep_queries, 0)
+            max_cache_len = whole_number("max_cache_len", max_cache_len, 1, " or None")
+        initial_capacity = whole_number("initial_capacity", initial_capacity, 0)
+        keep_queries = whole_number("keep_queries", keep_queries, 0)
         self.method = make_method(method)
         check_kv_storage(kv_storage, self.method)
         self.kv_storage, self.head_shard = kv_storage, head_shard
@@ -866,6 +858,8 @@ class SparseCache(Cache):  # type: ignore[misc]
 
         Raises
         ------
+        TypeError
+            ``tokens_to_remove`` is no whole number.
         ValueError
             ``tokens_to_remove`` is positive or exceeds the cached tokens, or the method has evicted tokens at a greater
             length. Nothing is removed.
@@ -911,21 +905,64 @@ class SparseCache(Cache):  # type: ignore[misc]
             self.shared.prompt_is_open, self.finished_at = False, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace row ``b`` by row ``beam_idx[b]``, for beam search."""
+        """Replace row ``b`` by row ``beam_idx[b]``, for beam search.
+
+        Parameters
+        ----------
+        beam_idx
+            int [batch]: for each row the one that takes its place, on any device.
+
+        Raises
+        ------
+        TypeError
+            ``beam_idx`` holds no whole numbers.
+        IndexError
+            There is no such row. Nothing is changed.
+        """
+        beam_idx = whole_numbers("beam_idx", beam_idx)
         self.recover()
         self._try_rows(lambda starts: starts.index_select(0, beam_idx.to(starts.device)))
         with self._changing("reorder_cache"):
             super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
+        """Repeat every row ``repeats`` times, copies next to each other.
+
+        Raises
+        ------
+        TypeError
+            ``repeats`` is no whole number.
+        ValueError
+            It is below 1.
+        """
+        repeats = whole_number("repeats", repeats, 1)
         self.recover()
         self._try_rows(lambda starts: starts.repeat_interleave(repeats))
         with self._changing("batch_repeat_interleave"):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the rows in ``indices``."""
+        """Keep only the rows in ``indices``, in their order.
+
+        Parameters
+        ----------
+        indices
+            int [rows to keep] or bool [batch], on any device.
+
+        Raises
+        ------
+        TypeError
+            ``indices`` holds neither whole numbers nor a mask of the rows.
+        ValueError
+            No row is left.
+        IndexError
+            There is no such row. Nothing is changed.
+        """
+        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        indices = whole_numbers("indices", indices)
+        if not indices.numel():
+            raise ValueError("indices must keep at least one row, got none")
         self.recover()
         self._try_rows(lambda starts: starts[indices.to(starts.device)])
         with self._changing("batch_select_indices"):

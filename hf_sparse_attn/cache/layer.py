@@ -19,6 +19,7 @@ from hf_sparse_attn.cache.prefix import Prefix
 from hf_sparse_attn.cache.queries import PromptQueries, followed_by
 from hf_sparse_attn.cache.split import of_kind
 from hf_sparse_attn.cache.storage import Present, Rows, Storage
+from hf_sparse_attn.checks import whole_number
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
 from hf_sparse_attn.methods import FULL, SparseMethod
 from hf_sparse_attn.methods.base import Selection
@@ -666,7 +667,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def length_after_crop(length: int, tokens_to_remove: int | torch.Tensor) -> int:
     """Return the length after a crop; raise ``ValueError`` if it removes more tokens than are cached."""
-    tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a device tensor
+    tokens_to_remove = whole_number("tokens_to_remove", tokens_to_remove)  # assisted decoding passes a device tensor
     if tokens_to_remove > 0 or -tokens_to_remove > length:
         allowed = f"between -{length} (all tokens) and 0" if length else "0, since the cache is empty"
         raise ValueError(f"tokens_to_remove must be {allowed}, got {tokens_to_remove}")

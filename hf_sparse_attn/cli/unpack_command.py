@@ -30,7 +30,7 @@ def unpack(file: File, folder: Folder, dtype: Dtype = "float32") -> None:
     if dtype not in options.DTYPES:
         fail(f"--dtype {dtype!r} is unknown; allowed: {', '.join(options.DTYPES)}")
     if file.suffix.lower() != ".gguf":
-        fail(f"FILE {str(file)!r} is not allowed: a .gguf file")
+        fail(f"FILE {str(file)!r} {'is not' if file.exists() else 'does not exist; it must be'} a .gguf file")
     target = folder.expanduser()
     if target.exists():
         fail(f"FOLDER {str(folder)!r} exists; name a new one")

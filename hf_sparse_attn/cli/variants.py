@@ -50,7 +50,7 @@ def make_methods(
         _check_parameter(key, known, methods)
         if budgets and key.rpartition(".")[2] == "token_budget":
             raise ValueError("token_budget is given twice")
-    made = []
+    variants = []
     for name in (name for name in names if name != FULL.name):
         chosen = {key: value for key, value in parameters.items() if key in known[name]}
         chosen |= {
@@ -59,10 +59,10 @@ def make_methods(
         if budgets and methods[name].sparse_phases:
             chosen["token_budget"] = list(budgets)
         sweeps = [_sweep(key, value) for key, value in chosen.items()]
-        made += [
+        variants += [
             make_known(methods, name, dict(zip(chosen, values, strict=True))) for values in itertools.product(*sweeps)
         ]
-    return made
+    return variants
 
 
 def _sweep(key: str, value: Any) -> list[Any]:

@@ -13,11 +13,12 @@ import torch
 
 from hf_sparse_attn._version import __version__
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
+from hf_sparse_attn.checks import one_text, whole_numbers
 from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
-from hf_sparse_attn.patched import base_model, layer_devices
+from hf_sparse_attn.patched import base_model, check_model_type, layer_devices
 from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -109,10 +110,12 @@ def write(context: FixedContext, path: Path) -> None:
 
 def read(cls: type[FixedContext], path: Path, model: PreTrainedModel, input_ids: torch.Tensor | None) -> FixedContext:
     """Read a context; see :meth:`FixedContext.load`."""
+    check_model_type(model)
     head_shard_of(base_model(model)).require_whole("FixedContext.load")
+    ids = None if input_ids is None else one_text(whole_numbers("input_ids", input_ids))
     with opened(path) as (file, header):
         header.identity.check(ModelIdentity.of(model), f"{path} was prepared")
-        if input_ids is not None and hash_token_ids(input_ids) != header.token_ids_hash:
+        if ids is not None and hash_token_ids(ids) != header.token_ids_hash:
             raise ValueError(f"{path} holds the context of other token ids than the given input_ids")
         devices = layer_devices(model)
         layers, queries = [], []

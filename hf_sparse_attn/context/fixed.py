@@ -12,6 +12,7 @@ import torch
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.prefix import Prefix
+from hf_sparse_attn.checks import whole_number
 from hf_sparse_attn.clusters.thresholds import shares_read, thresholds
 from hf_sparse_attn.context import files
 from hf_sparse_attn.context.times import PreparationSeconds
@@ -62,7 +63,8 @@ class FixedContext:
     layers: Sequence[Prefix]
     """Keys, values and index of each layer, [1, kv_heads, tokens, head_dim]."""
     queries: Sequence[torch.Tensor]
-    """The last ``method.window`` queries of each layer, [q_heads, window, head_dim], scaled as for 1/sqrt(d)."""
+    """The last ``method.window`` queries of each layer, [q_heads, window, head_dim], times the model's factor on q.k
+    and sqrt(head_dim)."""
     seconds: PreparationSeconds
     """How long the preparation took."""
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -102,11 +104,13 @@ class FixedContext:
 
         Raises
         ------
+        TypeError
+            ``batch_size`` or ``max_cache_len`` is no whole number.
         ValueError
-            ``batch_size`` or ``max_cache_len`` is below 1.
+            One of them is below 1.
         """
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
+        if batch_size is not None:
+            batch_size = whole_number("batch_size", batch_size, 1, " or None")
         cache = SparseCache(
             self.config, self.method, max_cache_len, prefix=self.layers, prefix_hash=self.token_ids_hash
         )
@@ -154,9 +158,11 @@ class FixedContext:
 
         Raises
         ------
+        TypeError
+            ``model`` is no Transformers model, or ``input_ids`` holds no whole numbers.
         ValueError
-            The file is damaged, cut off or no context, or belongs to another model, other token ids or another version
-            of the format; or the model is divided by tensor parallelism.
+            ``input_ids`` has another shape. The file is damaged, cut off or no context, or belongs to another model,
+            other token ids or another version of the format. Or the model is divided by tensor parallelism.
         OSError
             The file cannot be read.
         """

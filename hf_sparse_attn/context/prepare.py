@@ -13,6 +13,7 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.cache.prefix import Prefix, hash_token_ids
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.checks import one_text, token_ids, whole_number
 from hf_sparse_attn.clusters.thresholds import thresholds
 from hf_sparse_attn.context.fixed import FixedContext, first_rows, with_thresholds
 from hf_sparse_attn.context.times import PreparationSeconds
@@ -67,11 +68,11 @@ def prepare_context(
     Raises
     ------
     TypeError
-        ``model`` is no Transformers model, ``input_ids`` are not whole numbers, or ``method`` is not a
-        :class:`Squeezed`.
+        ``model`` is no Transformers model, ``input_ids`` or ``chunk_size`` are not whole numbers, ``method`` is not a
+        :class:`Squeezed`, or ``progress`` is neither a bool nor a function.
     ValueError
-        A hyperparameter is out of range, the context is not longer than ``sink_tokens + window`` or longer than the
-        model's positions, or the model is not supported, multimodal, or divided by tensor parallelism.
+        A hyperparameter or a token id is out of range, the context is not longer than ``sink_tokens + window`` or
+        longer than the model's positions, or the model is not supported, multimodal, or divided by tensor parallelism.
 
     Examples
     --------
@@ -90,17 +91,18 @@ def prepare_context(
     chosen = make_method("squeezed" if method is None else method, **hyperparameters)
     if not isinstance(chosen, Squeezed):
         raise TypeError(f"method must be a Squeezed, got {chosen!r}")
-    token_ids = _checked(input_ids, chosen).to(base_model(model).device)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    tokens = token_ids.shape[1]
-    device = token_ids.device
+    ids = token_ids("input_ids", input_ids, base_model(model).config.vocab_size).to(base_model(model).device)
+    ids = _checked(ids, chosen)
+    chunk_size = whole_number("chunk_size", chunk_size, 1)
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a function, got {progress!r}")
+    tokens, device = ids.shape[1], ids.device
     started = _now(device)
     with torch.no_grad(), sparse_attention(model, chosen):
         config = base_model(model).config
         cache = SparseCache(config, chosen, initial_capacity=tokens)
         decoder = base_model(model).get_decoder()
-        for part in _shown(torch.split(token_ids, chunk_size, dim=1), "Prefill", progress):
+        for part in _shown(torch.split(ids, chunk_size, dim=1), "Prefill", progress):
             decoder(input_ids=part, use_cache=True, **{CACHE: cache})
     prefilled = _now(device)
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]
@@ -114,7 +116,7 @@ def prepare_context(
         method=chosen,
         config=base_model(model).config,
         identity=ModelIdentity.of(model),
-        token_ids_hash=hash_token_ids(token_ids),
+        token_ids_hash=hash_token_ids(ids),
         layers=layers,
         queries=queries,
         seconds=seconds,
@@ -128,23 +130,15 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _checked(input_ids: torch.Tensor | Sequence[int], method: Squeezed) -> torch.Tensor:
-    try:
-        token_ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"input_ids must be whole numbers, got {type(input_ids).__name__}: {error}") from error
-    if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
-        raise TypeError(f"input_ids must be whole numbers, got {token_ids.dtype}")
-    if token_ids.dim() == 1:
-        token_ids = token_ids[None]
-    if token_ids.dim() != 2 or len(token_ids) != 1:
-        raise ValueError(f"input_ids must be [tokens] or [1, tokens], got shape {tuple(token_ids.shape)}")
-    if token_ids.shape[1] <= method.sink_tokens + method.window:
+def _checked(ids: torch.Tensor, method: Squeezed) -> torch.Tensor:
+    """Return the ids of one text as [1, tokens]."""
+    ids = one_text(ids)
+    if ids.shape[1] <= method.sink_tokens + method.window:
         raise ValueError(
             f"input_ids must have more than sink_tokens + window = {method.sink_tokens + method.window} tokens, which "
-            f"are not clustered, got {token_ids.shape[1]}"
+            f"are not clustered, got {ids.shape[1]}"
         )
-    return token_ids
+    return ids
 
 
 def _packed(layer: SparseLayer, method: Squeezed) -> Prefix:

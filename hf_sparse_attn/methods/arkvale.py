@@ -38,9 +38,12 @@ class ArkVale(Quest):
     bounds_dtype
         Precision of the box: ``"int8"`` (default) keeps 8-bit levels, rounded outwards, with one exponent per page and
         one per channel; ``"model"`` keeps the model's dtype, rounded to nearest.
-    offload, gpu_cache_tokens, eviction
-        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
-        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
+    offload
+        Keep K and V in host memory, beside a pool of blocks on the device. A keyword argument, as the next two.
+    gpu_cache_tokens
+        Tokens of each layer and KV head that the pool has room for on average, in all rows together.
+    eviction
+        How blocks make room for others in the pool: ``"lru"``, the least recently used first, or ``"fifo"``.
 
     Notes
     -----

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from hf_sparse_attn_kernels import sparse_decode
 
+from hf_sparse_attn.checks import boolean
 from hf_sparse_attn.dense import dense_attention
 from hf_sparse_attn.methods.merge import merge_attention
 from hf_sparse_attn.rope import max_positions
@@ -45,7 +46,7 @@ class Offload(NamedTuple):
     held_at_once: str
     """Names these blocks in messages, such as ``"all of a selection"``."""
     gpu_cache_tokens: int
-    """Tokens of all offloaded layers and KV heads that the pool on the device has room for, shared by the rows."""
+    """Tokens of each offloaded layer and KV head that the pool on the device has room for on average, in all rows."""
     eviction: str
     """Policy of the pool, ``"lru"`` or ``"fifo"``."""
 
@@ -114,10 +115,10 @@ class SparseMethod:
     rehearses: ClassVar[bool] = False
     """Give decode steps ``layer.rehearsed_query``, made of the previous attention's input; not in the first layer."""
     lasting_metadata: ClassVar[tuple[str, ...]] = ()
-    """Names of metadata that keys and values cannot give again: kept when the rest is rebuilt, and needed by a fork."""
+    """Names of metadata that cannot be computed from keys and values: kept by a rebuild, and needed by a fork."""
     appends_metadata: ClassVar[bool] = False
-    """Undo failed passes over several tokens by :meth:`crop_metadata`, since what they write for cached tokens stays
-    valid; if False, the metadata is rebuilt from the keys and the prompt finished anew."""
+    """Metadata is appended only, so :meth:`crop_metadata` undoes a failed pass over several tokens; if False, it is
+    rebuilt from the keys and the prompt finished anew."""
     counts: ClassVar[tuple[str, ...]] = ()
     """Names of the method's own counts in ``layer.counter.own``, shown by the stats next to tokens and bytes."""
 
@@ -146,18 +147,24 @@ class SparseMethod:
         ValueError
             A value is out of range.
         """
-        self._check_whole_numbers()
+        self._check_types()
         self._require("token_budget", self.token_budget >= 1, "at least 1")
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
         may_be_dense = self.dense_layers == 0 or not self.rotates_keys
         self._require("dense_layers", may_be_dense, "0: a dense layer would rotate keys beyond the trained positions")
 
-    def _check_whole_numbers(self, but: tuple[str, ...] = ()) -> None:
+    def _check_types(self) -> None:
+        """Check the fields that are whole numbers or bools by their annotations."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if field.type in ("int", int) and field.name not in but and not is_whole:
-                raise TypeError(f"{field.name} must be a whole number, got {value!r}")
+            value, annotation = getattr(self, field.name), str(getattr(field.type, "__name__", field.type))
+            kind, _, or_none = annotation.partition(" | ")
+            if or_none and value is None:
+                continue
+            or_else = " or None" if or_none else ""
+            if kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{field.name} must be a whole number{or_else}, got {value!r}")
+            if kind == "bool":
+                boolean(field.name, value)
 
     def _check_numbers(self, *parameters: str) -> None:
         for parameter in parameters:
@@ -204,8 +211,8 @@ class SparseMethod:
     def compiles_verification(self) -> bool:
         """Whether a pass that verifies a draft may be compiled, so that :meth:`finish_prompt` is not called after it.
 
-        :meth:`update_metadata` alone then keeps the metadata up, without reading lengths on the host. By default it
-        does if the method has no :meth:`finish_prompt`.
+        :meth:`update_metadata` alone then keeps the metadata up to date, without reading lengths on the host. By
+        default it does if the method has no :meth:`finish_prompt`.
         """
         return type(self).finish_prompt is SparseMethod.finish_prompt
 

@@ -62,11 +62,6 @@ class CodedMethod(SparseMethod, partial=True):
         is_multiple = self.page_size >= PAGE_MULTIPLE and self.page_size % PAGE_MULTIPLE == 0
         self._require("page_size", is_multiple, f"a multiple of {PAGE_MULTIPLE}")
 
-    def _require_query_centre(self) -> None:
-        """Raise ``TypeError`` unless the field ``query_centre`` is True or False."""
-        if not isinstance(self.query_centre, bool):
-            raise TypeError(f"query_centre must be True or False, got {self.query_centre!r}")
-
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that a key's code fills whole bytes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_sparse_attn.methods.channels import (
     label_values,
     make_labels,
 )
+from hf_sparse_attn.methods.parameter_file import path_text
 from hf_sparse_attn.methods.scores import GROUP_REDUCTIONS, best_tokens, grouped, reduce_group, token_scores
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class DoubleSparsity(SparseMethod):
     dense_layers: int = 2
     channels: int = 16
     label_bits: int = 4
-    calibration: str | None = None
+    calibration: str | os.PathLike[str] | None = None
     statistic: str = "qk"
     calibration_queries: int = 64
     group_reduce: str = "softmax"
@@ -86,8 +88,8 @@ class DoubleSparsity(SparseMethod):
     def __post_init__(self) -> None:
         """Check the hyperparameters; errors as of :class:`SparseMethod`."""
         super().__post_init__()
-        if self.calibration is not None and not isinstance(self.calibration, str):
-            raise TypeError(f"calibration must be the path of a file, as a str, or None, got {self.calibration!r}")
+        if self.calibration is not None:
+            object.__setattr__(self, "calibration", path_text("calibration", self.calibration))
         self._require("label_bits", self.label_bits in LABEL_BITS, f"one of {', '.join(map(str, LABEL_BITS))}")
         at_once = max(1, 8 // self.label_bits)
         is_multiple = self.channels >= 1 and self.channels % at_once == 0
@@ -118,7 +120,7 @@ class DoubleSparsity(SparseMethod):
         for layer_idx, (kind, q_heads) in enumerate(zip(kinds, query_heads_of(config), strict=True)):
             heads = (q_heads, kv_heads_of(config))
             if layer_idx >= self.dense_layers and kind == "full_attention":
-                channels_of_file(self.calibration, layer_idx, self.statistic, heads, head_dim)
+                channels_of_file(os.fspath(self.calibration), layer_idx, self.statistic, heads, head_dim)
 
     @property
     def keeps_queries(self) -> int:
@@ -138,7 +140,7 @@ class DoubleSparsity(SparseMethod):
         else:
             shard = layer.head_shard
             heads = (layer.q_heads * shard.size, kv_heads * shard.size)
-            weights = channels_of_file(self.calibration, layer.layer_idx, self.statistic, heads, head_dim)
+            weights = channels_of_file(os.fspath(self.calibration), layer.layer_idx, self.statistic, heads, head_dim)
             chosen = heaviest(shard.slice(weights), kv_heads, self.channels).to(keys.device)
         dtypes = {"labels": keys.dtype if self.label_bits == MODEL_BITS else torch.uint8, "label_range": torch.float16}
         labels = {

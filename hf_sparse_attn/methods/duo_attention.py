@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +15,7 @@ from hf_sparse_attn.dense import stock_attention
 from hf_sparse_attn.heads import kv_heads_of
 from hf_sparse_attn.methods.base import Selection, SparseMethod
 from hf_sparse_attn.methods.evicting import DENSE, EvictingMethod, places, storage_of
+from hf_sparse_attn.methods.parameter_file import path_text
 from hf_sparse_attn.methods.retrieval_heads import Values, checked, read_values, streaming_heads
 from hf_sparse_attn.sinks import with_sinks
 
@@ -62,7 +64,7 @@ class DuoAttention(EvictingMethod):
     sparse_phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     token_budget: int = 320
-    heads: str | Values | None = None
+    heads: str | os.PathLike[str] | Sequence[Sequence[float]] | torch.Tensor | None = None
     threshold: float = 0.5
     sparsity: float | None = None
     sink_tokens: int = 64
@@ -75,11 +77,15 @@ class DuoAttention(EvictingMethod):
         self._check_numbers("threshold", *(() if self.sparsity is None else ("sparsity",)))
         self._require("threshold", 0 <= self.threshold <= 1, "between 0 and 1")
         self._require("sparsity", self.sparsity is None or 0 <= self.sparsity <= 1, "None, or between 0 and 1")
-        if self.heads is not None and not isinstance(self.heads, str):
+        if isinstance(self.heads, (str, os.PathLike)):
+            object.__setattr__(self, "heads", path_text("heads", self.heads))
+        elif self.heads is not None:
             object.__setattr__(self, "heads", checked(self.heads, "heads"))
 
     def _values(self) -> Values | None:
-        return read_values(self.heads) if isinstance(self.heads, str) else self.heads
+        if self.heads is None:
+            return None
+        return read_values(self.heads) if isinstance(self.heads, str) else checked(self.heads, "heads")
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that ``heads`` are those of the model.

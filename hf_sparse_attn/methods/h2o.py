@@ -49,8 +49,6 @@ class H2O(EvictingMethod):
         super().__post_init__()
         if self.recent is None:
             return
-        if isinstance(self.recent, bool) or not isinstance(self.recent, int):
-            raise TypeError(f"recent must be a whole number or None, got {self.recent!r}")
         allowed = f"None, or between 0 and token_budget - 1 = {self.token_budget - 1}"
         self._require("recent", 0 <= self.recent < self.token_budget, allowed)
 

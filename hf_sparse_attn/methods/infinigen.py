@@ -60,7 +60,7 @@ class InfiniGen(SparseMethod):
     rehearses: ClassVar[bool] = True
     appends_metadata: ClassVar[bool] = True
 
-    token_budget: int = None  # type: ignore[assignment]  # None: no maximum
+    token_budget: int | None = None  # type: ignore[assignment]  # None: no maximum
     dense_layers: int = 1
     alpha: float = 4.0
     max_share: float = 0.2
@@ -78,7 +78,7 @@ class InfiniGen(SparseMethod):
         ValueError
             A value is out of range.
         """
-        self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
+        self._check_types()
         self._check_numbers("alpha", "max_share", "channel_share")
         self._require("token_budget", self.token_budget is None or self.token_budget >= 1, "None, or at least 1")
         self._require("dense_layers", self.dense_layers >= 1, "at least 1: nothing comes before the first layer")

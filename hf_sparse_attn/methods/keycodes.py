@@ -88,7 +88,6 @@ class KeyCodes(CodedMethod):
             self.token_budget >= always_read,
             f"at least {always_read}: the first sink_tokens={self.sink_tokens} and a page of {self.page_size}",
         )
-        self._require_query_centre()
         self._require("correction", self.correction in CORRECTIONS, f"one of {', '.join(CORRECTIONS)}")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from hf_sparse_attn.heads import query_heads_of
 from hf_sparse_attn.methods.base import SparseMethod
 from hf_sparse_attn.methods.full import Full
 from hf_sparse_attn.methods.head_patterns import HeadPattern, read_patterns
+from hf_sparse_attn.methods.parameter_file import path_text
 from hf_sparse_attn.methods.prefill_patterns import HeadView, Pattern, of_budget, of_file
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class MInference(SparseMethod):
     sparse_phases: ClassVar[tuple[str, ...]] = ("prefill",)
 
     token_budget: int = 4096
-    patterns: str | None = None
+    patterns: str | os.PathLike[str] | None = None
     block_size: int = 64
 
     def __post_init__(self) -> None:
@@ -72,8 +74,8 @@ class MInference(SparseMethod):
             A value is out of range.
         """
         super().__post_init__()
-        if self.patterns is not None and not isinstance(self.patterns, str):
-            raise TypeError(f"patterns must be a path or None, got {self.patterns!r}")
+        if self.patterns is not None:
+            object.__setattr__(self, "patterns", path_text("patterns", self.patterns))
         is_block = self.block_size >= 16 and self.block_size & (self.block_size - 1) == 0
         self._require("block_size", is_block, "a power of two of at least 16")
         self._require("token_budget", self.token_budget >= self.block_size, f"at least a block of {self.block_size}")
@@ -90,7 +92,7 @@ class MInference(SparseMethod):
         """
         if self.patterns is None:
             return
-        config, layers = model.config, read_patterns(self.patterns)
+        config, layers = model.config, read_patterns(os.fspath(self.patterns))
         heads, wanted = [len(layer) for layer in layers], query_heads_of(config)
         if heads != wanted:
             raise ValueError(f"patterns={self.patterns!r} has {_layers_of(heads)}; the model has {_layers_of(wanted)}")
@@ -136,7 +138,7 @@ class MInference(SparseMethod):
             candidates = of_budget(view, self.token_budget)
             choice = torch.stack([view.coverage(pattern) for pattern in candidates]).argmax(0)
         else:
-            own = layer.head_shard.slice(read_patterns(self.patterns)[layer.layer_idx])[heads]
+            own = layer.head_shard.slice(read_patterns(os.fspath(self.patterns))[layer.layer_idx])[heads]
             kinds: list[HeadPattern] = sorted(set(own))
             candidates = [of_file(view, kind) for kind in kinds]
             choice = torch.tensor([kinds.index(kind) for kind in own], device=query.device).expand(len(keys), -1)

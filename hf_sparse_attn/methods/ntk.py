@@ -60,8 +60,6 @@ class NTK(Full):
         super().__post_init__()
         self._check_numbers("factor")
         self._require("factor", 1 <= self.factor < math.inf, "a finite number, at least 1")
-        if not isinstance(self.dynamic, bool):
-            raise TypeError(f"dynamic must be True or False, got {self.dynamic!r}")
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that the model has plain RoPE.

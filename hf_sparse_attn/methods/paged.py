@@ -101,10 +101,6 @@ class PagedMethod(SparseMethod, partial=True):
             A value is out of range, or is given without ``offload``.
         """
         tokens = self.gpu_cache_tokens
-        if not isinstance(self.offload, bool):
-            raise TypeError(f"offload must be True or False, got {self.offload!r}")
-        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
-            raise TypeError(f"gpu_cache_tokens must be a whole number or None, got {tokens!r}")
         self._require("eviction", self.eviction in EVICTION_POLICIES, f"one of {', '.join(EVICTION_POLICIES)}")
         if not self.offload:
             self._require("gpu_cache_tokens", tokens is None, "None without offload=True")

@@ -6,6 +6,14 @@ import os
 from pathlib import Path
 
 
+def path_text(name: str, path: object) -> str:
+    """Return a path as text; raise ``TypeError`` for anything but a str or ``os.PathLike`` of one."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be the path of a file or None, got {path!r}")
+    return text
+
+
 def modified(name: str, path: str) -> int:
     """Return the time of a file's last modification in nanoseconds; errors as of :func:`text_of`."""
     try:

@@ -30,7 +30,7 @@ class PSA(PagedMethod):
         P = AS_acc / (AS_acc + AS_min * blocks_left)
 
     estimates the share of the attention weight that was read. The step stops once P exceeds ``threshold`` for every
-    query head of the group. Each layer, KV head, row and step so finds its own budget. Prefill stays dense.
+    query head of the group. So each layer, KV head, row and step finds its own budget. Prefill stays dense.
 
     Parameters
     ----------
@@ -60,9 +60,12 @@ class PSA(PagedMethod):
         What each block that is left is taken to weigh. ``"least"`` (default, as in the paper) is ``AS_min``, which one
         block may make small by chance. ``"last"`` is the least mean weight that a microbatch had, without the blocks
         that are always read: the last microbatch shows best what the next ones weigh.
-    offload, gpu_cache_tokens, eviction
-        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
-        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
+    offload
+        Keep K and V in host memory, beside a pool of blocks on the device. A keyword argument, as the next two.
+    gpu_cache_tokens
+        Tokens of each layer and KV head that the pool has room for on average, in all rows together.
+    eviction
+        How blocks make room for others in the pool: ``"lru"``, the least recently used first, or ``"fifo"``.
 
     Notes
     -----
@@ -75,7 +78,7 @@ class PSA(PagedMethod):
     paper: ClassVar[str] = "arXiv 2503.00392"
     counts: ClassVar[tuple[str, ...]] = ("blocks_read", "blocks_cached")
 
-    token_budget: int = None  # type: ignore[assignment]  # None: no maximum
+    token_budget: int | None = None  # type: ignore[assignment]  # None: no maximum
     threshold: float = 0.95
     block_size: int = 32
     microbatch: int = 8
@@ -88,7 +91,7 @@ class PSA(PagedMethod):
 
     def __post_init__(self) -> None:
         """Check the hyperparameters; errors as of :class:`SparseMethod`."""
-        self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
+        self._check_types()
         self._check_numbers("threshold")
         self._require("threshold", 0 < self.threshold <= 1, "above 0 and at most 1")
         self._require_page_size("block_size")

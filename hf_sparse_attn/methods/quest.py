@@ -45,9 +45,12 @@ class Quest(PagedMethod):
         Precision of the bounds. ``"int8"`` (default) keeps 8-bit levels with one exponent per page and one per channel.
         They are rounded outwards, so a score stays an upper bound. A step reads half the bytes; on real weights the
         selection keeps the same attention mass. ``"model"`` keeps exact bounds in the model's dtype, as in the paper.
-    offload, gpu_cache_tokens, eviction
-        Keep K and V in host memory; tokens whose K and V the device has room for; the policy by which they make room
-        for others, ``"lru"`` or ``"fifo"``. Keyword arguments.
+    offload
+        Keep K and V in host memory, beside a pool of blocks on the device. A keyword argument, as the next two.
+    gpu_cache_tokens
+        Tokens of each layer and KV head that the pool has room for on average, in all rows together.
+    eviction
+        How blocks make room for others in the pool: ``"lru"``, the least recently used first, or ``"fifo"``.
 
     Notes
     -----

@@ -55,7 +55,7 @@ class RaBitQCache(CodedMethod):
     paper: ClassVar[str] = "arXiv 2606.31519"
     shared_centre: ClassVar[bool] = True
 
-    token_budget: int = None  # type: ignore[assignment]  # None: no maximum
+    token_budget: int | None = None  # type: ignore[assignment]  # None: no maximum
     dense_layers: int = 2
     top_p: float = 0.95
     page_size: int = 128
@@ -64,13 +64,12 @@ class RaBitQCache(CodedMethod):
 
     def __post_init__(self) -> None:
         """Check the hyperparameters; errors as of :class:`SparseMethod`."""
-        self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
+        self._check_types()
         self._check_numbers("top_p")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require_page_size()
         is_multiple = self.sink_tokens >= 0 and self.sink_tokens % self.page_size == 0
         self._require("sink_tokens", is_multiple, f"0 or a multiple of page_size={self.page_size}")
-        self._require_query_centre()
         self._require("dense_layers", self.dense_layers >= 0, "0 or more")
         if self.token_budget is not None:
             least = self.sink_tokens + self.page_size

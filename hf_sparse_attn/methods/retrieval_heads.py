@@ -60,7 +60,8 @@ def checked(values: Any, name: str) -> Values:
     if not is_rows or not all(isinstance(value, (int, float)) for row in rows for value in row):
         raise TypeError(f"{name} must be a path, or numbers [layers, kv_heads], got {values!r}")
     if not rows or not rows[0] or len({len(row) for row in rows}) != 1:
-        raise ValueError(f"{name} must have one number per KV head, the same in every layer")
+        sizes = [len(row) for row in rows]
+        raise ValueError(f"{name} must have one number per KV head, the same in every layer, got rows of {sizes}")
     outside = [value for row in rows for value in row if not -SLACK <= value <= 1 + SLACK]
     if outside:
         raise ValueError(f"{name} must be between 0 and 1, got {outside[0]}")

@@ -86,7 +86,7 @@ class Squeezed(SparseMethod):
     reads_prefix: ClassVar[bool] = True
     appends_metadata: ClassVar[bool] = True
 
-    token_budget: int = None  # type: ignore[assignment]  # None: no maximum
+    token_budget: int | None = None  # type: ignore[assignment]  # None: no maximum
     target_sparsity: float = 0.9
     clusters: float = 0.05
     levels: int = 1
@@ -95,12 +95,11 @@ class Squeezed(SparseMethod):
     sink_tokens: int = 4
     seed: int = 0
     iterations: int = 20
-    batch_tokens: int = None  # type: ignore[assignment]  # None: all tokens
+    batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the hyperparameters; errors as of :class:`SparseMethod`."""
-        optional = tuple(name for name in ("token_budget", "batch_tokens") if getattr(self, name) is None)
-        self._check_whole_numbers(but=optional)
+        self._check_types()
         self._check_numbers("target_sparsity", "clusters", "coarse_clusters")
         self._require("target_sparsity", 0 <= self.target_sparsity < 1, "at least 0 and below 1")
         self._require("clusters", 0 < self.clusters <= 1, "above 0 and at most 1: no more clusters than keys")

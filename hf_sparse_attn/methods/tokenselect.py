@@ -46,9 +46,9 @@ class TokenSelect(SparseMethod):
     Parameters
     ----------
     token_budget
-        Cached tokens that a decode step reads, k + n_init + n_local. Given instead of ``k``, it sets
-        ``k = token_budget - n_init - n_local``. If n_init + n_local exceeds half of it, they shrink in proportion to
-        half.
+        Cached tokens that a decode step reads, k + n_init + n_local. Given instead of ``k``, it leaves
+        token_budget - n_init - n_local tokens to the vote. If n_init + n_local exceeds half of it, they shrink in
+        proportion to half. The fields keep what was given; :attr:`split` has what a step reads.
     k
         Tokens chosen by vote; the paper's value is 2048.
     n_init
@@ -85,7 +85,7 @@ class TokenSelect(SparseMethod):
     counts: ClassVar[tuple[str, ...]] = ("selections_kept", "selections")
     """Times that a row reused a selection, and times that it needed one, summed over layers and steps."""
 
-    token_budget: int = None  # type: ignore[assignment]  # set to k + n_init + n_local by __post_init__
+    token_budget: int | None = None  # type: ignore[assignment]  # set to k + n_init + n_local by __post_init__
     k: int = PAPER_K
     n_init: int = 128
     n_local: int = 512
@@ -102,9 +102,9 @@ class TokenSelect(SparseMethod):
         TypeError
             A value must be a number, or a whole number, and is not.
         ValueError
-            A value is out of range, or ``k`` and ``token_budget`` contradict each other.
+            A value is out of range, or a ``k`` other than the default and ``token_budget`` contradict each other.
         """
-        self._check_whole_numbers(but=("token_budget",) if self.token_budget is None else ())
+        self._check_types()
         self._check_numbers("selection_cache_threshold")
         self._require("k", self.k >= 1, "at least 1")
         self._require("n_init", self.n_init >= 0, "0 or more")
@@ -117,7 +117,7 @@ class TokenSelect(SparseMethod):
         if self.token_budget is None:
             object.__setattr__(self, "token_budget", self._sum)
         super().__post_init__()
-        self._require("token_budget", self.token_budget >= 2, "at least 2: the current token and a chosen one")
+        self._require("token_budget", self._tokens >= 2, "at least 2: the current token and a chosen one")
         if self.k != PAPER_K and self.token_budget != self._sum:
             raise ValueError(
                 f"{self.name}: k={self.k} and token_budget={self.token_budget} contradict each other, since k + n_init "
@@ -129,11 +129,17 @@ class TokenSelect(SparseMethod):
         return self.k + self.n_init + self.n_local
 
     @property
+    def _tokens(self) -> int:
+        """``token_budget``, which is set."""
+        assert self.token_budget is not None
+        return self.token_budget
+
+    @property
     def split(self) -> TokenSplit:
         """First, chosen and last tokens of a decode step; their sum is ``token_budget``."""
-        if self.token_budget == self._sum:
+        if self._tokens == self._sum:
             return TokenSplit(self.n_init, self.k, self.n_local)
-        return self._split(self.token_budget)
+        return self._split(self._tokens)
 
     def _split(self, tokens: int) -> TokenSplit:
         """Split ``tokens``, at least 2, so that at least half are chosen."""
@@ -152,11 +158,11 @@ class TokenSelect(SparseMethod):
         """
         config = model.config
         positions = max_positions(config)
-        if self.token_budget > positions:
+        if self._tokens > positions:
             split = self.split
             raise ValueError(
                 f"{self.name}: k + n_init + n_local = {split.chosen} + {split.first} + {split.last} = "
-                f"{self.token_budget} must be at most the model's {positions} positions "
+                f"{self._tokens} must be at most the model's {positions} positions "
                 f"(max_position_embeddings={config.max_position_embeddings})"
             )
         check_rope(config, decoder_rotary(model), self.name)
@@ -167,7 +173,7 @@ class TokenSelect(SparseMethod):
 
     def rope_slots(self, positions: int) -> int:
         """Slots that a chunk and its selection may take."""
-        return min(positions, self.token_budget + self.chunk_size)
+        return min(positions, self._tokens + self.chunk_size)
 
     def init_metadata(self, layer: SparseLayer) -> dict[str, torch.Tensor]:
         """Allocate the Selection Cache under the names of the op's arguments; empty if the threshold is 1.
@@ -202,7 +208,7 @@ class TokenSelect(SparseMethod):
             layer,
             voting,
             layer.seq_end,
-            max_tokens=self.token_budget,
+            max_tokens=self._tokens,
             sink_tokens=split.first,
             recent_tokens=split.last,
             threshold=float(self.selection_cache_threshold),
@@ -254,8 +260,8 @@ class TokenSelect(SparseMethod):
         if cached <= 0:
             nothing = torch.full((batch, 1, 1), -1, dtype=torch.int32, device=query.device)
             return nothing, torch.zeros_like(nothing[..., 0])
-        budget = min(self.token_budget, free_slots)
-        split = self.split if budget == self.token_budget else self._split(budget)
+        budget = min(self._tokens, free_slots)
+        split = self.split if budget == self._tokens else self._split(budget)
         if cached <= budget:
             budget, split = cached, TokenSplit(0, cached, 0)
         # Rows that have tokens before the chunk have no padding in it, so the mean covers tokens only.

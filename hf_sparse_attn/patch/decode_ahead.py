@@ -9,7 +9,7 @@ import torch
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.patch.answer import Answer, check_call
-from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
+from hf_sparse_attn.patch.pass_graph import check_loop, check_recordable
 from hf_sparse_attn.patched import patched_method
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class DecodeAhead:
     Parameters
     ----------
     streamer
-        Receives each token, one step late. ``generate()`` passes its own ``streamer`` to no ``custom_generate``: give
-        it here instead.
+        Receives each token, one step late. ``generate()`` does not hand its own ``streamer`` to a ``custom_generate``:
+        give it here instead.
     cuda_graph
         Record the decode step as a CUDA graph instead of compiling it, anew in each call of ``generate()``. So no call
         waits for a compiler, but the model's small kernels are not fused. Needs a static cache on one CUDA device, as
@@ -57,7 +57,7 @@ class DecodeAhead:
     """
 
     def __init__(self, streamer: BaseStreamer | None = None, *, cuda_graph: bool = False, fuse: bool = False) -> None:
-        check_fuse(cuda_graph, fuse)
+        check_loop(streamer, cuda_graph, fuse)
         self.streamer, self.cuda_graph, self.fuse = streamer, cuda_graph, fuse
 
     @torch.no_grad()

@@ -11,16 +11,30 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_sparse_attn.cache.cache import SparseCache
+from hf_sparse_attn.checks import boolean
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import get_patch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
 
 
-def check_fuse(cuda_graph: bool, fuse: bool) -> None:
-    """Raise ``ValueError`` if nothing is recorded that could be fused."""
+def check_loop(streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool) -> None:
+    """Check the arguments of a loop for ``generate()``.
+
+    Raises
+    ------
+    TypeError
+        ``streamer`` is no streamer, or another argument no bool.
+    ValueError
+        Nothing is recorded that could be fused.
+    """
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, or be None, got {streamer!r}")
+    boolean("cuda_graph", cuda_graph)
+    boolean("fuse", fuse)
     if fuse and not cuda_graph:
         raise ValueError("fuse=True needs cuda_graph=True: steps that are compiled are fused, others are not")
 

@@ -11,10 +11,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.checks import whole_number
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
-from hf_sparse_attn.patch.pass_graph import check_fuse, check_recordable
+from hf_sparse_attn.patch.pass_graph import check_loop, check_recordable
 from hf_sparse_attn.patched import patched_method, text_model
 from hf_sparse_attn.rope import max_positions
 
@@ -73,8 +74,8 @@ class SelfSpeculation:
     draft_tokens
         Tokens to draft before each verification, at least 1.
     streamer
-        Receives the tokens that are kept. ``generate()`` passes its own ``streamer`` to no ``custom_generate``: give it
-        here instead.
+        Receives the tokens that are kept. ``generate()`` does not hand its own ``streamer`` to a ``custom_generate``:
+        give it here instead.
     cuda_graph
         Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
         :class:`~hf_sparse_attn.DecodeAhead` does.
@@ -109,11 +110,8 @@ class SelfSpeculation:
         cuda_graph: bool = False,
         fuse: bool = False,
     ) -> None:
-        if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int):
-            raise TypeError(f"draft_tokens must be a whole number, got {draft_tokens!r}")
-        if draft_tokens < 1:
-            raise ValueError(f"draft_tokens must be at least 1, got {draft_tokens}")
-        check_fuse(cuda_graph, fuse)
+        draft_tokens = whole_number("draft_tokens", draft_tokens, 1)
+        check_loop(streamer, cuda_graph, fuse)
         self.draft_tokens, self.streamer, self.cuda_graph, self.fuse = draft_tokens, streamer, cuda_graph, fuse
         self.stats = SpeculationStats()
 

@@ -234,3 +234,19 @@ def test_directory_named_like_a_gguf_file_is_a_directory(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert models.locate(folder) == (str(folder), {})
+
+
+def test_an_empty_name_is_no_folder():
+    with pytest.raises(ModelLoadError, match=r"model '' does not exist \(allowed: "):
+        load_model("")
+
+
+def test_a_device_without_data_is_refused():
+    with pytest.raises(ModelLoadError, match="device='meta' holds no data"):
+        models.resolve_device("meta")
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"could not be loaded: .*[tT]okenizer.*[^:] \(allowed: "):
+        load_model(str(tmp_path))

@@ -222,7 +222,8 @@ def test_what_cannot_be_unpacked_is_said_in_a_line_and_nothing_is_written(writte
         ([str(written), str(tmp_path / "there")], "there' exists; name a new one"),
         ([str(tmp_path / "none.gguf"), new], "no such GGUF file"),
         ([str(tmp_path / "damaged.gguf"), new], "could not be loaded"),
-        ([str(tmp_path / "model.bin"), new], "is not allowed: a .gguf file"),
+        ([str(tmp_path / "model.bin"), new], "model.bin' does not exist; it must be a .gguf file"),
+        ([str(tmp_path / "there"), new], "there' is not a .gguf file"),
         ([str(written), new, "--dtype", "int8"], "--dtype 'int8' is unknown; allowed: float32, bfloat16, float16"),
     ]:
         refused = CliRunner().invoke(app, ["unpack", *arguments])

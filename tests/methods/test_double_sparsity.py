@@ -194,7 +194,7 @@ def test_keys_alone_calibrate_where_no_query_is_known(model):
         ({"channels": 2.5}, TypeError, "channels must be a whole number, got 2.5"),
         ({"label_bits": 3}, ValueError, "label_bits must be one of 2, 4, 8, 16, got 3"),
         ({"statistic": "kk"}, ValueError, "statistic must be one of qk, q, k, got 'kk'"),
-        ({"calibration": 3}, TypeError, "calibration must be the path of a file, as a str, or None, got 3"),
+        ({"calibration": 3}, TypeError, "calibration must be the path of a file or None, got 3"),
         ({"calibration": "/nowhere"}, FileNotFoundError, "calibration='/nowhere' is not a file"),
         ({"calibration_queries": 0}, ValueError, "calibration_queries must be at least 1, got 0"),
         ({"group_reduce": "sum"}, ValueError, "group_reduce must be one of softmax, mean, max, got 'sum'"),

@@ -240,7 +240,7 @@ def test_a_file_that_does_not_fit_is_refused_when_the_model_is_patched(content, 
         ({"token_budget": 63}, ValueError, r"token_budget must be at least a block of 64, got 63"),
         ({"block_size": 8}, ValueError, r"block_size must be a power of two of at least 16, got 8"),
         ({"block_size": 48}, ValueError, r"block_size must be a power of two of at least 16, got 48"),
-        ({"patterns": 3}, TypeError, r"patterns must be a path or None, got 3"),
+        ({"patterns": 3}, TypeError, "patterns must be the path of a file or None, got 3"),
     ],
 )
 def test_errors_name_the_parameter(parameters, error, message):

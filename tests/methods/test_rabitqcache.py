@@ -245,7 +245,7 @@ def test_dense_attention_serves_rows_of_which_everything_is_read(parameters, len
             ValueError,
             "rabitqcache: token_budget must be None, or at least 256: the first sink_tokens=128 and a page of 128",
         ),
-        ({"token_budget": 300.0}, TypeError, "token_budget must be a whole number, got 300.0"),
+        ({"token_budget": 300.0}, TypeError, "token_budget must be a whole number or None, got 300.0"),
         ({"query_centre": 1}, TypeError, "query_centre must be True or False, got 1"),
         ({"dense_layers": -1}, ValueError, "rabitqcache: dense_layers must be 0 or more, got -1"),
     ],
