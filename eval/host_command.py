@@ -32,7 +32,7 @@ def host_profile(
     module_guards: Annotated[
         bool, typer.Option(help="Check before each compiled step that the modules are as they were.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.", min=0, max=2**63 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,

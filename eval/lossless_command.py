@@ -45,7 +45,7 @@ def lossless(
     limit_seconds: Annotated[
         float | None, typer.Option(help="Seconds after which no further run begins.", show_default="no limit")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, cache and random prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache and random prompts.", min=0, max=2**63 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each side.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,

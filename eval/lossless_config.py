@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ class LosslessConfig:
         for name, value, least in (*numbers, ("new_tokens", self.new_tokens, 3), ("prompts", self.prompts, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise EvalError(f"{name}={value!r} is not allowed: a whole number, at least {least}")
-        if self.limit_seconds is not None and self.limit_seconds <= 0:
-            raise EvalError(f"limit_seconds={self.limit_seconds!r} is not allowed: a number above 0")
+        if self.limit_seconds is not None and not 0 < self.limit_seconds < math.inf:
+            raise EvalError(f"limit_seconds={self.limit_seconds!r} is not allowed: a finite number above 0")
         if self.yarn is not None:
             Yarn(self.yarn)
             if self.shape is not None:

@@ -85,10 +85,10 @@ class SideRuns:
         """Compare the tokens of a first run, then time further ones. The limit spares no side its first timed run."""
         where = f"{self.work.context:,} tokens, prompt {self.number + 1}"
         self.progress(f"{where}, comparison: {side.name}")
-        if cell.error is None and self.reference is None and side.method is not None:
-            cell.error = "nothing to compare with: dense attention does not fit in memory"
         if cell.error is None and not cell.runs and self.clock.is_late:
             cell.error = LATE
+        if cell.error is None and self.reference is None and side.method is not None:
+            cell.error = "nothing to compare with: dense attention does not fit in memory"
         if cell.error is None and not self.clock.is_late:
             self._compare(side, cell)
         for repeat in range(self.config.repeats):

@@ -52,6 +52,8 @@ def make_prefixqa(
     if most_questions is not None and most_questions < 1:
         raise EvalError(f"most_questions={most_questions!r} is not allowed: at least 1, or None for all questions")
     paths = list(sources) or [find(SQUAD, None)]
+    if len(set(paths)) != len(paths):
+        raise EvalError(f"sources={list(map(str, paths))} has duplicate entries")
     found = [entry for path in paths for entry in _read(path)]
     contexts = [entry for entry in found if len(entry["questions"]) >= least_questions]
     if not contexts:

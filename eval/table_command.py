@@ -119,6 +119,8 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
     for run in shared:  # before the first run, which may take hours
         check_run(run.config, run.variants, models)
     folders = result_folders([run.config for run in shared], out, wanted.name)
+    if out not in folders and (out / "config.json").exists():
+        raise EvalError(f"out={str(out)!r} holds the results of a run; name another folder for the table's")
     comparisons: list[Comparison] = []
     devices = set()
     is_measured = False

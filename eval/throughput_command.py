@@ -34,7 +34,7 @@ def throughput(
         float | None, typer.Option(help="Mean requests per second (Poisson).", show_default="all at the start")
     ] = None,
     kv_storage: KVStorageOption = "device",
-    seed: Annotated[int, typer.Option(help="Seed of weights, cache, prompts and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, cache, prompts and arrivals.", min=0, max=2**63 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,

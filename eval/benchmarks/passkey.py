@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,17 +34,18 @@ class PasskeyRetrieval(Benchmark):
         repeats = setup.option("repeats", self.options["repeats"])
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise EvalError(f"repeats={repeats!r} is not allowed: a whole number, at least 1")
-        rounds = [(repeat, depth) for repeat in range(repeats) for depth in depths]
+        rounds = list(itertools.islice(((repeat, depth) for repeat in range(repeats) for depth in depths), setup.limit))
         items = []
         for task in setup.tasks:
             sentences = list(FILLER) if task == "filler" else text_haystack(task, setup)
             for length in setup.lengths:
+                setup.check_length(length)
                 try:
                     first = _make(setup, task, length, sentences, rounds[0][1], number=0)
                 except ValueError as error:
                     raise EvalError(f"length={length} is not allowed: {error}") from error
                 setup.check_length(length, length + len(first.question_ids) + MAX_NEW_TOKENS)
-                for number, (repeat, depth) in enumerate(rounds[: setup.limit]):
+                for number, (repeat, depth) in enumerate(rounds):
                     build = partial(_build, setup, task, length, sentences, depth, number)
                     items.append(Item(task, f"{repeat}-{depth:g}", build, length, depth))
         return items

@@ -13,7 +13,7 @@ from typing import Any
 from eval.benchmarks import BENCHMARKS
 from eval.config import DENSE
 from eval.report.names import with_variant_names
-from eval.report.records import Record
+from eval.report.records import TOLD_APART, Record
 from eval.summary import aggregate, category_means, column_order, geometric_mean, group_means, summarise
 
 Column = tuple[str, "int | None"]
@@ -21,7 +21,7 @@ Column = tuple[str, "int | None"]
 Place = tuple[str, "int | None"]
 """A task and its length."""
 
-_SETTING = ("model", "dtype", "device", "question", "protocol_sha256")
+_SETTING = ("model", "dtype", "device", "question", "protocol_sha256", TOLD_APART)
 
 
 def label(column: Column) -> str:

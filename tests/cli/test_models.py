@@ -246,6 +246,11 @@ def test_a_device_without_data_is_refused():
         models.resolve_device("meta")
 
 
+def test_a_device_that_this_torch_has_not_is_refused():
+    with pytest.raises(ModelLoadError, match=r"device='vulkan' cannot be used here: \S"):
+        models.resolve_device("vulkan")
+
+
 def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"could not be loaded: .*[tT]okenizer.*[^:] \(allowed: "):

@@ -502,3 +502,51 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvalError, match="cannot be written"):
         write_report(tmp_path, tmp_path / "file" / "page")
+
+
+def _two_runs(directory: Path, *configs: dict[str, Any] | None) -> str:
+    """Write runs of the same sample, with the scores 1, 0.5 and so on, and return the text of their report."""
+    for number, config in enumerate(configs):
+        folder = directory / f"run-{number}"
+        write_records(folder / "rows.jsonl", [record("passkey", "filler", 0, "quest", 64, score=1 / (1 + number))])
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config))
+    return write_report(directory).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "titles"),
+    [
+        (
+            {},
+            {"measure": ["score", "divergence"]},
+            ["passkey, measure score<", "passkey, measure score and divergence<"],
+        ),
+        ({"chat": "on"}, {"chat": "off"}, ["passkey, chat off", "passkey, chat on"]),
+        (
+            {"data": {"filler": [{"sha256": "a" * 64}]}},
+            {"data": {"filler": [{"sha256": "b" * 64}]}},
+            ["aaaaaaaaaaaa", "bbbbbbbbbbbb"],
+        ),
+        ({"options": {"depths": [0.1]}}, {"options": {"depths": [0.1, 0.5]}}, ["0.1]}", "0.1, 0.5]}"]),
+    ],
+    ids=["measure", "chat", "data", "options"],
+)
+def test_runs_of_other_settings_are_no_repeats(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], titles: list[str]
+) -> None:
+    text = _two_runs(tmp_path, {"benchmark": "passkey", **one}, {"benchmark": "passkey", **other})
+    assert "repeats left out" not in text
+    for title in titles:
+        assert title in text
+    for score in ("100.0", "50.0"):
+        assert score in text
+
+
+@pytest.mark.parametrize(
+    "config", [None, {}, {"chat": "auto", "options": {"repeats": 4}}, {"options": None, "data": {"filler": None}}]
+)
+def test_runs_of_the_same_settings_are_repeats(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    text = _two_runs(tmp_path, {"chat": "auto", "options": {}}, config)
+    assert "repeats left out" in text
+    assert "passkey, " not in text
