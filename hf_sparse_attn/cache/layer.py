@@ -274,7 +274,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self._leads = True
             self._shared.lengths[self.device] = Lengths(batch, self.device, self.storage.is_compileable)
         elif self._leads:
-            self.lengths.allocate(batch, self.device)
+            self._shared.lengths[self.device].allocate(batch, self.device)
         self.lengths = self._shared.lengths[self.device]
         self.storage.allocate(key_states, value_states)
         if self.rope_tables is not None:
@@ -636,8 +636,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
         fork.is_compileable = fork.storage.is_compileable
         fork.counter = LayerCounter(method.counts, fork.storage.traffic)
         fork._shared, fork._step_kind = shared, None
+        if (device := getattr(self, "device", None)) in shared.lengths:  # also of a layer that has lost its buffers
+            fork.lengths = shared.lengths[device]
         if self.is_initialized:
-            fork.lengths = shared.lengths[self.device]
             fork.storage.allocate_metadata(fork._make_metadata)
             fork._allocate_counters()
             if method == self.method:

@@ -187,7 +187,7 @@ def sparse_attention(
 ) -> Iterator[PreTrainedModel]:
     """Patch a model inside a ``with`` block, with the arguments of :func:`patch_model`.
 
-    A model that was patched before gets its former method and ``kv_storage`` back at the end.
+    A model that was patched before gets its former method, ``kv_storage`` and statistics back at the end.
     """
     former = get_patch(model) if is_patched(model) else None
     patch_model(model, method, kv_storage=kv_storage, **hyperparameters)
@@ -198,6 +198,8 @@ def sparse_attention(
         recorder = _take_out(inner).recorder if is_patched(inner) else None
         if former is not None:
             _put_in(inner, former.method, former.kv_storage, has_prefix(model), former.head_shard, recorder)
+            restored = get_patch(inner)
+            restored.counters, restored.shared = former.counters, former.shared
 
 
 def _put_in(

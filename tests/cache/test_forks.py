@@ -164,3 +164,28 @@ def test_a_fork_keeps_as_many_queries_for_its_own_forks():
         fork = cache.fork("full")
         model(NEXT, past_key_values=fork)
         assert fork.fork(SnapKV(token_budget=16, window=8)).method.window == 8
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "static"])
+@torch.inference_mode()
+def test_a_fork_of_a_cache_that_lost_its_buffers_has_lengths_of_its_own(max_cache_len, monkeypatch):
+    def fail(*arguments):
+        raise MemoryError
+
+    model = make_model("llama", dtype=torch.float64)
+    with sparse_attention(model, Quest(token_budget=96, page_size=4, dense_layers=0)):
+        cache = SparseCache.for_model(model, max_cache_len=max_cache_len)
+        model(PROMPT, past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.sparse_layers[1].storage, "replace_all", fail)
+            with pytest.raises(MemoryError):
+                cache.batch_select_indices(torch.tensor([0]))
+        cache.reset()
+        fork = cache.fork(cache.method)
+        mask = torch.ones(2, 50, dtype=torch.long, device=OTHER.device)
+        mask[0, :9] = 0
+        model(OTHER, attention_mask=mask, past_key_values=cache)
+        rows = torch.cat((PROMPT, PROMPT[:1]))
+        logits = model(rows, past_key_values=fork).logits
+        torch.testing.assert_close(logits, model(rows, use_cache=False).logits)
+        assert (cache.lengths[0].length, cache.lengths[0].starts, fork.lengths[0].length) == (50, (9, 0), 60)

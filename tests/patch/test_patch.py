@@ -110,6 +110,22 @@ def test_short_batch_runs_dense_and_silently(model, recwarn, caplog):
     assert not caplog.records
 
 
+@torch.inference_mode()
+def test_a_context_manager_gives_the_former_statistics_back(model):
+    patch_model(model, "quest", token_budget=64)
+    cache = SparseCache.for_model(model)
+    for tokens in (100, 1, 1):
+        model(random_ids(1, tokens), past_key_values=cache)
+    before = sparse_attention_stats(model)
+    assert before.decode_steps == 2
+    with sparse_attention(model, "quest", token_budget=32):
+        model.generate(random_ids(1, 80), max_new_tokens=6, pad_token_id=0, eos_token_id=None)
+        assert sparse_attention_stats(model).decode_steps == 5
+    assert sparse_attention_stats(model) == before
+    model(random_ids(1, 1), past_key_values=cache)
+    assert sparse_attention_stats(model).decode_steps == 3
+
+
 @pytest.mark.parametrize("bounds_dtype", ["int8", "model"])
 def test_stats_count_what_quest_reads(model, bounds_dtype):
     budget, page, length = 64, 16, 200
