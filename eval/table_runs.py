@@ -77,9 +77,9 @@ def table_runs(printed: Sequence[RunConfig], given: Mapping[str, Any]) -> list[T
         A task is not the table's, or a length or budget is not allowed.
     """
     runs = [run for run in printed if run.model == given.get("model")] or printed
-    known = {task for run in runs for task in run.tasks}
+    known = dict.fromkeys(task for run in runs for task in run.tasks)
     if all(run.tasks for run in runs) and (unknown := [task for task in given.get("tasks") or () if task not in known]):
-        raise EvalError(f"tasks={unknown} is not allowed: one or more of {', '.join(sorted(known))}")
+        raise EvalError(f"tasks={unknown} is not allowed: one or more of {', '.join(known)}")
     return [_table_run(run, _adapted(run, given)) for run in runs]
 
 

@@ -126,5 +126,5 @@ def test_tasks_are_some_of_the_tables_in_its_order() -> None:
     (run,) = runs_of("tokenselect-4", tasks=("passkey", "longbook_qa_eng"))
     assert run.config.tasks == ("longbook_qa_eng", "passkey")
     for tasks in (("vt",), ("passkey", "vt")):
-        with pytest.raises(EvalError, match=r"tasks=\['vt'\] is not allowed: one or more of .*longbook_qa_eng, "):
+        with pytest.raises(EvalError, match=r"tasks=\['vt'\] is not allowed: one or more of longbook_qa_eng, "):
             runs_of("tokenselect-4", tasks=tasks)
