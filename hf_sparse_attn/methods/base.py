@@ -157,10 +157,10 @@ class SparseMethod:
         """Check the fields that are whole numbers or bools by their annotations."""
         for field in fields(self):
             value, annotation = getattr(self, field.name), str(getattr(field.type, "__name__", field.type))
-            kind, _, or_none = annotation.partition(" | ")
-            if or_none and value is None:
+            kind = annotation.removesuffix(" | None")
+            if kind != annotation and value is None:
                 continue
-            or_else = " or None" if or_none else ""
+            or_else = "" if kind == annotation else " or None"
             if kind == "int" and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"{field.name} must be a whole number{or_else}, got {value!r}")
             if kind == "bool":

@@ -226,6 +226,7 @@ def _bytes_of_a_step(method, head_dim, group, length):
 
 @pytest.mark.parametrize("parameter", [*CHOICES, "page_size", "rerank", "sink_tokens", "token_budget"])
 def test_values_that_are_not_allowed_are_named(parameter):
-    value = {"page_size": 24, "rerank": -1, "sink_tokens": 17, "token_budget": 67, "bits": 3}.get(parameter, "other")
+    numbers = {"page_size": 24, "rerank": -1, "sink_tokens": 17, "token_budget": 67, "bits": 3, "query_bits": 99}
+    value = numbers.get(parameter, "other")
     with pytest.raises(ValueError, match=f"keycodes_study: {parameter} must be .*, got {value!r}"):
         KeyCodesStudy(**{parameter: value})
