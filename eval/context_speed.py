@@ -185,7 +185,9 @@ def _measured(model: PreTrainedModel, ask: Callable[[int], torch.Tensor], config
         "answer_seconds": {"median": answer, "all": answers},
         "first_token_seconds": {"median": first, "all": firsts},
         # Of two medians: where answers are short, noise may leave nothing between them.
-        "tpot_ms": 1000 * (answer - first) / (config.new_tokens - 1) if answer > first else None,
+        "tpot_ms": 1000 * (answer - first) / (config.new_tokens - 1)
+        if config.new_tokens > 1 and answer > first
+        else None,
         "first_answer_seconds": warm,
         "peak_memory_bytes": memory.peak_bytes,
     }

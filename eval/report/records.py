@@ -53,11 +53,12 @@ def load_runs(directory: Path) -> list[Run]:
         config = _shown(folder / "config.json") if (folder / "config.json").is_file() else None
         records = [_encodable(record) for path in paths for record in read_records(path, FIELDS)]
         settings = _settings(config)
+        by_task = {task: _settings_of(settings, task) for task in {record["task"] for record in records}}
         runs.append(
             Run(
                 name=str(folder.relative_to(directory)),
                 files=[path.name for path in paths],
-                records=[{**record, RUN_SETTINGS: _settings_of(settings, record["task"])} for record in records],
+                records=[{**record, RUN_SETTINGS: by_task[record["task"]]} for record in records],
                 config=config,
             )
         )

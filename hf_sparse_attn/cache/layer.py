@@ -274,7 +274,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self._leads = True
             self._shared.lengths[self.device] = Lengths(batch, self.device, self.storage.is_compileable)
         elif self._leads:
-            self._shared.lengths[self.device].allocate(batch, self.device)
+            self.lengths.allocate(batch, self.device)
         self.lengths = self._shared.lengths[self.device]
         self.storage.allocate(key_states, value_states)
         if self.rope_tables is not None:

@@ -153,7 +153,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelLoadError(f"device={str(device)!r} asks for CUDA, but torch finds no CUDA device")
     try:
-        torch.empty(1, device=target)
+        if target.type != "cuda":  # there it would take memory of the first GPU in every process
+            torch.empty(1, device=target)
     except (RuntimeError, NotImplementedError, AssertionError) as error:  # such as of a build without the device
         raise ModelLoadError(f"device={str(device)!r} cannot be used here: {_first_line(error)}") from error
     return target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from hf_sparse_attn_kernels import block_sparse_prefill, dense_decode
@@ -83,9 +83,7 @@ class DuoAttention(EvictingMethod):
             object.__setattr__(self, "heads", checked(self.heads, "heads"))
 
     def _values(self) -> Values | None:
-        if self.heads is None:
-            return None
-        return read_values(self.heads) if isinstance(self.heads, str) else checked(self.heads, "heads")
+        return read_values(self.heads) if isinstance(self.heads, str) else cast("Values | None", self.heads)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that ``heads`` are those of the model.

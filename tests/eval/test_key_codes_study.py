@@ -228,6 +228,6 @@ def _bytes_of_a_step(method, head_dim, group, length):
 def test_values_that_are_not_allowed_are_named(parameter):
     numbers = {"page_size": 24, "rerank": -1, "sink_tokens": 17, "token_budget": 67, "bits": 3, "query_bits": 99}
     value = numbers.get(parameter, "other")
-    error = TypeError if parameter == "rotation" else ValueError
-    with pytest.raises(error, match=rf"{parameter} must be .*, got {value!r}"):
+    error, who = (TypeError, "") if parameter == "rotation" else (ValueError, "keycodes_study: ")
+    with pytest.raises(error, match=f"{who}{parameter} must be .*, got {value!r}"):
         KeyCodesStudy(**{parameter: value})

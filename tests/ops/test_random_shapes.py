@@ -234,7 +234,12 @@ def test_dense_decode(lengths, shape):
 
 
 @few
-@given(lengths=LENGTHS, queries=st.integers(1, 20), shape=st.fixed_dictionaries(SHAPES))
+@given(
+    lengths=LENGTHS,
+    queries=st.integers(1, 20),
+    # In float32 the eager error of a few numbers may be far below a rounding of the largest one.
+    shape=st.fixed_dictionaries({**SHAPES, "dtype": st.sampled_from((torch.bfloat16, torch.float16))}),
+)
 def test_dense_prefill(lengths, queries, shape):
     dense_prefill.test_error_is_bounded_by_the_eager_error(lengths, queries, **shape)
 
