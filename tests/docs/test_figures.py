@@ -303,9 +303,21 @@ def test_keycodes_page_has_the_figures_of_variants_with_as_many_bytes():
     def others(points, name):
         return points[name].divergence_others.value
 
+    at_needles, elsewhere = (
+        [
+            getattr(points["quest 1,024"], kind).value / getattr(points["keycodes 1,024"], kind).value
+            for points in (large, *smaller)
+        ]
+        for kind in ("divergence_needles", "divergence_others")
+    )
     pages, codes = needles("quest 1,024 dense_layers=0"), needles("keycodes 208")
     more_pages, more_codes = needles("quest 2,048 dense_layers=0"), needles("keycodes 1,344")
     text = " ".join((ROOT / "docs/methods/keycodes.md").read_text().split())
+    assert (
+        f"On the needles Quest's divergence is {at_needles[0]:.0f} times KeyCodes' on the 1.5B model, "
+        f"{at_needles[1]:.0f} times on the 0.5B model and {at_needles[2]:.0f} times on SmolLM2; on the LongBench "
+        f"examples, whose contexts are shorter, {elsewhere[0]:.1f}, {elsewhere[1]:.1f} and {elsewhere[2]:.1f} times."
+    ) in text
     assert (
         f"On the needles of the 1.5B model Quest without them reads {pages[0]} with 1,024 tokens and finds {pages[1]}, "
         f"at a divergence of {pages[2]}; KeyCodes with 208 tokens reads {codes[0]} and finds {codes[1]}, at "

@@ -41,10 +41,12 @@ def test_finds_the_nearest_centre(impl, dtype, groups, n, num_centres, dim):
     points, centres = make(groups, n, num_centres, dim, dtype)
     every = exact(points, centres)
     expected, nearest = every.min(dim=2)
-    # As exact as the products of a matrix multiplication: their sums are rounded to float32 once, at the most.
+    # As exact as the products of a matrix multiplication, which are rounded to float32 once, at the most, when they are
+    # added to the squares.
     wide = points.float(), centres.float()
     product_error = (wide[0] @ wide[1].transpose(1, 2)).double() - points.double() @ centres.double().transpose(1, 2)
-    bound = 8 * product_error.abs().max() + 4 * torch.finfo(torch.float32).eps * every.max()
+    squares = points.double().square().sum(dim=2).max() + centres.double().square().sum(dim=2).max()
+    bound = 8 * product_error.abs().max() + 4 * torch.finfo(torch.float32).eps * squares
     labels, distances = nearest_centres(points, centres, impl=impl)
     assert labels.dtype == torch.int32
     assert distances.dtype == torch.float32
