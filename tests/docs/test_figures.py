@@ -164,6 +164,26 @@ def keycodes() -> list[str]:
     ]
 
 
+def rabitqcache() -> list[str]:
+    """Return sentences of RaBitQCache's page, with the figures of the results."""
+    steps = {
+        (each["op"], each["variant"]): each
+        for each in json.loads((ROOT / "kernels/benchmarks/results/nvidia-h200.json").read_text())["entries"]
+        if each["shape"]["name"] == "q32-kv8-d128-b1-128K"
+    }
+    step, codes = (
+        steps[name]["times"]["layers"]["median"]
+        for name in (("rabitqcache_step", ""), ("code_step", "softmax, separate launches"))
+    )
+    dense = steps["rabitqcache_step", ""]["against"]["layers"]["best_us"]
+    token, codes_token = (side("8b-rabitqcache", f"{name}, 1024, ahead")[0] for name in ("rabitqcache", "keycodes"))
+    return [
+        f"takes {step:.0f} µs, dense attention {dense:.0f} µs, and KeyCodes with as many tokens {codes:.0f} µs as "
+        f"separate launches. `generate()` with the shape of Llama-3.1-8B takes {token:.1f} ms a token ahead of the "
+        f"device, with KeyCodes {codes_token:.1f} ms.",
+    ]
+
+
 def offload() -> list[str]:
     """Return sentences of the page on host memory, with the figures of the results."""
     report = json.loads((ROOT / "eval/results/throughput/llama-3.1-8b-512k-host.json").read_text())
@@ -210,6 +230,7 @@ def needles_among_needles(method: str, budget: int | None) -> list[float]:
     ("page", "sentences"),
     [
         ("methods/keycodes", keycodes),
+        ("methods/rabitqcache", rabitqcache),
         ("offload", offload),
         ("compiled-decoding", compiled_decoding),
         ("compiled-decoding", first_calls),
