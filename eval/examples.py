@@ -13,6 +13,7 @@ from typing import Any
 from eval.data_files import first_file, note_dataset, noted
 from eval.errors import EvalError
 from eval.sources import is_offline, read_json
+from hf_sparse_attn.cli.models import first_line
 
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub's answer about a file, without a retry."""
@@ -133,7 +134,7 @@ def load_examples(
         places = [] if data_dir is None else [str(data_dir / name) for name in _names(task_file, benchmark)]
         looked = ", ".join([*places, f"{hub_filename} of the hub's dataset {hub_id}"])
         raise ExamplesNotFoundError(
-            f"{benchmark}: no examples of {task_file}: looked for {looked} ({_first_line(error)}). Put the official "
+            f"{benchmark}: no examples of {task_file}: looked for {looked} ({first_line(error)}). Put the official "
             f"{task_file} into a folder and name it with --data-dir, or fetch it where the hub is reachable: "
             f"hf download --repo-type dataset {_at(revision)}{hub_id} {hub_filename}"
         ) from error
@@ -200,7 +201,7 @@ def load_hub_dataset(
         dataset = datasets.load_dataset(hub_id, config, split=split, revision=revision)
     except Exception as error:  # the clients raise errors of their HTTP library, which differ by version
         raise ExamplesNotFoundError(
-            f"dataset {hub_id!r} cannot be loaded from the hub ({_first_line(error)}). {instead} A copy in the hub's "
+            f"dataset {hub_id!r} cannot be loaded from the hub ({first_line(error)}). {instead} A copy in the hub's "
             "cache is used with HF_HUB_OFFLINE=1"
         ) from error
     note_dataset("/".join((hub_id, *([] if config is None else [config]), split)), revision)
@@ -263,7 +264,7 @@ def _unzipped(archive: Path, member: str, folder: Path) -> Path:
         with zipfile.ZipFile(archive) as opened:
             return Path(opened.extract(member, folder))
     except (KeyError, zipfile.BadZipFile, OSError) as error:
-        raise EvalError(f"{archive} does not give {member}: {_first_line(error)}") from error
+        raise EvalError(f"{archive} does not give {member}: {first_line(error)}") from error
 
 
 def _read_with_datasets(path: Path, origin: str, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -274,14 +275,10 @@ def _read_with_datasets(path: Path, origin: str, required: Sequence[str]) -> lis
         stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
         examples = list(stream)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise EvalError(f"{origin}: {path.name} cannot be read: {_first_line(error)}") from error
+        raise EvalError(f"{origin}: {path.name} cannot be read: {first_line(error)}") from error
     if not examples:
         raise EvalError(f"{origin}: {path.name} has no examples")
     return [
         _checked(example, f"{origin}: {path.name}:{number}", required)
         for number, example in enumerate(examples, start=1)
     ]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

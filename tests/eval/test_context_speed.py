@@ -47,6 +47,13 @@ def test_tables_show_every_side(report):
     assert "The stock model has the same 150 tokens" in text
 
 
+def test_an_answer_of_one_token_has_no_time_per_token():
+    config = replace(CONFIG, new_tokens=1, repeats=1)
+    measured = measure_context_speed(config, torch.device("cpu"), torch.float32, lambda text: None)
+    assert [side["tpot_ms"] for side in measured["sides"]] == [None, None]
+    assert all(line[HEAD.index("ms per token")] == "-" for line in side_lines(measured))
+
+
 def test_wrong_tokens_are_found(monkeypatch):
     generate = context_speed._generate
 
