@@ -377,3 +377,22 @@ def test_nan_is_not_hidden(family, name):
     assert lse[0, 0].isnan() or name == "new_value"
     assert out[1].isfinite().all()
     assert lse[1].isfinite().all()
+
+
+@families
+def test_scores_may_lie_far_below_zero(family):
+    """Lower than what stands for no score at all: every token read still has its weight."""
+    arguments = family.arguments()
+    arguments["query"] = arguments["query"].abs() * 1e30
+    for name in ("keys", "new_key"):
+        arguments[name] = -arguments[name].abs()
+    expected = family.tests._copy(arguments)
+    with on_device(family.module, family.kernel), tuning.forced(**{family.choice: {"cluster": 3, "threads": 256}}):
+        out, lse, indices, counts = family.function(**arguments, impl="cluster")
+    exact_out, exact_lse, exact_indices, exact_counts = family.function(**expected, impl="reference")
+    assert exact_lse.max() < -1e30
+    assert torch.equal(counts, exact_counts)
+    unread = torch.arange(indices.shape[2], device=device) >= counts[..., None]
+    assert torch.equal(indices.masked_fill(unread, -1), exact_indices.masked_fill(unread, -1))
+    torch.testing.assert_close(out.float(), exact_out.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-3, atol=0)

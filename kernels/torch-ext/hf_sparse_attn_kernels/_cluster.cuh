@@ -88,7 +88,7 @@ DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(l
 
 // ---- exponentials with base 2
 
-constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LOW = -3e38f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 struct alignas(8) MaxSum { float max, sum; };             // of exponentials, relative to the maximum
 

@@ -176,6 +176,16 @@ def test_large_scores_stay_finite(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_first_tiles_may_have_only_scores_of_minus_infinity(impl):
+    rows, *rest = _chunk([320], 16, 256, group=1, rope=False)
+    rows.query = rows.query.abs()
+    first = rows.start.item()
+    rows.keys[:, :, first : first + 200, 0] = -float("inf")
+    result = tuple(each.double() for each in _prefill(rows, *rest, impl=impl))
+    torch.testing.assert_close(result, _eager(rows, *rest, torch.float64), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @torch.no_grad()
 def test_compiled_is_one_node_with_the_results_of_an_eager_call(impl):
     torch._dynamo.reset()

@@ -32,7 +32,7 @@ struct alignas(16) Words4 { u32 x[4]; };
 #endif
 
 constexpr int WARPS = THREADS / 32, HEAD_DIM = 128, SHARED_BYTES = 227 * 1024;
-constexpr float LOW = -1e30f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LOW = -3e38f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hf_sparse_attn_kernels import page_scores, select_blocks
+from hf_sparse_attn_kernels import page_bounds, page_scores, select_blocks
 
 from tests.ops.helpers import IMPLS, device, exact_bounds, make_rows
 
@@ -83,6 +83,26 @@ def test_softmax_reduction_does_not_underflow(impl):
     assert scores.isfinite().all()
     assert scores.unique().numel() == 13
     assert scores.amin() < -1000
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("group_reduce", ["softmax", "mean", "max"])
+def test_queries_of_any_magnitude_choose_the_same_pages_by_levels(scale, group_reduce):
+    rows = make_rows([250], kv_heads=2, group=3, head_dim=64, dtype=torch.bfloat16)
+    lower, upper = (torch.zeros(1, 2, 16, 64, dtype=torch.int8, device=device) for _ in range(2))
+    exponents = {
+        "page_exponent": torch.zeros(1, 2, 16, dtype=torch.int8, device=device),
+        "channel_exponent": torch.zeros(1, 2, 64, dtype=torch.int8, device=device),
+    }
+    ends = rows.start, rows.end
+    page_bounds(rows.keys, lower, upper, *ends, page_size=16, num_new=250, impl="reference", **exponents)
+    options = {"page_size": 16, "group_reduce": group_reduce, **exponents}
+    found, chosen = {}, {}
+    for impl in IMPLS:
+        found[impl] = page_scores(rows.query * scale, lower, upper, *ends, impl=impl, **options)
+        chosen[impl] = select_blocks(found[impl], *ends, block_size=16, max_blocks=6, impl=impl)[0]
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=2e-3, atol=2e-3 * min(scale, 1.0))
+    assert torch.equal(chosen["triton"], chosen["reference"])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -98,6 +98,34 @@ def test_large_scores_stay_finite(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_the_first_tiles_may_have_only_scores_of_minus_infinity(impl):
+    generator = torch.Generator().manual_seed(0)
+    context, tail = (torch.randn(1, 1, size, 64, generator=generator) for size in (256, 16))
+    values = torch.randn(1, 1, 272, 64, generator=generator).to(device)
+    query = torch.rand(1, 1, 16, 64, generator=generator).to(device)
+    context[:, :, :128, 0] = -float("inf")
+    context, tail = context.to(device), tail.to(device)
+    starts = torch.arange(0, 257, 16, device=device).int()[None, None]
+    runs = starts, torch.arange(16, device=device).int()[None, None], int32([[16]])
+    out, lse = runs_prefill(
+        query,
+        context,
+        values[:, :, :256],
+        int32([0]),
+        *runs,
+        tail,
+        values[:, :, 256:],
+        int32([0]),
+        int32([16]),
+        impl=impl,
+    )
+    scores = query[0, 0].double() @ torch.cat([context[0, 0], tail[0, 0]]).double().T / 8
+    scores[:, 256:].masked_fill_(torch.ones(16, 16, device=device, dtype=torch.bool).triu(1), -float("inf"))
+    torch.testing.assert_close(out[0, 0].double(), scores.softmax(1) @ values[0, 0].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[0, 0].double(), scores.logsumexp(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_run_without_tokens_may_come_first(ordered, impl):
     """Its place is behind the context, where nothing may be read."""

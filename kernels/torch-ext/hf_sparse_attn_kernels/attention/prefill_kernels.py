@@ -109,7 +109,7 @@ def _attend_to_tile(
         weights = tl.exp2(scores - shift[:, None])
     else:
         new_max = tl.maximum(running_max, tl.max(scores, axis=1) * scale_log2)
-        shift = new_max
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # every score so far may be -inf
         weights = tl.exp2(scores * scale_log2 - shift[:, None])
     decay = tl.exp2(running_max - shift)
     running_sum = running_sum * decay + tl.sum(weights, axis=1)

@@ -37,7 +37,7 @@ def split_query(
         q = q * power_of_two(exponent)[None, :]
         if tl.float16 == DOT_DTYPE:
             # Half precision has few exponents: scale the largest to 1, which loses only negligible values.
-            shift = tl.minimum(tl.maximum(exponent_for(tl.max(tl.abs(q)), 0) + 6, -60), 60)
+            shift = tl.minimum(tl.maximum(exponent_for(tl.max(tl.abs(q)), 0) + 6, -126), 126)
             q = q * power_of_two(-shift)
             unit = power_of_two(shift)
     return tl.maximum(q, 0.0).to(DOT_DTYPE), tl.minimum(q, 0.0).to(DOT_DTYPE), unit
