@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from transformers import PreTrainedConfig
+
+
+class HeadsOfLayers(NamedTuple):
+    """The shape of a model's attention."""
+
+    q_heads: tuple[int, ...]
+    """Of each layer."""
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        q_heads = "/".join(map(str, dict.fromkeys(self.q_heads)))
+        return (
+            f"{len(self.q_heads)} layers of {q_heads} query heads and {self.kv_heads} KV heads, of {self.head_dim} "
+            "channels each"
+        )
+
+
+def heads_of_layers(config: PreTrainedConfig) -> HeadsOfLayers:
+    """Return the shape of the attention of a model with this configuration.
+
+    Raises
+    ------
+    ValueError
+        Layers differ in the KV heads or in their width.
+    """
+    return HeadsOfLayers(tuple(query_heads_of(config)), kv_heads_of(config), head_dim_of(config))
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

@@ -31,7 +31,8 @@ class Patch:
     method: SparseMethod
     configs: list[tuple[PreTrainedConfig, PreTrainedConfig]]
     """The model's own configuration objects, which other models may share, each with the copy that the patched model
-    uses: that of its text model first, then those of a multimodal model that hold it."""
+    uses: that of its text model first, then those of layers that have another, and those that hold it in a multimodal
+    model."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     stock_attributes: dict[str, Any] = field(default_factory=dict)
     """Instance attributes that patching replaced."""
@@ -84,6 +85,19 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 def is_multimodal(model: PreTrainedModel) -> bool:
     """Whether a model reads more than text, and holds the text decoder beside encoders of the rest."""
     return text_model(model) is not base_model(model)
+
+
+def configs_of_layers(text: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations of a text model's layers that are not the model's own object.
+
+    Layers taken from another model, or copied, have them: attention reads its implementation there.
+    """
+    others: dict[int, PreTrainedConfig] = {}
+    for module in text.get_decoder().modules():
+        config = module.__dict__.get("config")
+        if config is not text.config and getattr(config, "model_type", None) == text.config.model_type:
+            others[id(config)] = config
+    return list(others.values())
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:

@@ -31,7 +31,7 @@ from hf_sparse_attn.cache.storage import GrowingStorage, StaticStorage, Storage
 from hf_sparse_attn.cache.window import WindowLayer
 from hf_sparse_attn.checks import whole_number, whole_numbers
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
-from hf_sparse_attn.heads import kv_heads_of, query_heads_of
+from hf_sparse_attn.heads import heads_of_layers
 from hf_sparse_attn.methods import FULL, SparseMethod, make_method
 from hf_sparse_attn.patched import get_patch, text_model
 from hf_sparse_attn.precision import uncast
@@ -110,7 +110,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.method = make_method(method)
         check_kv_storage(kv_storage, self.method)
         self.kv_storage, self.head_shard = kv_storage, head_shard
-        kv_heads, q_heads = kv_heads_of(config) // head_shard.size, query_heads_of(config)
+        self.heads = heads_of_layers(config)
+        """Of the models that the cache is for; under tensor parallelism, of all processes."""
+        kv_heads, q_heads = self.heads.kv_heads // head_shard.size, self.heads.q_heads
         self._stages = PromptStages()
 
         offload = self.method.offloading
@@ -550,6 +552,8 @@ class SparseCache(Cache):  # type: ignore[misc]
                 "(tokenizer.padding_side = 'left'); if a PEFT model puts learned tokens before the padding, use "
                 f"prompts of one length; or cut the cache back to {self.closed_from} tokens with crop or reset"
             )
+        if not self.sparse_layers:
+            raise ValueError("every layer of this cache has a sliding window; there is nothing to make sparse")
         self.sparse_layers[0].check_room(cached, query_length)
         forward_pass = ForwardPass(self, query_length)
         is_dense = forward_pass.take_mask(attention_mask)
@@ -638,6 +642,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         elif forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
             forward_pass.has_finished = self.is_compileable
             try:
+                self._check_layers_agree()
                 self.reopen_prompt()
             except BaseException:
                 self.recover()
@@ -645,6 +650,17 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._pass = self.shared.padding = None
         self.forget_step()
         return forward_pass
+
+    def _check_layers_agree(self) -> None:
+        """Raise if a layer has not got the tokens of a pass: the model that has run has none for it."""
+        lengths = [int(layer.get_seq_length()) for layer in self.layers]
+        if min(lengths) != max(lengths):
+            missing = [number for number, length in enumerate(lengths) if length < max(lengths)]
+            raise ValueError(
+                f"past_key_values has {len(lengths)} layers, of which the model that has run has none for "
+                f"{', '.join(map(str, missing))} (counted from 0): its layers do not agree with its configuration, or "
+                "have changed since it was patched; patch it again once they agree"
+            )
 
     @property
     def compiles_verification(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
@@ -17,6 +17,7 @@ from hf_sparse_attn.cache.padding import LEFT_PADDING, can_be_left_out, rows_wit
 from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.head_shard import HeadShard
+from hf_sparse_attn.heads import heads_of_layers
 from hf_sparse_attn.patch.interrupted import forget_interrupted_run
 from hf_sparse_attn.patched import Patch, get_patch, is_multimodal, is_patched, patched_method, text_model
 from hf_sparse_attn.rope import depends_on_length
@@ -107,7 +108,7 @@ class PrepareCache(StandIn):
             cache = self._new_cache(generation_config, max_cache_length)
             model_kwargs[CACHE] = cache
         else:
-            check_cache(cache, get_patch(self.model))
+            check_cache(cache, get_patch(self.model), text_model(self.model).config)
             cache.recover()
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
@@ -205,12 +206,13 @@ def _check_room(
         )
 
 
-def check_cache(cache: Any, patch: Patch) -> None:
-    """Raise if a cache does not belong to a model that is patched so."""
+def check_cache(cache: Any, patch: Patch, config: PreTrainedConfig) -> None:
+    """Raise if a cache does not belong to a model that is patched so, and has this text configuration."""
     if not isinstance(cache, SparseCache):
         raise TypeError(
             f"past_key_values must be a SparseCache for a patched model, got {type(cache).__name__}; "
-            "create one with SparseCache.for_model(model), or with PEFT's prefix tuning, patch the PEFT model itself"
+            "create one with SparseCache.for_model(model), or with PEFT's prefix tuning, patch the PEFT model itself; "
+            "if the patched model is part of the one that generates, patch that one instead"
         )
     if cache.method != patch.method:
         raise ValueError(
@@ -220,6 +222,11 @@ def check_cache(cache: Any, patch: Patch) -> None:
         raise ValueError(
             f"past_key_values was created for {_in_words(cache.head_shard)}, but the model has "
             f"{_in_words(patch.head_shard)}: create it with SparseCache.for_model(model)"
+        )
+    if cache.heads != (heads := heads_of_layers(config)):
+        raise ValueError(
+            f"past_key_values was created for a model of {cache.heads}, but this one has {heads}: create it with "
+            "SparseCache.for_model(model)"
         )
 
 

@@ -19,7 +19,7 @@ from hf_sparse_attn.patch.chunked import ChunkedPrompt
 from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
-from hf_sparse_attn.patched import Patch, get_patch, layer_devices, text_model
+from hf_sparse_attn.patched import Patch, configs_of_layers, get_patch, layer_devices, text_model
 from hf_sparse_attn.rope import max_positions
 
 PAGED_CACHE = "PagedAttentionCache"
@@ -66,7 +66,9 @@ class DecoderHooks:
                 cache.shared.verifies_draft = False
                 kwargs["attention_mask"] = cache.row_mask(tokens.shape[1])
         patch = get_patch(self.model)
-        self._check_state(kwargs)
+        self._check_state(decoder, kwargs)
+        if tokens is not None and tokens.shape[1] > 1 and not torch.compiler.is_compiling():
+            self._check_layers()
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
         if not patch.method.needs_mask and isinstance(kwargs.get("attention_mask"), dict):
@@ -86,7 +88,17 @@ class DecoderHooks:
             output = step(output)
         return output
 
-    def _check_state(self, kwargs: dict[str, Any]) -> None:
+    def _check_layers(self) -> None:
+        """Raise if a layer would attend as if the model were not patched: it was put in since."""
+        for config in configs_of_layers(self.text):
+            if config._attn_implementation not in self.implementations:
+                raise ValueError(
+                    f"a layer of this patched {type(self.model).__name__} has the attention implementation "
+                    f"{config._attn_implementation!r}, which cannot read its cache: it was put into the model, or "
+                    "unpatched with another one, after patch_model; call patch_model(model, ...) again"
+                )
+
+    def _check_state(self, decoder: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         config = self.text.config
         if config._attn_implementation not in self.implementations:
             raise ValueError(
@@ -94,7 +106,7 @@ class DecoderHooks:
                 f"{config._attn_implementation!r}, which cannot read its cache; call unpatch_model(model) to keep this "
                 "implementation, or patch_model(model, ...) to patch the model again"
             )
-        if self.model.training:
+        if self.model.training or decoder.training:
             raise ValueError(NO_TRAINING)
         paged = kwargs.get("cache")  # from a manager of continuous batching that is older than the patch
         if paged is not None and (CACHE == OLD_NAME or type(paged).__name__ == PAGED_CACHE):
@@ -111,7 +123,7 @@ class DecoderHooks:
             return self._new_cache(patch) if use_cache else None
         if patch.takes_prefix and type(cache) is DynamicCache:
             return with_prefix(self._new_cache(patch), cache)
-        check_cache(cache, patch)
+        check_cache(cache, patch, self.text.config)
         checked: SparseCache = cache
         return checked
 

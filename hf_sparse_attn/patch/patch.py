@@ -4,7 +4,8 @@ A patched model differs from a stock one in five places. Unpatching removes only
 
 1. ``config`` is a copy of the model's own, so models that share a configuration do not share the patch.
    ``config._attn_implementation`` names the sparse attention function, registered together with a mask function. In a
-   multimodal model only the text decoder's configuration names it, and those that hold that one are copies too.
+   multimodal model only the text decoder's configuration names it, and those that hold that one are copies too. The
+   same is done for layers that have a configuration of their own, since they come from another model or are copies.
 2. Hooks around the decoder pass the cache to that function, check the arguments, and feed long prompts in chunks if the
    method asks for it.
 3. An instance-level ``_prepare_cache_for_generation`` makes ``generate()`` build a :class:`SparseCache`, and an
@@ -35,7 +36,15 @@ from hf_sparse_attn.patch.hook_ids import register
 from hf_sparse_attn.patch.rehearsal import rehearse
 from hf_sparse_attn.patch.support import check_supported, check_type, check_uncompiled, has_prefix
 from hf_sparse_attn.patch.tensor_parallel import agreement, head_shard_of, ranks_of
-from hf_sparse_attn.patched import Patch, base_model, get_patch, is_patched, set_patch, text_model
+from hf_sparse_attn.patched import (
+    Patch,
+    base_model,
+    configs_of_layers,
+    get_patch,
+    is_patched,
+    set_patch,
+    text_model,
+)
 from hf_sparse_attn.rope import OtherRope, RopeTables, decoder_rotary, max_positions, rotate_nothing
 
 if TYPE_CHECKING:
@@ -74,8 +83,9 @@ def _padding_mask(**arguments: Any) -> torch.Tensor | None:
         return mask if arguments["allow_is_causal_skip"] else None  # None for a static cache, as above
     if not arguments["allow_is_causal_skip"]:  # the mask is more than causal attention between tokens
         raise ValueError(
-            "the model masks this prompt in a way of its own, such as attention to later tokens of an image, and the "
-            "method that it is patched with attends by causal rows alone; use another method, such as 'quest'"
+            "the model masks this prompt in a way of its own, such as attention to later tokens of an image, or texts "
+            "in one row whose position_ids begin anew, and the method that it is patched with attends by causal rows "
+            "alone; use another method, such as 'quest'"
         )
     return mask
 
@@ -152,8 +162,16 @@ def patch_model(
 
 
 def _check_patched_once(model: PreTrainedModel) -> None:
-    """Raise if a model's decoder is patched already as part of another model: of the one inside it, or around it."""
-    for hook in text_model(model).get_decoder()._forward_pre_hooks.values():
+    """Raise if a model's decoder, or a layer, is patched already as part of another model."""
+    text = text_model(model)
+    own = [config for _, config in get_patch(model).configs] if is_patched(model) else []
+    for config in configs_of_layers(text):
+        if config._attn_implementation in IMPLEMENTATIONS and not any(config is each for each in own):
+            raise ValueError(
+                f"a layer of this {type(model).__name__} is, or is a copy of, one of a model that is patched already: "
+                "call unpatch_model on that model before its layers are taken"
+            )
+    for hook in text.get_decoder()._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, DecoderHooks) and owner.model is not model:
             raise ValueError(
@@ -214,7 +232,7 @@ def _put_in(
     decoder = text.get_decoder()
     patch = Patch(
         method,
-        configs=_copied_configs(model, text.config),
+        configs=_copied_configs(model, text),
         kv_storage=kv_storage,
         head_shard=head_shard,
         takes_prefix=takes_prefix,
@@ -223,6 +241,8 @@ def _put_in(
     for stock, own in patch.configs:
         _replace_config(model, stock, own)
     text.set_attn_implementation(IMPLEMENTATION if method.needs_mask else UNMASKED_IMPLEMENTATION)
+    for config in configs_of_layers(text):
+        config._attn_implementation_internal = text.config._attn_implementation
     set_patch(model, patch)
     hooks = DecoderHooks(model, IMPLEMENTATIONS)
     before = partial(decoder.register_forward_pre_hook, hooks.before, with_kwargs=True)
@@ -260,15 +280,18 @@ def _take_out(model: PreTrainedModel) -> Patch:
                 model.__dict__[name] = patch.stock_attributes[name]
     for stock, own in patch.configs:
         _replace_config(model, own, _config_to_put_back(own, stock, patch))
+    for config in configs_of_layers(text_model(model)):  # copies of patched layers have copies of their configuration
+        if config._attn_implementation in IMPLEMENTATIONS:
+            _replace_config(model, config, patch.configs[0][0])
     set_patch(model, None)
     return patch
 
 
-def _copied_configs(
-    model: PreTrainedModel, text_config: PreTrainedConfig
-) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
+def _copied_configs(model: PreTrainedModel, text: PreTrainedModel) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
     """Return the configurations of ``Patch.configs`` with their copies, in which that of the text is a copy too."""
+    text_config = text.config
     copied = [(text_config, copy.copy(text_config))]
+    copied += [(config, copy.copy(config)) for config in configs_of_layers(text)]
     in_use = {id(config): config for module in model.modules() if (config := module.__dict__.get("config")) is not None}
     for config in in_use.values():
         held = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else config

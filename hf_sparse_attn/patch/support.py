@@ -81,7 +81,7 @@ def check_supported(
     text = text_model(model)
     config = text.config
     _check_family(model, config, method)
-    if model.training or text.training:
+    if model.training or text.training or text.get_decoder().training:
         raise ValueError(NO_TRAINING)
     if model.config.output_attentions or config.output_attentions:
         raise ValueError(NO_ATTENTIONS)
@@ -90,6 +90,7 @@ def check_supported(
         raise ValueError(f"{type(model).__name__} has head_dim {head_dim}; at most {MAX_HEAD_DIM} is supported")
     method.check_model(text)
     cache = SparseCache(config, method, kv_storage=kv_storage, head_shard=head_shard)
+    _check_layer_numbers(text, len(cache.layers))
     full_attention = cache.sparse_layers
     if (method.rotates_keys or not method.needs_mask) and len(full_attention) < len(cache.layers):
         raise ValueError(
@@ -108,6 +109,19 @@ def check_supported(
             f"{config.num_hidden_layers} layers"
         )
     cache.check_rows(1)
+
+
+def _check_layer_numbers(text: PreTrainedModel, cached: int) -> None:
+    """Raise if a model has no layer for one of its cache, as after pruning: it would never be filled."""
+    modules = text.get_decoder().modules()
+    numbers = {number for module in modules if isinstance(number := module.__dict__.get("layer_idx"), int)}
+    missing = sorted(set(range(cached)) - numbers)
+    if numbers and missing:
+        raise ValueError(
+            f"this {type(text).__name__} has no layer of layer_idx {', '.join(map(str, missing))}, but its "
+            f"configuration asks for {cached} (num_hidden_layers={text.config.num_hidden_layers}): number its layers "
+            "from 0 on, and set num_hidden_layers, and layer_types if it has them, to match"
+        )
 
 
 def _check_multimodal(model: PreTrainedModel, takes_prefix: bool) -> None:
