@@ -67,14 +67,13 @@ class DecoderHooks:
                 kwargs["attention_mask"] = cache.row_mask(tokens.shape[1])
         patch = get_patch(self.model)
         self._check_state(decoder, kwargs)
-        if tokens is not None and tokens.shape[1] > 1 and not torch.compiler.is_compiling():
-            self._check_layers()
         if tokens is None:
             return (), kwargs  # the decoder raises its own error
         if not patch.method.needs_mask and isinstance(kwargs.get("attention_mask"), dict):
             kwargs["attention_mask"] = _mask(kwargs)  # a multimodal model may hand on one for each kind of layer
         cache = self._cache_for(cache, kwargs, patch)
         if cache is None:  # without a cache the pass is dense
+            self._check_layers()
             check_positions(self.text.config, patch.method, tokens.shape[1], 0)
             return (), _densely(decoder, kwargs, patch)
         kwargs[CACHE] = cache
@@ -90,6 +89,8 @@ class DecoderHooks:
 
     def _check_layers(self) -> None:
         """Raise if a layer would attend as if the model were not patched: it was put in since."""
+        if torch.compiler.is_compiling():
+            return
         for config in configs_of_layers(self.text):
             if config._attn_implementation not in self.implementations:
                 raise ValueError(
@@ -145,6 +146,8 @@ class DecoderHooks:
         if query_length == 1 and isinstance(mask, torch.Tensor) and mask.dim() == 4:
             mask = mask[..., : cache.length + 1]  # a multimodal model masks the room of static buffers too
         method, config = patch.method, self.text.config
+        if cached == cache.prefix_tokens:  # once for a text, since it visits every module
+            self._check_layers()
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
         cache.shared.recorder = patch.recorder

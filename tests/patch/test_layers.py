@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from hf_sparse_attn import SparseCache, patch_model, sparse_attention, unpatch_model
+from hf_sparse_attn.patch.patch import IMPLEMENTATIONS
 from tests.models import SPARSE, make_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("exact")
 METHODS = pytest.mark.parametrize("method_name", ["quest", "tokenselect", "keycodes", "h2o", "ntk"])
-IMPLEMENTATIONS = ("hf_sparse_attn", "hf_sparse_attn_unmasked")
 
 
 def _options(method_name):
     return {"factor": 1.0} if method_name == "ntk" else {"token_budget": 512, **SPARSE.get(method_name, {})}
 
 
-def _model(layers=4, **config):
-    return make_model("llama", dtype=torch.float64, num_hidden_layers=layers, **config)
+def _model():
+    return make_model("llama", dtype=torch.float64, num_hidden_layers=4)
 
 
 def _answer(model):
@@ -32,14 +32,14 @@ def _with_copied_layer():
     return model
 
 
-def _with_layers_of(large, count=3):
-    """Return a model of the first layers of another one, whose modules it shares."""
+def _with_layers_of(large):
+    """Return a model of the first three layers of another one, whose modules it shares."""
     config = copy.deepcopy(large.config)
-    config.num_hidden_layers = count
+    config.num_hidden_layers = 3
     small = type(large)(config).to(large.device, torch.float64).eval()
     small.lm_head = large.lm_head
     small.model.embed_tokens, small.model.norm = large.model.embed_tokens, large.model.norm
-    small.model.layers = torch.nn.ModuleList(large.model.layers[:count])
+    small.model.layers = torch.nn.ModuleList(large.model.layers[:3])
     return small
 
 
