@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hf_sparse_attn_kernels import append_and_attend, append_and_attend_tokens, use_impl
 from hf_sparse_attn_kernels._tuning import forced
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING
 
@@ -203,6 +205,28 @@ def test_steps_over_host_memory_compile_and_give_the_tokens_of_the_device(method
         assert torch.equal(model.generate(**prompt, **compiled(backend)), tokens)
     assert graphs() == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("kv_storage", ["device", "host"])
+def test_no_op_reads_a_copy_of_the_keys_in_host_memory(kv_storage):
+    """Inductor gives the ops that read what ``index_copy`` has written a tensor without gaps: a copy of all keys."""
+    targets = []
+
+    def record(graph, inputs):
+        targets.extend(f"{node.target} {node.args[:1]}" for node in graph.graph.nodes)  # an op may be an argument
+        return make_boxed_func(graph.forward)
+
+    model = patch_model(
+        make_model("llama"),
+        RaBitQCache(token_budget=64, dense_layers=0, page_size=16, sink_tokens=16),
+        kv_storage=kv_storage,
+    )
+    prompt = padded((150, 90))
+    expected = model.generate(**prompt, **GREEDY, disable_compile=True)
+    assert torch.equal(model.generate(**prompt, **compiled(aot_autograd(fw_compiler=record))), expected)
+    writes = [target for target in targets if "index_copy" in target or "index_put" in target]
+    assert bool(writes) == (kv_storage == "device")
+    assert any("write_to_host" in target for target in targets) == (kv_storage == "host")
 
 
 @pytest.mark.parametrize(("levels", "backend"), [(1, "eager"), (2, "eager"), (1, "aot_eager")])

@@ -27,6 +27,38 @@ COPIED_TOKENS = 4096
 """Tokens of a row that pass through the device at once when rows are copied or reordered."""
 
 
+@torch.library.custom_op(
+    "hf_sparse_attn::write_to_host",
+    mutates_args=("keys", "values"),
+    schema="(Tensor(a!) keys, Tensor(b!) values, Tensor positions, Tensor key_states, Tensor value_states) -> ()",
+)
+def _write_to_host(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+) -> None:
+    """Write tokens at int64 [n] positions, as one node of a compiled step.
+
+    The compiler takes what ``index_copy_`` has written to for a tensor without gaps. Keys lie between values here, so
+    it would copy all of them to the device for the next op.
+    """
+    keys.index_copy_(2, positions, key_states)
+    values.index_copy_(2, positions, value_states)
+
+
+@_write_to_host.register_fake
+def _(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+) -> None:
+    return None
+
+
 class HostStorage(Storage):
     """Buffers in host memory, under the addresses that the device's kernels use for them.
 
@@ -155,10 +187,14 @@ class HostStorage(Storage):
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor, lengths: Lengths) -> None:
         """Write a decode step's token to host memory; stage several tokens on the device, and store them."""
-        if key_states.shape[2] == 1 or lengths.known_length is None:
-            super().write(key_states, value_states, lengths)  # type: ignore[safe-super]
-        else:
+        num_new = key_states.shape[2]
+        if num_new > 1 and lengths.known_length is not None:
             self._stage.take(self, key_states, value_states, lengths.length)
+        elif torch.compiler.is_compiling():
+            positions = lengths.seq_end[:1] + torch.arange(-num_new, 0, device=self.keys.device)
+            _write_to_host(self.keys, self.values, positions, key_states, value_states)
+        else:
+            super().write(key_states, value_states, lengths)  # type: ignore[safe-super]
 
     def mark_written(self, lengths: Lengths) -> None:
         """Note how many tokens there are, for copies of the rows."""
