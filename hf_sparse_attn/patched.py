@@ -33,6 +33,12 @@ class Patch:
     """The model's own configuration objects, which other models may share, each with the copy that the patched model
     uses: that of its text model first, then those of layers that have another, and those that hold it in a multimodal
     model."""
+    copied: list[dict[str, Any]]
+    """The attributes of each copy when it was made: those that have changed since were set on the patched model."""
+    decoder: torch.nn.Module
+    """The text model's decoder, which runs the hooks."""
+    rotary: torch.nn.Module | None = None
+    """The decoder's rotary module, if the method replaces its output."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     stock_attributes: dict[str, Any] = field(default_factory=dict)
     """Instance attributes that patching replaced."""

@@ -40,7 +40,7 @@ class RopeTables:
     def __init__(self, rotary: torch.nn.Module, slots: int) -> None:
         self.rotary, self._slots = rotary, slots
         self._on: dict[torch.device, Rope] = {}
-        self._dtype = _frequencies(rotary).dtype
+        self._frequencies = _frequencies(rotary)
 
     def take(self, rope: Rope) -> Rope:
         """Return the tables on the device of ``rope``: ``rope`` itself if its values are equal.
@@ -54,10 +54,10 @@ class RopeTables:
 
     def on(self, device: torch.device) -> Rope:
         """Return the tables on a device, which all its layers share."""
-        dtype = _frequencies(self.rotary).dtype
-        if dtype != self._dtype:  # the model was cast, which rounds its frequencies
+        frequencies = _frequencies(self.rotary)
+        if frequencies is not self._frequencies:  # the model was moved, or cast, which rounds them, also if cast back
             self._on.clear()
-            self._dtype = dtype
+            self._frequencies = frequencies
         if device not in self._on:
             with lasting_tensors():
                 tables = _half_tables(self.rotary, self._slots)
@@ -195,7 +195,9 @@ def _half_tables(rotary: torch.nn.Module, slots: int) -> tuple[torch.Tensor, tor
     frequencies = _frequencies(rotary)
     device = frequencies.device
     with torch.no_grad():  # forward, not __call__: a hook may disable the rotation
-        tables = rotary.forward(torch.zeros(1, device=device), torch.arange(slots, device=device)[None])
+        tables = rotary.forward(
+            torch.zeros(1, dtype=torch.float32, device=device), torch.arange(slots, device=device)[None]
+        )
     cos, sin = (table[0, :, : len(frequencies)] for table in tables)  # most modules repeat them, gpt-oss's does not
     return cos, sin
 

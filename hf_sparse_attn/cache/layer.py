@@ -291,10 +291,9 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""
-        if self.rope_tables is not tables:
-            self.rope_tables = tables
-            if self.is_initialized:
-                self.rope = tables.take(self.rope) if hasattr(self, "rope") else tables.on(self.device)
+        self.rope_tables = tables
+        if self.is_initialized:
+            self.rope = tables.take(self.rope) if hasattr(self, "rope") else tables.on(self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -46,7 +46,7 @@ def thresholds(
     def global_of(weights: list[torch.Tensor], sizes: str, share: float) -> torch.Tensor:
         every = [shard.all_gather(layer, dim=1) for layer in weights]
         threshold = global_threshold(every, [shard.all_gather(index[sizes][None], dim=1) for index in indices], share)
-        return torch.tensor(threshold, device=queries[0].device)
+        return torch.tensor(threshold, dtype=torch.float32, device=queries[0].device)
 
     found: Index = {}
     batches = [query[None] for query in queries]

@@ -63,7 +63,8 @@ class H2O(EvictingMethod):
         assert isinstance(got, torch.Tensor)
         storage_of(layer).add_weights(got, query.shape[2], layer.lengths)
         if query.shape[2] == 1:
-            layer.counter.count_metadata(key_bytes(layer) + got.numel() * got.element_size())
+            kept = layer.rows.seq_end - layer.rows.seq_start
+            layer.counter.count_metadata(key_bytes(layer) + kept.sum() * (got.shape[1] * got.element_size()))
 
     def priority(self, layer: SparseLayer, query: torch.Tensor | None, scale: float) -> torch.Tensor:
         """Return the scores, ``inf`` for the last tokens (algorithm 1); see :meth:`EvictingMethod.priority`."""

@@ -163,7 +163,7 @@ class Squeezed(SparseMethod):
         return {
             **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in whole.items()},
             **{name: layer.keys.new_zeros(shape) for name, shape in states.items()},
-            **{name: torch.zeros(shape, device=device) for name, shape in numbers.items()},
+            **{name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in numbers.items()},
             "index_bytes": torch.zeros(batch, dtype=torch.int64, device=device),
         }
 

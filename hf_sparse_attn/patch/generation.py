@@ -83,6 +83,12 @@ class PrepareCache(StandIn):
         **kwargs: Any,
     ) -> None:
         """Write the cache to ``model_kwargs``, as the stock method does."""
+        decoder = text_model(self.model).get_decoder()
+        if getattr(decoder, "_orig_mod", decoder) is not get_patch(self.model).decoder:  # or a compiled one
+            raise ValueError(
+                f"the decoder of this patched {type(self.model).__name__} was replaced after patch_model, and the new "
+                "one would read every token; call patch_model(model, ...) again"
+            )
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
         setattr(generation_config, MODE_OF_CALL, generation_mode)  # for this call only: generate() works on a copy

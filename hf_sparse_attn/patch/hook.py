@@ -20,7 +20,7 @@ from hf_sparse_attn.patch.gap import Gap
 from hf_sparse_attn.patch.generation import NO_ATTENTIONS, NO_PAGED_CACHE, check_cache
 from hf_sparse_attn.patch.support import NO_TRAINING, check_consecutive, check_positions
 from hf_sparse_attn.patched import Patch, configs_of_layers, get_patch, layer_devices, text_model
-from hf_sparse_attn.rope import max_positions
+from hf_sparse_attn.rope import decoder_rotary, max_positions
 
 PAGED_CACHE = "PagedAttentionCache"
 PASS_TOKENS = 8192
@@ -73,7 +73,7 @@ class DecoderHooks:
             kwargs["attention_mask"] = _mask(kwargs)  # a multimodal model may hand on one for each kind of layer
         cache = self._cache_for(cache, kwargs, patch)
         if cache is None:  # without a cache the pass is dense
-            self._check_layers()
+            self._check_layers(patch)
             check_positions(self.text.config, patch.method, tokens.shape[1], 0)
             return (), _densely(decoder, kwargs, patch)
         kwargs[CACHE] = cache
@@ -87,10 +87,15 @@ class DecoderHooks:
             output = step(output)
         return output
 
-    def _check_layers(self) -> None:
-        """Raise if a layer would attend as if the model were not patched: it was put in since."""
+    def _check_layers(self, patch: Patch) -> None:
+        """Raise if a layer would attend, or rotate, as if the model were not patched: it was put in since."""
         if torch.compiler.is_compiling():
             return
+        if patch.rotary is not None and decoder_rotary(self.text) is not patch.rotary:
+            raise ValueError(
+                f"the rotary module of this patched {type(self.model).__name__} was replaced after patch_model, whose "
+                f"method {patch.method.name!r} decides how it rotates; call patch_model(model, ...) again"
+            )
         for config in configs_of_layers(self.text):
             if config._attn_implementation not in self.implementations:
                 raise ValueError(
@@ -147,7 +152,7 @@ class DecoderHooks:
             mask = mask[..., : cache.length + 1]  # a multimodal model masks the room of static buffers too
         method, config = patch.method, self.text.config
         if cached == cache.prefix_tokens:  # once for a text, since it visits every module
-            self._check_layers()
+            self._check_layers(patch)
         check_positions(config, method, query_length, cached)
         cache.check_rows(_tokens(kwargs).shape[0])
         cache.shared.recorder = patch.recorder

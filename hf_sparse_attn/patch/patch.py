@@ -230,9 +230,12 @@ def _put_in(
 ) -> None:
     text = text_model(model)
     decoder = text.get_decoder()
+    configs = _copied_configs(model, text)
     patch = Patch(
         method,
-        configs=_copied_configs(model, text),
+        configs=configs,
+        copied=[dict(vars(own)) for _, own in configs],
+        decoder=decoder,
         kv_storage=kv_storage,
         head_shard=head_shard,
         takes_prefix=takes_prefix,
@@ -249,11 +252,11 @@ def _put_in(
     after = partial(decoder.register_forward_hook, hooks.after, prepend=True, with_kwargs=True, always_call=True)
     patch.hooks += [register(decoder, "before", before), register(decoder, "after", after)]
     if method.rotates_keys:
-        rotary = decoder_rotary(text)
+        patch.rotary = rotary = decoder_rotary(text)
         patch.rope_tables = RopeTables(rotary, method.rope_slots(max_positions(text.config)))
         patch.hooks.append(register(rotary, "rotary", partial(rotary.register_forward_hook, rotate_nothing)))
     elif method.changes_rope:
-        rotary = decoder_rotary(text)
+        patch.rotary = rotary = decoder_rotary(text)
         other = OtherRope(rotary, method.rope_config(patch.configs[0][0]))
         hook = partial(rotary.register_forward_hook, other, with_kwargs=True)
         patch.hooks.append(register(rotary, "rotary", hook))
@@ -278,8 +281,8 @@ def _take_out(model: PreTrainedModel) -> Patch:
             model.__dict__.pop(name)
             if name in patch.stock_attributes:
                 model.__dict__[name] = patch.stock_attributes[name]
-    for stock, own in patch.configs:
-        _replace_config(model, own, _config_to_put_back(own, stock, patch))
+    for (stock, own), copied in zip(patch.configs, patch.copied, strict=True):
+        _replace_config(model, own, _config_to_put_back(own, stock, copied, patch))
     for config in configs_of_layers(text_model(model)):  # copies of patched layers have copies of their configuration
         if config._attn_implementation in IMPLEMENTATIONS:
             _replace_config(model, config, patch.configs[0][0])
@@ -309,11 +312,16 @@ def _replace_config(model: PreTrainedModel, old: PreTrainedConfig, new: PreTrain
             module.config = new
 
 
-def _config_to_put_back(patched: PreTrainedConfig, stock: PreTrainedConfig, patch: Patch) -> PreTrainedConfig:
-    """Return the stock configuration, updated with changes made to the copy while the model was patched."""
+def _config_to_put_back(
+    patched: PreTrainedConfig, stock: PreTrainedConfig, copied: dict[str, Any], patch: Patch
+) -> PreTrainedConfig:
+    """Return the stock configuration, updated with changes made to the copy while the model was patched.
+
+    What was set on the stock one meanwhile, as through another model that has it too, stays.
+    """
     for name, value in patched.__dict__.items():
         is_ours = name == "_attn_implementation_internal" and value in IMPLEMENTATIONS
         is_ours |= any(value is own for _, own in patch.configs)
-        if not is_ours and (name not in stock.__dict__ or stock.__dict__[name] is not value):
+        if not is_ours and (name not in copied or copied[name] is not value):
             stock.__dict__[name] = value
     return stock

@@ -126,6 +126,25 @@ def test_psa_reads_the_blocks_of_the_resident_method(threshold, tokens, eviction
         assert stats[1].hit_rate < 0.1 if tokens == 40 else stats[1].hit_rate > 0.5
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        PSA(threshold=0.9, block_size=8, microbatch=2, sink_tokens=8, offload=True, gpu_cache_tokens=400),
+        Quest(**SMALL, offload=True, gpu_cache_tokens=400),
+    ],
+    ids=lambda method: method.name,
+)
+def test_steps_run_where_gradients_are_on(method):
+    model = shared_model("llama")
+    ids = random_ids(1, 111)
+    outputs = []
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, sparse_attention(model, method):
+            cache = model(ids).past_key_values
+            outputs.append(model(ids[:, :1], past_key_values=cache).logits.detach())
+    assert torch.equal(*outputs)
+
+
 @torch.inference_mode()
 def test_a_step_loads_at_once_what_the_step_before_read(exact, monkeypatch):
     """So its rounds are few. Without a step before, or where a head reads more, they are microbatches."""

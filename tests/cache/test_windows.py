@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_sparse_attn import SelfSpeculation, SparseCache, patch_model, sparse_attention_stats
 from tests.models import make_model, random_ids
@@ -89,3 +90,19 @@ def test_padding_in_a_window_is_not_counted_as_read():
         )
     read = [layer.tokens_read for layer in sparse_attention_stats(model).layers]
     assert read == [11 + WINDOW, 11 + 71]
+
+
+def test_a_padded_chat_begun_in_inference_mode_goes_on_outside_it(exact):
+    mask = torch.ones_like(IDS)
+    mask[1, :9] = 0
+    answers = []
+    for model in (make(), make(patched=False)):
+        cache = SparseCache.for_model(model) if not answers else DynamicCache(config=model.config)
+        with torch.inference_mode():
+            ids = model.generate(IDS, attention_mask=mask, past_key_values=cache, max_new_tokens=4, **GREEDY)
+        whole = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], 1)
+        with torch.enable_grad():
+            answers.append(
+                model.generate(ids.clone(), attention_mask=whole, past_key_values=cache, max_new_tokens=4, **GREEDY)
+            )
+    assert torch.equal(*answers)

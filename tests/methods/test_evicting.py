@@ -155,6 +155,29 @@ def test_a_step_reads_the_budget_and_the_stats_say_so(name):
 
 @every_method
 @torch.inference_mode()
+def test_padding_is_not_counted(name):
+    """The bytes of a batch are the sum of those of its rows alone."""
+    lengths, options = (100, 4), {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = random_ids(2, max(lengths))
+    counts = []
+    with sparse_attention(model := shared_model("llama"), EVICTING[name]):
+        for length, row in zip(lengths, ids, strict=True):
+            model.generate(row[None, -length:], **options)
+            stats = sparse_attention_stats(model)
+            counts.append((stats.metadata_bytes, stats.kv_bytes, stats.dense_bytes))
+        mask = torch.stack([torch.arange(max(lengths)) >= max(lengths) - length for length in lengths]).long()
+        model.generate(ids, attention_mask=mask, **options)
+        stats = sparse_attention_stats(model)
+    metadata_bytes, *others = map(sum, zip(*counts, strict=True))
+    assert [stats.kv_bytes, stats.dense_bytes] == others
+    if name.startswith("tova"):  # once a row evicts, the keys of all are read again
+        assert metadata_bytes <= stats.metadata_bytes <= metadata_bytes + stats.kv_bytes / 2
+    else:
+        assert stats.metadata_bytes == metadata_bytes
+
+
+@every_method
+@torch.inference_mode()
 def test_a_cut_cannot_bring_evicted_tokens_back(name):
     model, method = shared_model("llama"), EVICTING[name]
     with sparse_attention(model, method):

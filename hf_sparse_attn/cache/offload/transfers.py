@@ -76,7 +76,7 @@ class Transfers:
     def read(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """Return a device tensor's contents on the host, waiting for the main stream to compute it."""
         if not self.is_cuda:
-            return tensor.numpy()
+            return tensor.detach().numpy()
         landing = self.landing(tuple(tensor.shape), tensor.dtype)
         landing.copy_(tensor, non_blocking=True)
         event = _event()
