@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,6 +21,7 @@ from eval.errors import EvalError
 from eval.processes import Processes, leave
 from hf_sparse_attn.cli.models import load_errors, locate
 from hf_sparse_attn.cli.progress import hidden_bars
+from hf_sparse_attn.cli.weights import NO_CODE, whole_model
 
 
 class Split(str, Enum):
@@ -80,9 +80,9 @@ def load_split(name: str, dtype: torch.dtype, split: Split) -> tuple[PreTrainedM
         )
     placement = _placement(torch.device("cpu"), split)
     with load_errors(name), hidden_bars():
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
         settings = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(source, **settings, **placement)
+        model = whole_model(source, **settings, **placement)
     return model.eval(), tokenizer
 
 

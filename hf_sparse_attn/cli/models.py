@@ -91,21 +91,24 @@ def load_model(
     Raises
     ------
     ModelLoadError
-        If the model does not exist, or cannot be fetched, verified or read.
+        If the model does not exist, or cannot be fetched, verified or read; weights are missing from its files; or it
+        needs code of its own, which is never run.
     """
     source, options = locate(name_or_path)
     # Weights in pickles, which can run code, are refused.
     weights = options or {"use_safetensors": True}
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from hf_sparse_attn.cli.weights import NO_CODE, whole_model
 
     target = resolve_device(device)
     if dtype is None:
         dtype = torch.bfloat16 if target.type == "cuda" else torch.float32
     with load_errors(name_or_path):
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **weights)
+        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE, **options)
+        model = whole_model(source, dtype=dtype, **weights)
     return model.to(target).eval(), tokenizer
 
 
@@ -130,8 +133,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> tuple[PreTrainedToke
 
     from transformers import AutoConfig, AutoTokenizer
 
+    from hf_sparse_attn.cli.weights import NO_CODE
+
     with load_errors(name_or_path):
-        return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
+        tokenizer, config = (kind.from_pretrained(source, **NO_CODE, **options) for kind in (AutoTokenizer, AutoConfig))
+        return tokenizer, config
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
@@ -255,7 +261,7 @@ def cache_dir() -> Path:
         The variable is not set, and platformdirs is not installed to find the cache directory.
     """
     if folder := os.environ.get(CACHE_VARIABLE):
-        return Path(folder)
+        return Path(folder).expanduser()
     try:
         import platformdirs
     except ModuleNotFoundError as error:

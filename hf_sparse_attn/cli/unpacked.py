@@ -7,6 +7,8 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +49,9 @@ def unpacked(file: Path, sha256: str) -> Path | None:
     try:
         with FileLock(file.with_name(f".{file.stem}.lock")):
             if not _is_valid(target, origin):  # another process may have written it
-                _replace(file, target, origin)
+                with _written(file, target, origin) as complete:
+                    shutil.rmtree(target, ignore_errors=True)
+                    os.replace(complete, target)
     except OSError as error:
         warnings.warn(
             f"{target} cannot be written ({error}); the model is read from {file.name}, more slowly", stacklevel=2
@@ -79,23 +83,30 @@ def unpack(file: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
     if folder.exists():
         raise FileExistsError(f"folder={str(folder)!r} exists; name a new one")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _replace(file, folder, {"gguf": file_sha256(file), "transformers": version("transformers")}, dtype)
+    origin = {"gguf": file_sha256(file), "transformers": version("transformers")}
+    with _written(file, folder, origin, dtype) as complete:
+        if folder.exists():  # made in the meantime; an empty one would be replaced
+            raise FileExistsError(f"folder={str(folder)!r} exists; name a new one")
+        os.replace(complete, folder)
 
 
-def _replace(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> None:
+@contextmanager
+def _written(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> Iterator[Path]:
+    """Write the files for a folder to another one beside it, which is gone after the block unless it was renamed."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         complete = Path(scratch) / folder.name
         _write(file, complete, origin, dtype)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(complete, folder)
+        yield complete
 
 
 def _write(file: Path, folder: Path, origin: dict[str, str], dtype: torch.dtype | None = None) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
+    from hf_sparse_attn.cli.weights import NO_CODE, whole_model
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **NO_CODE)
+    model = whole_model(file.parent, gguf_file=file.name, dtype=dtype or torch.float32)
     # Since 5.23, Transformers marks the model as quantized, though its weights are not, and refuses to save it.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import numpy as np
 import pytest
@@ -593,3 +594,11 @@ def test_the_kernel_attends_to_single_blocks_of_the_pool(threshold):
     torch.testing.assert_close(of_pool.outputs, alone.outputs, rtol=1e-4, atol=1e-5)
     assert of_pool.counter.own.tolist() == alone.counter.own.tolist()
     assert 0 < of_pool.storage.traffic.blocks_hit < of_pool.storage.traffic.blocks_read
+
+
+def test_an_offloaded_cache_says_why_it_cannot_be_pickled():
+    model = shared_model("llama")
+    with torch.no_grad(), sparse_attention(model, resident(offload=True, gpu_cache_tokens=400)):
+        cache = model(random_ids(1, 111)).past_key_values
+    with pytest.raises(TypeError, match=r"offload=True cannot be pickled; cache.save\(path\) writes it"):
+        pickle.dumps(cache)

