@@ -119,7 +119,7 @@ class SelectionRecord:
         ]
         blocks = max(shares.shape[1] for layers in steps for shares in layers)
         kv_heads = max(shares.shape[0] for layers in steps for shares in layers)
-        result = torch.full((len(steps), len(self.layers), kv_heads, blocks), torch.nan)
+        result = torch.full((len(steps), len(self.layers), kv_heads, blocks), torch.nan, dtype=torch.float32)
         for step, layers in enumerate(steps):
             for position, shares in enumerate(layers):
                 result[step, position, : shares.shape[0], : shares.shape[1]] = shares
@@ -216,7 +216,7 @@ def _block_shares(reads: torch.Tensor, block_size: int) -> torch.Tensor:
     """Reduce bool [kv_heads, tokens] to the share of True in each block, float32 [kv_heads, blocks]."""
     tokens = reads.shape[1]
     padded = torch.nn.functional.pad(reads.float(), (0, -tokens % block_size))
-    sizes = torch.full((padded.shape[1] // block_size,), float(block_size))
+    sizes = torch.full((padded.shape[1] // block_size,), float(block_size), dtype=torch.float32)
     sizes[-1] -= -tokens % block_size
     shares: torch.Tensor = padded.reshape(len(padded), -1, block_size).sum(-1) / sizes
     return shares
