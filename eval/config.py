@@ -173,14 +173,24 @@ def read_sweep(path: Path, overrides: Mapping[str, Any]) -> list[RunConfig]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
+    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last.
+
+    A value that is not of its type, such as a date without a day, has an error that names it and its line.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, LookupError, AttributeError) as error:  # of the conversions of YAML's own loader
+            problem = f"{node.value!r:.80} is not of type {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # what <<: brings may be given anew
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
             seen.append(key)
@@ -194,11 +204,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises
     ------
     EvalError
-        The file cannot be read, does not hold a mapping, or gives a key twice.
+        The file cannot be read, does not hold a mapping, gives a key twice, has a value that is not of its type, or is
+        nested too deeply.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise EvalError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise EvalError(f"{path} must hold a mapping of settings, got {type(content).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import zipfile
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 
 from eval.data_files import first_file, note_dataset, noted
 from eval.errors import EvalError
-from eval.sources import is_offline, read_json
+from eval.sources import is_offline, parse_json, read_json
 from hf_sparse_attn.cli.models import first_line
 
 HUB_TIMEOUT = 5.0
@@ -50,8 +49,8 @@ def read_jsonl(
     Raises
     ------
     EvalError
-        The file cannot be read or has no examples, or a line is not a JSON object, lacks a field, or has a field of a
-        wrong type. The message names file and line.
+        The file cannot be read or has no examples, or a line is not a JSON object, is nested too deeply, has a lone
+        surrogate, lacks a field, or has a field of a wrong type. The message names file and line.
     """
     examples = []
     try:
@@ -59,7 +58,7 @@ def read_jsonl(
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"{path}:{number}"
-                    example = _checked(_parsed(line, place), place, required)
+                    example = _checked(parse_json(line, place), place, required)
                     check(example, place)
                     examples.append(example)
     except (OSError, UnicodeDecodeError) as error:
@@ -123,7 +122,7 @@ def load_examples(
     ExamplesNotFoundError
         There is no such file, and the hub does not provide it.
     EvalError
-        ``data_dir`` is not a folder, or an example is malformed.
+        ``data_dir`` is not a folder, an archive is damaged, or an example is malformed.
     """
     found = find_examples(task_file, data_dir, benchmark, required)
     if found is not None:
@@ -216,13 +215,6 @@ def unique_ids(examples: Sequence[dict[str, Any]], field: str) -> list[str]:
     return [str(name) if unique else str(index) for index, name in enumerate(names)]
 
 
-def _parsed(line: str, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise EvalError(f"{place} is not JSON: {error}") from error
-
-
 def _checked(example: Any, place: str, required: Sequence[str]) -> dict[str, Any]:
     if not isinstance(example, dict):
         raise EvalError(f"{place} is not a JSON object but {type(example).__name__}")
@@ -263,7 +255,7 @@ def _unzipped(archive: Path, member: str, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as opened:
             return Path(opened.extract(member, folder))
-    except (KeyError, zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # a damaged archive raises errors of zipfile and of each compression's library
         raise EvalError(f"{archive} does not give {member}: {first_line(error)}") from error
 
 

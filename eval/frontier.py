@@ -30,11 +30,13 @@ class Mean:
     """A mean over samples, and its standard error."""
 
     value: float
-    error: float
+    error: float | None
+    """None for a single sample, whose spread is unknown."""
 
     def text(self, digits: int, factor: float = 1.0) -> str:
-        """Return both, such as ``0.012 ± 0.003``."""
-        return f"{factor * self.value:.{digits}f} ± {factor * self.error:.{digits}f}"
+        """Return both, such as ``0.012 ± 0.003``; the mean alone if it has no error."""
+        mean = f"{factor * self.value:.{digits}f}"
+        return mean if self.error is None else f"{mean} ± {factor * self.error:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def _mean(name: str, records: Sequence[Record]) -> Mean | None:
     values = [record[name] for record in records if record[name] is not None]
     if not values:
         return None
-    return Mean(fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0)
+    return Mean(fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
 
 
 def lines(frontier: Frontier) -> list[list[str]]:

@@ -18,7 +18,7 @@ from eval.position_table import by_position, run_summaries
 from eval.store import read_json
 from eval.summary import column_order
 from eval.table_command import REPORT
-from eval.terminal import number
+from eval.terminal import number, of_samples
 
 _NOTHING = "-"
 
@@ -261,7 +261,7 @@ def _parameter_table(summaries: Sequence[dict[str, Any]], parameter: str) -> lis
         [
             *(f"{benchmark} {task}", number(length, "{:,}"), *column),
             str(entry["samples"] - entry["errors"]),
-            _score(entry),
+            _score(entry, entry["samples"] - entry["errors"]),
             _percent(entry.get("selection_hit_rate")),
             number(entry["realised_budget"], "{:,.0f}"),
             _percent(entry["kv_fraction"]),
@@ -288,13 +288,14 @@ def _benchmark(summary: dict[str, Any]) -> list[str]:
     places = list(dict.fromkeys((entry["task"], entry["length"]) for entry in entries))
     found = {(entry["task"], entry["length"], *_variant(entry)): entry for entry in entries}
     what = "perplexity" if is_perplexity else "score"
-    scores = []
+    scores, complete = [], []
     for place in places:
         row = [found.get((*place, *column)) for column in columns]
-        samples = max(entry["samples"] - entry["errors"] for entry in row if entry)
-        scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry) for entry in row)])
+        samples = max(entry["samples"] for entry in row if entry)
+        scores.append([place[0], number(place[1], "{:,}"), str(samples), *(_score(entry, samples) for entry in row)])
+        complete.append([entry if entry and entry["samples"] - entry["errors"] == samples else None for entry in row])
     if len(places) > 1 and not is_perplexity:
-        scores += _means([[found.get((*place, *column)) for place in places] for column in columns])
+        scores += _means(list(zip(*complete, strict=True)))
     keeps_selections = any(entry.get("selection_hit_rate") is not None for entry in entries)
     has_contexts = any(entry.get("context_seconds") is not None for entry in entries)
     costs = [
@@ -334,7 +335,8 @@ def _cells(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 def _means(columns: Sequence[Sequence[dict[str, Any] | None]]) -> list[list[str]]:
     """Return lines with the means of scores and bytes read, every task and length with the same weight.
 
-    A column that lacks a figure of some task or length has no mean: it would cover other samples than the others.
+    A column that lacks a figure or a sample of some task or length has no mean: it would cover other samples than the
+    others.
     """
     lines = []
     for label, figure in (("mean", "score"), ("KV read, %", "kv_fraction")):
@@ -394,12 +396,12 @@ def _column(method: str, token_budget: int | None, variant: str) -> str:
     return " ".join([method, *([] if token_budget is None else [f"{token_budget:,}"]), *([variant] if variant else [])])
 
 
-def _score(entry: dict[str, Any] | None) -> str:
-    if entry is None:
+def _score(entry: dict[str, Any] | None, samples: int) -> str:
+    """Format the figure, with its number of samples if some of ``samples`` failed or are missing."""
+    if entry is None or (entry["perplexity"] is None and entry["score"] is None):
         return _NOTHING
-    if entry["perplexity"] is not None:
-        return f"{entry['perplexity']:.3f}"
-    return _percent(entry["score"])
+    is_perplexity = entry["perplexity"] is not None
+    return of_samples(f"{entry['perplexity']:.3f}" if is_perplexity else _percent(entry["score"]), entry, samples)
 
 
 def _percent(share: float | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.store import read_json
-from eval.terminal import number
+from eval.terminal import number, of_samples
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]], int], str]
 
@@ -29,11 +29,15 @@ def by_position(summary: Mapping[str, Any], names: Sequence[Sequence[str]], tabl
     if len(positions) < 2:
         return []
     lines = [
-        [*name, number(entry["divergence"], "{:.4f}"), *(number(means.get(at), "{:.4f}") for at in positions)]
+        [
+            *name,
+            of_samples(number(entry["divergence"], "{:.4f}"), entry, entry["samples"]),
+            *(number(means.get(at), "{:.4f}") for at in positions),
+        ]
         for name, entry, means in zip(names, summary["table"], found, strict=True)
         if means
     ]
-    samples = max(entry["samples"] - entry["errors"] for entry in summary["table"])
+    samples = max(entry["samples"] for entry in summary["table"])
     return [
         f"{summary['config']['benchmark']}, {Path(summary['model']).name}, {summary['dtype']}, {summary['device']}, "
         f"{samples} samples: mean KL from dense attention in nats a token, of all tokens and from each position on.\n",

@@ -27,6 +27,11 @@ from eval.protocol_files import (
 from hf_sparse_attn.cli.models import cache_dir
 
 _Reader = Callable[[Sequence[Path]], dict[str, Any]]
+# Raised by readers whose files are damaged, nested too deeply, or hold values of other types than the official ones.
+_DAMAGED = (
+    *(OSError, ValueError, SyntaxError, LookupError, TypeError, AttributeError),
+    *(RecursionError, MemoryError, yaml.YAMLError),
+)
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,9 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     listing = ", ".join(str(file) for file in files)
     try:
         values = read(files)
-    except (OSError, ValueError, SyntaxError, LookupError, TypeError, yaml.YAMLError) as error:
+        digest = values_sha256(values)
+    except _DAMAGED as error:
         raise EvalError(f"protocol {name!r} cannot be read from {listing}: {type(error).__name__}: {error}") from error
-    digest = values_sha256(values)
     if digest != source.sha256:
         raise EvalError(
             f"protocol {name!r} from {listing} has sha256 {digest}, but {source.repository} at {source.commit} has "

@@ -171,17 +171,28 @@ def read_json(path: Path) -> object:
     Raises
     ------
     EvalError
-        The file cannot be read, is not JSON in UTF-8, or has text with a lone surrogate.
+        The file cannot be read, is not JSON in UTF-8, is nested too deeply, or has text with a lone surrogate.
+    """
+    return parse_json(_read_text(path), str(path))
+
+
+def parse_json(text: str, place: str) -> object:
+    """Parse JSON.
+
+    Raises
+    ------
+    EvalError
+        The text is not JSON, is nested too deeply, or has a string with a lone surrogate. The message begins with
+        ``place``.
     """
     try:
-        text = _read_text(path)
         content = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise EvalError(f"{path} has a lone surrogate, which tokenizers reject: {error.reason}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise EvalError(f"{path} is not JSON: {error}") from error
+        raise EvalError(f"{place} has a lone surrogate, which tokenizers reject: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise EvalError(f"{place} is not JSON: {error}") from error
     return content
 
 

@@ -134,3 +134,9 @@ def _other_metrics(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def number(value: float | None, form: str) -> str:
     """Format a number; None becomes a dash."""
     return "-" if value is None else form.format(value)
+
+
+def of_samples(text: str, entry: Mapping[str, Any], samples: int) -> str:
+    """Return a figure of an entry of ``aggregate``, with its number of samples if it lacks some of ``samples``."""
+    measured = entry["samples"] - entry["errors"]
+    return text if measured == samples else f"{text} (n={measured})"

@@ -17,6 +17,7 @@ from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patch.support import check_type
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
 from hf_sparse_attn.patched import base_model, text_model
+from hf_sparse_attn.whole_file import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
     input_ids
         int64 [batch, tokens]: texts of one length, without padding. All their queries are kept until the end.
     path
-        The file to write.
+        The file to write. It replaces a former one when it is whole.
 
     Raises
     ------
@@ -48,6 +49,8 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
         parallelism.
     FileNotFoundError
         There is no folder for ``path``. Nothing is computed.
+    OSError
+        The file cannot be written, as on a full disk. A former file of this name stays as it was.
     """
     check_type(base_model(model))
     ids = token_ids("input_ids", input_ids, text_model(model).config.vocab_size).to(base_model(model).device)
@@ -70,4 +73,4 @@ def calibrate_channels(model: PreTrainedModel, input_ids: torch.Tensor, path: st
             weights = channel_weights(mean_query, mean_key, statistic)
             order = weights.argsort(dim=1, descending=True, stable=True)
             entries[file_key(layer.layer_idx, statistic)] = order.tolist()
-    Path(path).write_text(json.dumps(entries), encoding="utf-8")
+    write_whole(Path(path), json.dumps(entries).encode("utf-8"))

@@ -13,6 +13,7 @@ from eval.errors import EvalError
 from eval.examples import load_examples, unique_ids
 from eval.prompts import Parts, encode_prompt, encode_within
 from eval.protocols import load_protocol, render_prompt
+from hf_sparse_attn.cli.models import first_line
 
 ENGLISH_TASKS = (
     "narrativeqa",
@@ -165,8 +166,8 @@ def as_list(value: Any, place: str) -> list[str]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError) as error:
-            raise EvalError(f"{place} is not a Python list: {error}") from error
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise EvalError(f"{place} is not a Python list: {first_line(error)}") from error
     if value is None or value == "":
         return []
     listed = [value] if isinstance(value, str) else value

@@ -13,6 +13,7 @@ from eval.report.plots import Picture
 from eval.report.style import Styles, add_legend, panels
 from eval.report.tables import Table
 from eval.store import read_json
+from hf_sparse_attn.whole_file import write_whole
 
 _INCHES_PER_BAR = 0.3
 _GROUP = 0.8
@@ -101,7 +102,7 @@ def write_picture(report: dict[str, Any], folder: Path) -> Path | None:
         return None
     path = folder / f"{picture.name}.png"
     try:
-        path.write_bytes(picture.png())
+        write_whole(path, picture.png())
     except OSError as error:
         raise EvalError(f"{path} cannot be written: {error}") from error
     return path

@@ -24,6 +24,7 @@ from eval.report.tables import (
     lost_samples,
     score_table,
 )
+from hf_sparse_attn.whole_file import write_whole
 
 _MOST_FAILURES = 50
 _SAMPLE = ("model", "benchmark", "task", "length", "sample_id", "seed")
@@ -83,7 +84,7 @@ def _write_page(
         runs=[_run(run) for run in runs],
     )
     path = out / "index.html"
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may hold any bytes
+    write_whole(path, page.encode("utf-8", errors="backslashreplace"))  # folder names may hold any bytes
     return path
 
 
@@ -159,7 +160,7 @@ def _budget(report: dict[str, Any], number: int, out: Path) -> dict[str, Any]:
 
 def _embed(picture: Picture, out: Path) -> dict[str, Any]:
     png = picture.png()
-    (out / f"{picture.name}.png").write_bytes(png)
+    write_whole(out / f"{picture.name}.png", png)
     data = base64.b64encode(png).decode("ascii")
     return {
         "uri": f"data:image/png;base64,{data}",

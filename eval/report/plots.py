@@ -168,8 +168,9 @@ def perplexity_by_position(section: Section, styles: Styles) -> Picture | None:
     axis.set_ylabel("perplexity")
     add_legend(figure, [axis])
     caption = "Perplexity by position (lower is better)"
-    overall = {column: _perplexity([v for values in nll[column].values() for v in values]) for column in nll}
-    return Picture(f"{section.slug}-position", caption, f"{caption}. Over all positions: {_list(overall)}.", figure)
+    overall = _list(_over_all(section, "perplexity"))
+    said = f" Over all positions: {overall}." if overall else ""
+    return Picture(f"{section.slug}-position", caption, f"{caption}.{said}", figure)
 
 
 def divergence_by_position(section: Section, styles: Styles) -> Picture | None:
@@ -191,10 +192,18 @@ def divergence_by_position(section: Section, styles: Styles) -> Picture | None:
     axis.set_ylim(bottom=0)
     add_legend(figure, [axis])
     caption = "Divergence from dense attention by position in its answers (lower is better)"
-    said = ", ".join(
-        f"{label(column)} {fmean(v for values in found[column].values() for v in values):.4f}" for column in found
-    )
-    return Picture(f"{section.slug}-divergence-position", caption, f"{caption}. Over all positions: {said}.", figure)
+    overall = _list(_over_all(section, "divergence"), digits=4)
+    said = f" Over all positions: {overall}." if overall else ""
+    return Picture(f"{section.slug}-divergence-position", caption, f"{caption}.{said}", figure)
+
+
+def _over_all(section: Section, name: str) -> dict[Column, float]:
+    """Return each column's aggregate of a field; a mean of positions would weigh a last, short one like the others."""
+    by_column: dict[Column, list[Record]] = defaultdict(list)
+    for record in section.records:
+        by_column[record["method"], record["token_budget"]].append(record)
+    found = {column: aggregate(by_column[column])[name] for column in section.columns}
+    return {column: value for column, value in found.items() if value is not None}
 
 
 def _perplexity(losses: Sequence[float]) -> float:
@@ -223,7 +232,7 @@ def score_by_depth(section: Section, styles: Styles) -> Picture | None:
         c: 100 * fmean(record["score"] for record in records if (record["method"], record["token_budget"]) == c)
         for c in columns
     }
-    return Picture(f"{section.slug}-depth", caption, f"{caption}. Mean over all cells: {_list(means)}.", figure)
+    return Picture(f"{section.slug}-depth", caption, f"{caption}. Mean over all samples: {_list(means)}.", figure)
 
 
 def _grid(records: Sequence[Record], lengths: list[int], depths: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -299,8 +308,7 @@ def latency_by_length(section: Section, styles: Styles) -> Picture | None:
 
 
 def _kv_percent(section: Section, column: Column) -> float | None:
-    places = section.shared_places()  # the records that the averages are taken over
-    records = [record for record in section.records if (record["task"], record["length"]) in places]
+    records = section.shared.records  # those that the averages are taken over
     found = aggregate([record for record in records if (record["method"], record["token_budget"]) == column])[
         "kv_fraction"
     ]
@@ -320,8 +328,8 @@ def length_name(length: int | None) -> str:
     return "own length" if length is None else f"{length:,} tokens"
 
 
-def _list(figures: dict[Column, float]) -> str:
-    return ", ".join(f"{label(column)} {figure:.2f}" for column, figure in figures.items())
+def _list(figures: dict[Column, float], digits: int = 2) -> str:
+    return ", ".join(f"{label(column)} {figure:.{digits}f}" for column, figure in figures.items())
 
 
 def _better(section: Section) -> str:

@@ -80,8 +80,8 @@ def _shown(path: Path) -> str:
 def _settings(config: str | None) -> Mapping[str, Any]:
     """Read a run's settings; nothing of a file that is missing or damaged, which a report only shows."""
     try:
-        settings = json.loads(config or "{}")
-    except ValueError:
+        settings = _encodable(json.loads(config or "{}"))  # refuses a nesting that cannot be written again
+    except (ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
 
@@ -90,15 +90,16 @@ def _settings_of(config: Mapping[str, Any], task: str) -> dict[str, str]:
     """Return the settings of a task of a run that decide what is measured, as texts by name."""
     if not config:
         return {}
-    options = {name: value for name, value in (config.get("options") or {}).items() if name != "repeats"}
-    data = config.get("data")
+    options, data = config.get("options"), config.get("data")
+    options = {name: value for name, value in options.items() if name != "repeats"} if isinstance(options, dict) else {}
     files = data.get(task) if isinstance(data, dict) else None
+    files = files if isinstance(files, list) else []
     settings = {
         "measure": config.get("measure") or ["score"],
         "chat": config.get("chat"),
         "chat template": config.get("chat_template_sha256"),
         "options": options,
-        "data": [str(file.get("sha256"))[:12] for file in files or [] if isinstance(file, dict)],
+        "data": [str(file.get("sha256"))[:12] for file in files if isinstance(file, dict)],
     }
     return {name: _text(value) for name, value in settings.items() if value not in (None, [], {})}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -84,34 +84,57 @@ class Section:
         score = entry.get("score")
         return None if score is None else 100 * score
 
+    @cached_property
+    def shared(self) -> Section:
+        """The records of the samples for which every column has a figure; only their averages are comparable."""
+        name = "perplexity" if self.is_perplexity else "score"
+        measured: dict[tuple[Any, ...], set[Column]] = defaultdict(set)
+        for record in self.records:
+            if record["error"] is None and record.get(name) is not None:
+                measured[_sample(record)].add((record["method"], record["token_budget"]))
+        complete = {sample for sample, columns in measured.items() if len(columns) == len(self.columns)}
+        return replace(self, records=[record for record in self.records if _sample(record) in complete])
+
     def shared_places(self, length: int | None = None) -> list[Place]:
-        """Return the tasks and lengths for which every column has a figure; only their averages are comparable."""
-        return [
-            place
-            for place in self.places
-            if length in (None, place[1]) and all(self.figure(place, column) is not None for column in self.columns)
-        ]
+        """Return the tasks and lengths with samples for which every column has a figure."""
+        return [place for place in self.shared.places if length in (None, place[1])]
+
+    def lacks_samples(self, length: int | None = None) -> bool:
+        """Return whether the averages leave out samples of the shared tasks and lengths."""
+        return any(
+            self.shared.entries[place, column]["samples"] < self.samples[place]
+            for place in self.shared_places(length)
+            for column in self.columns
+        )
+
+    @cached_property
+    def samples(self) -> dict[Place, int]:
+        """The largest number of samples that a column has of a task and length, failed ones included."""
+        counts: dict[Place, int] = defaultdict(int)
+        for (place, _), entry in self.entries.items():
+            counts[place] = max(counts[place], entry["samples"])
+        return counts
 
     def averages(self, length: int | None = None) -> dict[Column, float]:
-        """Return each column's average over ``shared_places``, with equal weights; empty without shared places."""
+        """Return each column's average over the shared samples, tasks and lengths with equal weights; else empty."""
         places = self.shared_places(length)
         if not places:
             return {}
         mean = geometric_mean if self.is_perplexity else fmean
         return {
-            column: mean([figure for place in places if (figure := self.figure(place, column)) is not None])
+            column: mean([figure for place in places if (figure := self.shared.figure(place, column)) is not None])
             for column in self.columns
         }
 
-    def benchmark_averages(self) -> list[tuple[str, int | None, dict[Column, float]]]:
-        """Return the averages that the benchmark names: name, length, and each column's in percent."""
+    def benchmark_averages(self) -> list[tuple[str, int | None, dict[Column, dict[str, Any]]]]:
+        """Return the averages that the benchmark names: name, length, and each column's entry of ``group_means``."""
         benchmark = BENCHMARKS.get(self.records[0]["benchmark"])
-        found: dict[tuple[str, int | None], dict[Column, float]] = defaultdict(dict)
+        found: dict[tuple[str, int | None], dict[Column, dict[str, Any]]] = defaultdict(dict)
         averages = benchmark.averages if benchmark else {}
         for entry in [*group_means(list(self.entries.values()), averages), *category_means(self.records)]:
             column = entry["method"], entry["token_budget"]
-            found[entry["group"], entry["length"]][column] = 100 * entry["score"]
-        return [(name, length, figures) for (name, length), figures in found.items()]
+            found[entry["group"], entry["length"]][column] = entry
+        return [(name, length, means) for (name, length), means in found.items()]
 
     def costs(self) -> Iterator[tuple[int | None, Column, dict[str, Any]]]:
         """Yield each length and column with the aggregate of its records over all tasks."""

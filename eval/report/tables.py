@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from eval.config import DENSE
 from eval.report.plots import length_name
 from eval.report.records import Record
 from eval.report.sections import Column, Place, Section, label
+from eval.terminal import of_samples
 
 _NOTHING = "–"  # noqa: RUF001
 _MOST_LOST = 5
@@ -57,20 +59,26 @@ def _benchmark_averages(section: Section, by_length: bool) -> list[list[str]]:
             *([_count(length)] if by_length else []),
             "",
             "",
-            *(_figure(section, figures[c]) if c in figures else _NOTHING for c in section.columns),
+            *(_benchmark_average(section, means, column) for column in section.columns),
         ]
-        for name, length, figures in section.benchmark_averages()
+        for name, length, means in section.benchmark_averages()
     ]
 
 
+def _benchmark_average(section: Section, means: Mapping[Column, dict[str, Any]], column: Column) -> str:
+    if column not in means:
+        return _NOTHING
+    most = max(mean["samples"] for mean in means.values())
+    return of_samples(_figure(section, 100 * means[column]["score"]), means[column], most)
+
+
 def _cell(section: Section, place: Place, column: Column) -> str:
-    """Format the figure, with its number of samples if some failed."""
+    """Format the figure, with its number of samples if some failed or are missing."""
     entry = section.entries.get((place, column))
     figure = None if entry is None else section.figure_of(entry)
     if entry is None or figure is None:
         return _NOTHING
-    text = _figure(section, figure)
-    return f"{text} (n={entry['samples'] - entry['errors']})" if entry["errors"] else text
+    return of_samples(_figure(section, figure), entry, section.samples[place])
 
 
 def _averages(section: Section, by_length: bool) -> list[list[str]]:
@@ -81,6 +89,8 @@ def _averages(section: Section, by_length: bool) -> list[list[str]]:
         shared = len(section.shared_places(length))
         of_all = sum(length in (None, place[1]) for place in section.places)
         name = "average" if shared == of_all else f"average of {shared} of {of_all}"
+        if section.lacks_samples(length):
+            name += ", over samples that all measured"
         figures = [_figure(section, averages[c]) if averages else _NOTHING for c in section.columns]
         footer.append([name, *([_count(length) if length else ""] if by_length else []), "", "", *figures])
     return footer
@@ -95,10 +105,9 @@ def cost_table(section: Section) -> Table:
     header += ["TTFT (s)", "TPOT (ms)", "TPOT speed-up", "peak memory (GiB)"]
     keeps_selections = any(entry["selection_hit_rate"] is not None for _, _, entry in costs)
     header += ["selections kept (%)"] if keeps_selections else []
-    dense = {length: entry["tpot_ms"] for length, column, entry in costs if column[0] == DENSE}
+    speed_ups = _speed_ups(section)
     lines = []
     for length, column, entry in costs:
-        tpot, dense_tpot = entry["tpot_ms"], dense.get(length)
         lines.append(
             [
                 label(column),
@@ -109,13 +118,27 @@ def cost_table(section: Section) -> Table:
                 _number(entry["kv_fraction"], ".1f", 100),
                 *([_number(entry[name], ".3f") for name in _CONTEXT_TIMES] if has_contexts else []),
                 _number(entry["ttft_seconds"], ".3f"),
-                _number(tpot, ".2f"),
-                _NOTHING if not tpot or not dense_tpot else f"{dense_tpot / tpot:.2f}×",  # noqa: RUF001
+                _number(entry["tpot_ms"], ".2f"),
+                f"{speed_ups[length, column]:.2f}×" if (length, column) in speed_ups else _NOTHING,  # noqa: RUF001
                 _number(entry["peak_memory_bytes"], ",.2f", 2**-30),
                 *([_number(entry["selection_hit_rate"], ".1f", 100)] if keeps_selections else []),
             ]
         )
     return Table(header, lines, text_columns=1)
+
+
+def _speed_ups(section: Section) -> dict[tuple[int | None, Column], float]:
+    """Return dense attention's median TPOT over each column's, by length, over the samples that both measured."""
+    pairs: dict[tuple[int | None, Column], list[tuple[Record, Record]]] = defaultdict(list)
+    measured = [record for record in section.records if record["error"] is None]
+    dense_alone = [(record, record) for record in measured if record["method"] == DENSE]
+    for record, dense in [*dense_alone, *section.twins()]:
+        if record.get("tpot_ms") and dense.get("tpot_ms"):
+            pairs[record["length"], (record["method"], record["token_budget"])].append((record, dense))
+    return {
+        place: median(dense["tpot_ms"] for _, dense in found) / median(record["tpot_ms"] for record, _ in found)
+        for place, found in pairs.items()
+    }
 
 
 def divergence_table(section: Section) -> Table | None:

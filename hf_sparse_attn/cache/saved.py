@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_sparse_attn.cache.contents import Header, check_complete, fill, header_of, method_text, tensors_of
+from hf_sparse_attn.cache.contents import Header, check_complete, fill, forms_of, header_of, method_text, tensors_of
 from hf_sparse_attn.cache.prefix import hash_token_ids
 from hf_sparse_attn.checks import whole_number, whole_numbers
 from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.patched import base_model, check_model_type, get_patch, layer_devices, text_model
-from hf_sparse_attn.tensor_file import TensorFile, damage_named, open_tensors, write_tensors
+from hf_sparse_attn.tensor_file import TensorFile, damage_named, json_entries, open_tensors, write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,12 +74,17 @@ def load(
                 f"{path} holds a cache of {header.method}, but the model is patched with {method_text(patch.method)}: "
                 "patch it with the method of the cache"
             )
+        if patch.method.evicts:
+            raise ValueError(f"{path} is damaged: caches of {patch.method.name!r}, which evicts, are never saved")
         if max_cache_len is not None and header.tokens > max_cache_len:
             raise ValueError(f"max_cache_len={max_cache_len} must be at least {header.tokens}, the tokens of {path}")
         config = text_model(model).config
         cache = cls(config, patch.method, max_cache_len, header.tokens, kv_storage=patch.kv_storage)
         if patch.rope_tables is not None:
             cache.use_rope(patch.rope_tables)  # the method may finish the prompt before a pass sets them
+        with damage_named(path):
+            header.check_layers(cache)
+        file.check(forms_of(cache, header, file.form, dtypes_of_values(text_model(model))))
         shape = (header.rows, kv_heads_of(config), header.tokens, head_dim_of(config))
         cache.reserve_host(shape, model.dtype, partial(layer_devices, model))
         fill(cache, header, file.checksums, file.read, layer_devices(model))
@@ -89,10 +94,18 @@ def load(
 def _checked_header(file: TensorFile, model: PreTrainedModel, input_ids: torch.Tensor | None) -> Header:
     with damage_named(file.path):
         header, token_ids_hash = Header.from_json(file.header["cache"]), file.header["token_ids_hash"]
-        identity = ModelIdentity(**json.loads(file.header["identity"]))
+        header.check(text_model(model).config.num_hidden_layers)
+        identity = ModelIdentity(**json_entries("identity", file.header["identity"], str))
     identity.check(ModelIdentity.of(base_model(model)), f"{file.path} was written")
     if input_ids is not None and not token_ids_hash:
         raise ValueError(f"{file.path} was written without input_ids, so they cannot be compared: leave them out")
     if input_ids is not None and hash_token_ids(input_ids) != token_ids_hash:
         raise ValueError(f"{file.path} holds the cache of other token ids than the given input_ids")
     return header
+
+
+def dtypes_of_values(text: PreTrainedModel) -> list[torch.dtype]:
+    """Return the dtypes that a model's values may have: those of its weights, its own first, and autocast's."""
+    of_weights = (weights.dtype for weights in text.parameters() if weights.dtype.itemsize > 1)
+    found = (text.dtype, *of_weights, torch.float16, torch.bfloat16)
+    return list(dict.fromkeys(dtype for dtype in found if dtype.is_floating_point))

@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt answered by one side; ``found`` is None if the prompt hides nothing."""
+    """One prompt answered by one side.
+
+    ``kv_fraction`` is None if no token was decoded, and ``found`` if the prompt hides nothing.
+    """
 
     answer: str
     token_ids: tuple[int, ...]
     prefill_seconds: float
     decode_seconds: float
     decode_steps: int
-    kv_fraction: float = 1.0
+    kv_fraction: float | None = 1.0
     found: bool | None = None
 
 
@@ -40,13 +43,14 @@ class Side:
     peak_memory_bytes: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Return means over the runs; ``ms_per_token`` is None if nothing was decoded."""
+        """Return means over the runs; ``kv_fraction`` and ``ms_per_token`` are None if nothing was decoded."""
         steps = sum(run.decode_steps for run in self.runs)
         seconds = sum(run.decode_seconds for run in self.runs)
         found = [run.found for run in self.runs if run.found is not None]
+        read = [run.kv_fraction for run in self.runs if run.kv_fraction is not None]
         return {
             **({"found": sum(found)} if found else {}),
-            "kv_fraction": statistics.fmean(run.kv_fraction for run in self.runs),
+            "kv_fraction": statistics.fmean(read) if read else None,
             "prefill_seconds": statistics.fmean(run.prefill_seconds for run in self.runs),
             "ms_per_token": 1000 * seconds / steps if steps else None,
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -138,7 +142,7 @@ class PasskeyWork:
         """Answer one passkey's question."""
         from transformers import DynamicCache
 
-        from hf_sparse_attn import SparseCache, sparse_attention_stats
+        from hf_sparse_attn import SparseCache
         from hf_sparse_attn.cli.passkey import answer_passkey
 
         cache = SparseCache.for_model(model) if is_patched else DynamicCache(config=model.config)
@@ -150,7 +154,7 @@ class PasskeyWork:
             answer.prefill_seconds,
             answer.decode_seconds,
             answer.decode_steps,
-            sparse_attention_stats(model).kv_fraction if is_patched else 1.0,
+            _kv_fraction(model, answer.decode_steps, is_patched),
             passkey.found_in(answer.text),
         )
 
@@ -198,15 +202,22 @@ class PromptWork:
         """Answer the prompt, calling ``on_step`` with every token."""
         import torch
 
-        from hf_sparse_attn import sparse_attention_stats
-
         batch = torch.tensor([list(self.input_ids)], device=model.device)
         output = timed_generate(model, batch, torch.ones_like(batch), self.new_tokens, on_step)
         new_ids = output.new_ids[0].tolist()
-        fraction = sparse_attention_stats(model).kv_fraction if is_patched else 1.0
+        decode_steps = len(new_ids) - 1
         text = self.tokenizer.decode(new_ids, skip_special_tokens=True).strip()
         times = (output.first_token_seconds, output.decode_seconds)
-        return Run(text, tuple(new_ids), *times, len(new_ids) - 1, fraction)
+        return Run(text, tuple(new_ids), *times, decode_steps, _kv_fraction(model, decode_steps, is_patched))
+
+
+def _kv_fraction(model: PreTrainedModel, decode_steps: int, is_patched: bool) -> float | None:
+    """Return the share of dense attention's bytes that the decode steps have read; None if there was none."""
+    from hf_sparse_attn import sparse_attention_stats
+
+    if decode_steps == 0:
+        return None
+    return sparse_attention_stats(model).kv_fraction if is_patched else 1.0
 
 
 def run_side(model: PreTrainedModel, method: SparseMethod | None, name: str, work: Work, progress: Stages) -> Side:

@@ -13,6 +13,7 @@ from hf_sparse_attn.cli.page import make_page
 from hf_sparse_attn.cli.progress import say, stages
 from hf_sparse_attn.cli.reads import record_reads
 from hf_sparse_attn.cli.terminal import fail, visible
+from hf_sparse_attn.whole_file import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,12 +79,16 @@ def _format(picture: Path) -> str:
 
 def may_be_written(path: Path) -> bool:
     """Return whether a file can be created or replaced, as far as its folder and permissions tell."""
-    return not path.is_dir() and path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        return False
+    folder = Path(os.path.realpath(path)).parent
+    is_special = path.exists() and not path.is_file()  # such as /dev/stdout, whose folder takes no other file
+    return is_special or (folder.is_dir() and os.access(folder, os.W_OK))
 
 
 def _write(option: str, path: Path, content: bytes) -> None:
     try:
-        path.write_bytes(content)
+        write_whole(path, content)
     except OSError as error:
         fail(f"{option} {str(path)!r} cannot be written: {error}")
     say(f"{path} written")

@@ -134,7 +134,7 @@ class Comparison:
         agreed = [sum(_agreement(dense, side)) for side in patched]
         rows = [
             Row("answers agree", ["", *(_of(count, total) for count in agreed)]),
-            Row("KV cache read per decode step", [f"{mean['kv_fraction']:.1%}" for mean in means]),
+            Row("KV cache read per decode step", [_number(mean["kv_fraction"], "{:.1%}") for mean in means]),
             Row("prefill, seconds", [f"{mean['prefill_seconds']:.2f}" for mean in means]),
             Row("decode, ms per token", [_number(mean["ms_per_token"]) for mean in means]),
             Row(
@@ -182,5 +182,5 @@ def _of(count: int, total: int) -> str:
     return ("yes" if count else "no") if total == 1 else f"{count} of {total}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _number(value: float | None, form: str = "{:.1f}") -> str:
+    return "-" if value is None else form.format(value)

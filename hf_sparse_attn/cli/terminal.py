@@ -49,8 +49,8 @@ def parse_settings(option: str, settings: Sequence[str]) -> dict[str, Any]:
             fail(f"{name} is given twice")
         try:
             parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[name] = value
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            parsed[name] = value  # whoever checks the setting refuses a word where none is allowed
     return parsed
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from hf_sparse_attn.methods.parameter_file import modified, text_of
+from hf_sparse_attn.methods.parameter_file import FileState, json_of, state_of
 
 STATISTICS = ("qk", "q", "k")
 LABEL_BITS = (2, 4, 8, 16)
@@ -77,15 +76,17 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
 
     Raises
     ------
+    OSError
+        The file cannot be read.
     ValueError
-        The file is not JSON, or has no such entry, or one for other heads or another head_dim.
+        The file is not JSON, or has no such entry, or one that is no list of channels, or for other heads or another
+        head_dim.
     """
-    entries, key = _read(path, modified("calibration", path)), file_key(layer_idx, statistic)
+    entries, key = _read(path, state_of("calibration", path)), file_key(layer_idx, statistic)
     if key not in entries:
         raise ValueError(f"calibration={path!r} has no entry {key!r}; calibrate_channels writes one for every layer")
     orders = entries[key]
-    whole = list(range(head_dim))
-    if len(orders) not in heads or any(sorted(order) != whole for order in orders):
+    if not (isinstance(orders, list) and len(orders) in heads and all(_is_order(order, head_dim) for order in orders)):
         raise ValueError(
             f"calibration={path!r}: {key!r} must list the channels 0 to {head_dim - 1} for each of {heads[0]} query "
             f"heads or {heads[1]} KV heads; it is of another model"
@@ -93,13 +94,16 @@ def channels_of_file(path: str, layer_idx: int, statistic: str, heads: tuple[int
     return -torch.tensor(orders).argsort(dim=1).float()
 
 
+def _is_order(order: object, head_dim: int) -> bool:
+    """Whether a value of a file lists all channels of a head."""
+    is_whole = isinstance(order, list) and all(type(channel) is int for channel in order)
+    return isinstance(order, list) and is_whole and sorted(order) == list(range(head_dim))
+
+
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int) -> dict[str, Any]:
-    """Read a file of channels; ``changed`` is its time of modification, so that a new file is read anew."""
-    try:
-        entries = json.loads(text_of("calibration", path))
-    except ValueError as error:
-        raise ValueError(f"calibration={path!r} must be a JSON file: {error}") from error
+def _read(path: str, state: FileState) -> dict[str, Any]:
+    """Read a file of channels; ``state`` is its present one, so that a new file is read anew."""
+    entries = json_of("calibration", path)
     if not isinstance(entries, dict):
         raise ValueError(f"calibration={path!r} must be a JSON object of layers, got {type(entries).__name__}")
     return entries

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import NamedTuple
 
-from hf_sparse_attn.methods.parameter_file import modified, text_of
+from hf_sparse_attn.methods.parameter_file import FileState, json_of, state_of
 
 A_SHAPE, VERTICAL_SLASH, BLOCK_SPARSE = "stream_llm", "vertical_and_slash", "block_sparse"
 KINDS = (A_SHAPE, VERTICAL_SLASH, BLOCK_SPARSE)
@@ -40,18 +39,15 @@ def read_patterns(path: str) -> Layers:
     FileNotFoundError
         There is no such file.
     ValueError
-        The file has another format.
+        The file has another format, or ``path`` has characters that no path may have.
     """
-    return _read(path, modified("patterns", path))
+    return _read(path, state_of("patterns", path))
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int) -> Layers:
-    """Read a file; ``changed`` is its time of modification, so that a new file is read anew."""
-    try:
-        layers = json.loads(text_of("patterns", path))
-    except ValueError as error:
-        raise ValueError(f"patterns={path!r} must be a JSON file: {error}") from error
+def _read(path: str, state: FileState) -> Layers:
+    """Read a file; ``state`` is its present one, so that a new file is read anew."""
+    layers = json_of("patterns", path)
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         raise ValueError(f"patterns={path!r} must be a JSON list of one object per layer")
     return tuple(_layer(path, number, layer) for number, layer in enumerate(layers))

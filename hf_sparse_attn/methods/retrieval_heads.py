@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from hf_sparse_attn.methods.parameter_file import modified, text_of
+from hf_sparse_attn.methods.parameter_file import FileState, state_of, text_of
 
 Values = tuple[tuple[float, ...], ...]
 """Of every layer and KV head: from 0, for a streaming head, to 1, for a retrieval head."""
@@ -29,14 +29,14 @@ def read_values(path: str) -> Values:
     FileNotFoundError
         There is no such file.
     ValueError
-        The file has another format, or a number is out of range.
+        The file has another format, or a number is out of range, or ``path`` has characters that no path may have.
     """
-    return _read(path, modified("heads", path))
+    return _read(path, state_of("heads", path))
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int) -> Values:
-    """Read a file; ``changed`` is its time of modification, so that a new file is read anew."""
+def _read(path: str, state: FileState) -> Values:
+    """Read a file; ``state`` is its present one, so that a new file is read anew."""
     lines = text_of("heads", path).splitlines()
     try:
         values = [[float(entry) for entry in line.split("\t")] for line in lines if line.strip()]

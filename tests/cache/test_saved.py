@@ -1,6 +1,7 @@
 """Saved caches: a loaded one continues as the saved one does, and is refused where it does not belong."""
 
 import errno
+import json
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from hf_sparse_attn import (
     tensor_file,
     unpatch_model,
 )
+from hf_sparse_attn.cache import saved as saved_caches
+from hf_sparse_attn.cache.contents import method_text
 from hf_sparse_attn.cache.host import room
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
 from tests.models import DEVICE, make_model, random_ids, shared_model
@@ -242,8 +245,170 @@ def test_a_damaged_file_is_refused(saved, model):
         SparseCache.load(path, model)
 
 
-@pytest.mark.parametrize("fails_in", ["save_file", "_flush"])
-def test_a_full_disk_leaves_the_former_file_and_a_cache_that_goes_on(fails_in, saved, model, monkeypatch):
+def rewrite(path, header=None, tensors=None, texts=None):
+    """Change a file so that its checksums still hold; a tensor of None is left out."""
+    with tensor_file.open_tensors(path, saved_caches.FORMAT, "a cache") as file:
+        contents = {**{name: file.read(name) for name in file.checksums}, **(tensors or {})}
+        cache = {**json.loads(file.header["cache"]), **(header or {})}
+        written = {**file.header, "cache": json.dumps(cache), **(texts or {})}
+    contents = {name: tensor for name, tensor in contents.items() if tensor is not None}
+    tensor_file.write_tensors(path, saved_caches.FORMAT, written, contents)
+
+
+def refuses(path, model, message):
+    """Check that a file is refused by its name, before any layer gets tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseCache, "update", None)
+        patch.setattr(SparseCache, "append_tokens", None)
+        with (
+            sparse_attention(model, QUEST),
+            pytest.raises(ValueError, match=rf"cache\.safetensors .*damaged.*{message}"),
+        ):
+            SparseCache.load(path, model)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"rows": 1}, "starts must be a list of 1 entries"),
+        ({"rows": True}, "rows must be a whole number, got True"),
+        ({"tokens": "40"}, "tokens must be a whole number, got '40'"),
+        ({"tokens": -1}, "tokens must be at least 1"),
+        ({"tokens": 30}, r"layers\.0\.keys must be \[2, 2, 30, 16\] in float64, got \[2, 2, 40, 16\] in float64"),
+        ({"tokens": 10**15}, r"layers\.0\.keys must be \[2, 2, 1000000000000000, 16\]"),
+        ({"starts": [0, -3]}, "starts must be at least 0, got -3"),
+        ({"starts": []}, r"starts must be a list of 2 entries, got \[\]"),
+        ({"starts": [0, 2**40]}, "starts must be at most 2147483647"),
+        ({"prompt_is_open": 5}, "prompt_is_open must be True or False, got 5"),
+        ({"finished_at": "x"}, "finished_at must be a whole number, got 'x'"),
+        ({"finished_at": 41}, "finished_at must be at most 40, got 41"),
+        ({"closed_from": -5}, "closed_from must be at least 0, got -5"),
+        ({"left_out": "abc"}, "left_out must be a list, got 'abc'"),
+        ({"left_out": [9999]}, "left_out must be at most 40, got 9999"),
+        ({"left_out": [3, 3]}, "left_out must be at least 4, got 3"),
+        ({"queries": []}, "queries must be a list of 4 entries"),
+        ({"queries": [[1.0, 40]] * 4}, r"layers\.0\.queries\.states is missing"),
+        ({"queries": [[float("nan"), 40]] * 4}, "queries: scale must be a finite number, got nan"),
+        ({"queries": [[1.0, 41]] * 4}, "queries: end must be at most 40, got 41"),
+        ({"window_tokens": []}, "window_tokens must be a list of 4 entries"),
+        ({"window_tokens": [40] * 4}, "window_tokens must be None for layer 0, got 40"),
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be_true_is_refused(header, message, saved, model):
+    path, _ = saved
+    rewrite(path, header)
+    refuses(path, model, message)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ({"cache": "[" * 100_000}, "maximum recursion depth"),
+        ({"cache": "[]"}, "list indices"),
+        ({"identity": '{"model_id": 1}'}, "identity must be a JSON object with values of type str"),
+    ],
+    ids=["deep", "list", "identity"],
+)
+def test_a_header_of_another_kind_is_refused(texts, message, saved, model):
+    path, _ = saved
+    rewrite(path, texts=texts)
+    refuses(path, model, message)
+
+
+@pytest.mark.parametrize(
+    ("checksums", "message"),
+    [(["layers.0.keys"], "checksums must be a JSON object"), ("[" * 100_000, "maximum recursion depth")],
+    ids=["list", "deep"],
+)
+def test_checksums_of_another_kind_are_refused(checksums, message, saved, model, monkeypatch):
+    path, _ = saved
+    text = checksums if isinstance(checksums, str) else json.dumps(checksums)
+    monkeypatch.setattr(tensor_file.json, "dumps", lambda value: text)
+    tensor_file.write_tensors(path, saved_caches.FORMAT, {}, {})
+    monkeypatch.undo()
+    refuses(path, model, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers.1.keys": None}, r"layers\.1\.keys is missing"),
+        ({"layers.2.metadata.page_min": None}, r"layers\.2\.metadata\.page_min is missing"),
+        ({"layers.7.keys": torch.zeros(3)}, r"layers\.7\.keys is no part of what its header describes"),
+        ({"layers.2.metadata.other": torch.zeros(3)}, r"layers\.2\.metadata\.other is no part"),
+        ({"layers.1.values": torch.zeros(2, 2, 30, 16).double()}, r"must be \[2, 2, 40, 16\] .* got \[2, 2, 30, 16\]"),
+        ({"layers.1.keys": torch.zeros(2, 2, 40, 16).long()}, "in float64, got .* in int64"),
+        ({"layers.0.keys": torch.zeros(2, 2, 40, 16).long()}, "in float64, got .* in int64"),
+        ({"layers.1.keys": torch.zeros(2, 2, 40, 16).half()}, "in float64, got .* in float16"),
+        ({"layers.2.metadata.page_min": torch.zeros(2, 2, 1, 16).char()}, r"must be \[2, 2, 5, 16\] in int8"),
+        ({"layers.2.metadata.page_min": torch.zeros(())}, r"must be \[2, 2, 5, 16\] in int8, got \[\] in float32"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_tensors_that_the_header_does_not_describe_are_refused(change, message, saved, model):
+    path, _ = saved
+    rewrite(path, tensors=change)
+    refuses(path, model, message)
+
+
+def test_a_cache_of_a_method_that_evicts_is_refused(saved, model):
+    path, _ = saved
+    method = H2O(token_budget=48)
+    rewrite(path, {"method": method_text(method)})
+    with sparse_attention(model, method), pytest.raises(ValueError, match="is damaged: caches of 'h2o', which evicts"):
+        SparseCache.load(path, model)
+
+
+@torch.inference_mode()
+def test_whatever_state_a_cache_is_in_its_file_can_be_loaded(tmp_path):
+    """Rows cut back into their padding, a dtype of autocast, and kept queries are no damage."""
+    model, path, (ids, mask) = make_model("llama"), tmp_path / "cache", padded_batch()
+    with sparse_attention(model, QUEST):
+        cache = SparseCache.for_model(model, keep_queries=5)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(ids, attention_mask=mask, past_key_values=cache)
+        for length in (cache.get_seq_length(), 3):
+            cache.crop(length - cache.get_seq_length())
+            cache.save(path, model)
+            loaded = SparseCache.load(path, model)
+            for ours, theirs in zip(loaded.sparse_layers, cache.sparse_layers, strict=True):
+                assert ours.keys.dtype == theirs.keys.dtype == torch.bfloat16
+                assert torch.equal(ours.keys[:, :, :length], theirs.keys[:, :, :length])
+                assert torch.equal(ours.prompt_queries.states, theirs.prompt_queries.states)
+                assert torch.equal(ours.seq_start, theirs.seq_start)
+        assert int(cache.sparse_layers[0].seq_start.max()) > 3
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors", "message"),
+    [
+        ({"window_tokens": [None, 29, None, 30]}, None, "window_tokens must be at least 30, got 29"),
+        ({"window_tokens": [None, None, None, 30]}, None, "window_tokens must be a number for layer 1, got None"),
+        ({"queries": [[1.0, 30]] * 4}, None, "queries must be None for layer 1, which has a sliding window"),
+        (
+            None,
+            {f"layers.1.{name}": torch.zeros(1, 1, 9, 9) for name in ("keys", "values")},
+            r"layers\.1\.keys must be",
+        ),
+    ],
+    ids=["seen", "none", "queries", "held"],
+)
+@torch.inference_mode()
+def test_sliding_windows_are_checked(header, tensors, message, tmp_path):
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = make_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=20)
+    path = tmp_path / "cache.safetensors"
+    with sparse_attention(model, QUEST):
+        cache = SparseCache.for_model(model)
+        model(random_ids(1, 30), past_key_values=cache)
+        cache.save(path, model)
+    rewrite(path, header, tensors)
+    refuses(path, model, message)
+
+
+@pytest.mark.parametrize("target", ["tensor_file.save_file", "whole_file._flush"])
+def test_a_full_disk_leaves_the_former_file_and_a_cache_that_goes_on(target, saved, model, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -251,7 +416,7 @@ def test_a_full_disk_leaves_the_former_file_and_a_cache_that_goes_on(fails_in, s
     before = path.read_bytes()
     with torch.inference_mode(), sparse_attention(model, QUEST):
         cache = SparseCache.load(path, model)
-        monkeypatch.setattr(tensor_file, fails_in, full)
+        monkeypatch.setattr(f"hf_sparse_attn.{target}", full)
         with pytest.raises(OSError, match="No space left"):
             cache.save(path, model)
         assert path.read_bytes() == before

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_sparse_attn.cli.app import app
-from hf_sparse_attn.cli.compare import Run
+from hf_sparse_attn.cli.compare import Run, Side
 from tests.cli.commands import invoke
 from tests.tiny import save_bloom, save_model
 
@@ -55,6 +55,22 @@ def test_whole_budget_answers_a_prompt_like_dense(model: str, tmp_path: Path, ra
     assert quest["kv_fraction"] == 1.0
     assert report["runs"][0]["variants"][0]["answer"] == report["runs"][0]["dense"]["answer"]
     assert report["runs"][0]["dense"]["prefill_seconds"] > 0
+
+
+def test_without_a_decoded_token_nothing_was_read(model: str, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The ferry left the quay at seven. " * 5)
+    arguments = ("compare", "--model", model, "--prompt-file", str(prompt), "--max-new-tokens", "1")
+    report = json.loads(invoke(*arguments, "--json").stdout)
+    for side in (report["dense"], *report["variants"]):
+        assert side["kv_fraction"] is None
+    (row,) = [line for line in invoke(*arguments).stdout.splitlines() if "KV cache read" in line]
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == ["-", "-"]
+
+
+def test_the_mean_of_what_was_read_leaves_out_prompts_without_a_decoded_token() -> None:
+    runs = [Run("", (), 1.0, 1.0, steps, fraction) for steps, fraction in ((0, None), (2, 0.25), (2, 0.75))]
+    assert Side(runs).summary()["kv_fraction"] == 0.5
 
 
 def test_a_method_that_extends_the_positions_may_go_beyond_them(model: str) -> None:
@@ -129,6 +145,8 @@ def test_an_interrupt_ends_without_a_traceback(model: str, monkeypatch: pytest.M
         (("--set", "page_sise=16"), "page_size"),
         (("--set", "page_size=17"), "17"),
         (("--set", "page_size=big"), "big"),
+        (("--set", "page_size={[]:1}"), "page_size must be a whole number, got '{[]:1}'"),
+        (("--set", f"page_size={'-' * 20_000}1"), "page_size must be a whole number, got '---"),
         (("--set", "page_size"), "name=value"),
         (("--set", "tokenselect.k=8"), "tokenselect"),
         (("--method", "quest,quest"), "twice"),

@@ -1,14 +1,17 @@
 """The HTML page and the heatmap of the tokens read."""
 
 import base64
+import errno
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from hf_sparse_attn import Quest
+from hf_sparse_attn.cli import outputs
 from hf_sparse_attn.cli.compare import PasskeyWork, PromptWork
 from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.cli.passkey import make_passkey
@@ -101,6 +104,38 @@ def test_an_answer_in_a_page_is_text(model: str, tmp_path: Path, monkeypatch: py
     html = page.read_text(encoding="utf-8")
     assert "<script" not in html
     assert html.count(r"&lt;script&gt;alert(1)&lt;/script&gt; &amp; \x1b[2J \ud83d") == 2
+
+
+def test_a_full_disk_leaves_the_former_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(name: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    page = tmp_path / "page.html"
+    page.write_bytes(b"former")
+    monkeypatch.setattr("hf_sparse_attn.whole_file._flush", full)
+    with pytest.raises(typer.Exit):
+        outputs._write("--html", page, b"new")
+    assert re.search(r"error: --html '.*page\.html' cannot be written: .*No space left", capsys.readouterr().err)
+    assert page.read_bytes() == b"former"
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_file_is_replaced_where_its_folder_takes_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "page.html").write_bytes(b"former")
+    (tmp_path / "link.html").symlink_to(folder / "page.html")
+    writable = {folder / "page.html", tmp_path / "link.html", tmp_path}
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) in writable)
+    assert not outputs.may_be_written(folder / "page.html")
+    assert not outputs.may_be_written(tmp_path / "link.html")
+    assert outputs.may_be_written(tmp_path / "new.html")
+    writable.add(folder)
+    assert outputs.may_be_written(folder / "page.html")
+    assert outputs.may_be_written(tmp_path / "link.html")
+    assert not outputs.may_be_written(folder)
 
 
 def test_missing_matplotlib_names_the_extra_before_any_work(

@@ -71,7 +71,9 @@ def test_categories_are_averaged_within_tasks_and_then_over_them() -> None:
     means = {each["group"]: (each["score"], each["samples"], each["errors"]) for each in category_means(records)}
     assert means == {"difficulty: hard": (1.0, 1, 0), "turn: 2": (0.25, 5, 1), "turn: 10": (1.0, 1, 0)}
     (section,) = make_sections(records)
-    assert section.benchmark_averages()[1] == ("turn: 2", None, {("quest", 64): 25.0})
+    name, length, means = section.benchmark_averages()[1]
+    assert (name, length, means["quest", 64]["score"]) == ("turn: 2", None, 0.25)
+    assert ["turn: 2", "", "", "25.0 (n=4)"] in score_table(section).footer
 
 
 def test_the_report_has_the_averages_of_the_benchmark() -> None:

@@ -49,6 +49,8 @@ def load(data_dir: Path | None, task_file: str = "trec.jsonl") -> tuple[list[dic
     [
         ('{"context": "c", "input": ', "is not JSON"),
         ('["context"]', "is not a JSON object but list"),
+        pytest.param("[" * 100_000, "is not JSON: maximum recursion depth", id="nested too deeply"),
+        ('{"context": "a\\ud800b", "input": "", "answers": []}', "has a lone surrogate"),
         ('{"context": "c", "answers": []}', r"lacks input \(it has: context, answers\)"),
         ("{}", r"lacks context, input, answers \(it has: nothing\)"),
         ('{"context": 3, "input": "", "answers": []}', "context is of type int, not str"),
@@ -197,6 +199,31 @@ def test_examples_come_from_the_hub_and_then_from_its_cache(tmp_path: Path) -> N
         assert "--data-dir" in message
     with fetcher(endpoint, tmp_path, HF_HUB_OFFLINE="1") as fetch:
         assert fetch(HUB_ID, "data.zip")[0] == [EXAMPLE, other]
+
+
+def damaged_archive(damage: str) -> bytes:
+    """Return an archive of a file whose data are damaged, or said to be encrypted, or compressed in an unknown way."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("trec.jsonl", jsonl(EXAMPLE) * 200)
+    content = bytearray(buffer.getvalue())
+    local, central = 0, content.index(b"PK\x01\x02")
+    if damage == "data":
+        begin = local + 30 + len("trec.jsonl")
+        content[begin : begin + 20] = b"\xff" * 20
+    elif damage == "encrypted":
+        content[local + 6] |= 1
+        content[central + 8] |= 1
+    else:
+        content[local + 8] = content[central + 10] = 97
+    return bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["data", "encrypted", "compression"])
+def test_a_damaged_archive_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "data.zip").write_bytes(damaged_archive(damage))
+    with pytest.raises(EvalError, match=r"data\.zip does not give trec\.jsonl: \w"):
+        _unzipped(tmp_path / "data.zip", "trec.jsonl", tmp_path / "folder")
 
 
 @pytest.mark.parametrize("member", ["../trec.jsonl", "data/../../trec.jsonl", "{outside}/trec.jsonl"])

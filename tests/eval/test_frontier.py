@@ -186,6 +186,13 @@ def test_the_figure_has_a_line_for_each_method_and_dense_attention_s_finds(resul
     assert "quest 256: 5.0 % read, KL 0.0217, 50 % found" in picture.alt
 
 
+def test_the_mean_of_one_sample_has_no_error(tmp_path):
+    [frontier] = frontiers(sweep(tmp_path, records_of("passkey", "book", 1, length=4000)) / SWEEP)
+    quest = frontier.points[3]
+    assert (quest.divergence.error, quest.found.error) == (None, None)
+    assert lines(frontier)[3] == ["quest 256", "5.0", "0.0100", "-", "90.0", "0.0", "5.0"]
+
+
 def test_a_sweep_without_needles_has_one_panel(tmp_path):
     [frontier] = frontiers(sweep(tmp_path, records_of("longbench", "lcc", 2, score=None)) / SWEEP)
     assert len(frontier_picture(frontier, "name").figure.axes) == 1

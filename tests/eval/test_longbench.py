@@ -166,6 +166,8 @@ def test_lists_kept_as_python_source_are_read(protocols: Path, tmp_path: Path) -
     ("changes", "problem"),
     [
         ({"answers": "['open"}, "answers of example 'row-1' is not a Python list"),
+        ({"answers": "[{[]: 1}]"}, "answers of example 'row-1' is not a Python list: unhashable"),
+        ({"answers": f"[{'-' * 20_000}1]"}, "answers of example 'row-1' is not a Python list: [MR]"),
         ({"answers": "[__import__('os').getcwd()]"}, "answers of example 'row-1' is not a Python list"),
         ({"answers": [1]}, "answers of example 'row-1' is not a list of strings"),
         ({"all_classes": {"a": 1}}, "all_classes of example 'row-1' is not a list of strings"),

@@ -29,8 +29,8 @@ def test_kept_summaries_are_those_of_their_records(path):
 
 
 ENTRY = {
-    "benchmark": "passkey", "task": "filler", "length": 400, "method": "full", "token_budget": None, "samples": 4,
-    "errors": 1, "score": 0.75, "perplexity": None, "kv_fraction": 1.0, "realised_budget": 401.0,
+    "benchmark": "passkey", "task": "filler", "length": 400, "method": "full", "token_budget": None, "samples": 3,
+    "errors": 0, "score": 0.75, "perplexity": None, "kv_fraction": 1.0, "realised_budget": 401.0,
     "ttft_seconds": 1.5, "tpot_ms": 12.34, "prompt_tokens": 412.0, "peak_memory_bytes": 2**21,
 }  # fmt: skip
 SUMMARY = {
@@ -57,6 +57,15 @@ def test_cells_hold_scores_perplexities_and_speeds(tmp_path):
     assert "the harness added 2.5%" in text
     assert "protocol abcdefabcdef" in text
     assert "selections kept, %" not in text
+
+
+def test_a_figure_of_other_samples_than_those_of_its_line_has_their_number(tmp_path):
+    fewer = [{"score": 1.0}, {"score": None, "perplexity": 9.0}, {"score": None, "errors": 3}]
+    table = [
+        ENTRY,
+        *(ENTRY | {"method": "quest", "token_budget": 8 << n, "errors": 2} | e for n, e in enumerate(fewer)),
+    ]
+    assert "| filler | 400 | 3 | 75.0 | 100.0 (n=1) | 9.000 (n=1) | - |" in page_of(tmp_path, {"table": table})
 
 
 def test_a_gguf_file_is_named_without_its_folder(tmp_path):
@@ -95,6 +104,10 @@ def test_means_weigh_tasks_alike_and_need_every_task(tmp_path):
     assert "| mean |  |  | 75.0 | 50.0 |\n| KV read, % |  |  | 100.0 | 30.0 |\n" in text
     text = page_of(tmp_path / "lacking", {"table": table[:-1]})
     assert "| mean |  |  | 75.0 | - |\n| KV read, % |  |  | 100.0 | - |\n" in text
+    for number, fewer in enumerate(({"errors": 1}, {"samples": 98})):
+        text = page_of(tmp_path / f"failed_{number}", {"table": [*table[:-1], table[-1] | fewer]})
+        assert "| b | 400 | 99 | 100.0 | 75.0 (n=98) |" in text
+        assert "| mean |  |  | 75.0 | - |\n| KV read, % |  |  | 100.0 | - |\n" in text
     text = page_of(tmp_path / "no_reads", {"table": [*table[:-1], table[-1] | {"kv_fraction": None}]})
     assert "| mean |  |  | 75.0 | 50.0 |\n| KV read, % |  |  | 100.0 | - |\n" in text
 

@@ -44,6 +44,15 @@ def test_positions_have_the_means_of_the_samples_that_reach_them(tmp_path):
     assert page.count(HEAD) == 1
 
 
+def test_the_mean_of_a_method_that_failed_on_a_sample_has_its_number_of_samples(tmp_path):
+    write_run(tmp_path, "longanswer", "retelling", [[[0, 0.1], [250, 0.3]], [[0, 0.2]]])
+    path = tmp_path / SWEEP / "01-longanswer" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["table"][1]["errors"] = 1
+    path.write_text(json.dumps(summary))
+    assert "| quest 256 | 0.2000 (n=1) | 0.1500 | 0.3000 |" in position_tables(tmp_path, SWEEP)
+
+
 def test_short_answers_have_no_such_table(tmp_path):
     write_run(tmp_path, "passkey", "filler", [[[0, 0.1]], [[0, 0.2]]])
     assert HEAD not in results_tables(tmp_path)

@@ -181,12 +181,35 @@ def test_missing_files_are_named(name: str, tmp_path: Path) -> None:
         assert file in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"narrativeqa": "\\ud8'])
+@pytest.mark.parametrize(
+    "damage",
+    ["{", "[]", '{"narrativeqa": "\\ud8', '{"narrativeqa": "\\ud800"}', pytest.param("[" * 100_000, id="too deep")],
+)
 def test_damaged_files_are_named(damage: str, protocols: Path, tmp_path: Path) -> None:
     (tmp_path / "dataset2prompt.json").write_text(damage, encoding="utf-8")
     (tmp_path / "dataset2maxlen.json").write_text("{}", encoding="utf-8")
     with pytest.raises(EvalError, match=r"dataset2prompt\.json"):
         load_protocol("longbench", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("infinitebench", {"prompts.json": '{"truncation": 3}'}),
+        ("ruler", dict(zip(_SOURCES["ruler"].upstream, ("TASKS = {}", "[1]", "Templates = {}"), strict=True))),
+        (
+            "infinitebench",
+            dict.fromkeys(_SOURCES["infinitebench"].upstream, f"gpt4_templates = {'+'.join('1' * 9999)}"),
+        ),
+    ],
+    ids=["a number for a text", "a list for a mapping", "nested too deeply"],
+)
+def test_files_with_values_of_other_kinds_are_named(name: str, files: dict[str, str], tmp_path: Path) -> None:
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    with pytest.raises(EvalError, match=f"protocol '{name}' cannot be read from .*{re.escape(next(iter(files)))}"):
+        load_protocol(name, tmp_path)
 
 
 def test_unknown_name_lists_the_known() -> None:

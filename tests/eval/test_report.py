@@ -1,4 +1,5 @@
 import base64
+import html
 import io
 import json
 import math
@@ -15,6 +16,7 @@ from eval.errors import EvalError
 from eval.record_check import FIELDS
 from eval.report import write_report
 from eval.report.plots import draw
+from eval.report.records import RUN_SETTINGS, load_runs
 from eval.report.sections import make_sections
 from eval.report.style import Styles
 from eval.summary import summarise
@@ -160,7 +162,7 @@ def test_score_table_has_means_in_percent_and_the_average(page: Page) -> None:
         ["task", "samples", "errors", "dense", "quest 256", "quest 1024", "window 256"],
         ["hotpotqa", "4", "1", "62.5", "25.0 (n=3)", "56.2", "31.2"],
         ["qasper", "4", "0", "30.0", "15.0", "27.0", "15.0"],
-        ["average", "", "", "46.2", "20.0", "41.6", "23.1"],
+        ["average, over samples that all measured", "", "", "56.7", "20.0", "51.0", "28.3"],
     ]
 
 
@@ -189,6 +191,27 @@ def test_average_is_over_the_tasks_that_every_method_has(tmp_path: Path) -> None
     table = report_of(tmp_path, records).tables["1-b", "scores"]
     assert table[2] == ["hard", "1", "0", "0.0", "–"]  # noqa: RUF001
     assert table[3] == ["average of 1 of 2", "", "", "100.0", "50.0"]
+
+
+@pytest.mark.parametrize("fate", ["failed", "missing"])
+def test_averages_and_speed_ups_are_over_the_samples_that_every_method_has(tmp_path: Path, fate: str) -> None:
+    samples = [(0, 1.0, 10.0, 0.5), (1, 0.0, 40.0, 0.25)]
+    records = [record("b", "t", n, "full", None, score=score, tpot_ms=tpot) for n, score, tpot, _ in samples]
+    records += [
+        record("b", "t", n, "quest", 64, score=score, tpot_ms=tpot / 2, kv_fraction=read)
+        for n, score, tpot, read in samples
+    ]
+    window = record("b", "t", 0, "window", 64, tpot_ms=20.0)
+    hard = record("b", "t", 1, "window", 64, score=None, tpot_ms=None, error="RuntimeError: no")
+    records += [window] if fate == "missing" else [window, hard]
+    page = report_of(tmp_path, records)
+    scores, average = page.tables["1-b", "scores"][1:]
+    assert scores[-3:] == ["50.0", "50.0", "100.0 (n=1)"]
+    assert average == ["average, over samples that all measured", "", "", "100.0", "100.0", "100.0"]
+    header, *lines = page.tables["1-b", "costs"]
+    speed_ups = {line[0]: line[header.index("TPOT speed-up")] for line in lines}
+    assert speed_ups == {"dense": "1.00×", "quest 64": "2.00×", "window 64": "0.50×"}  # noqa: RUF001
+    assert "quest 64: 50.0 % read, 100.00" in " ".join(image["alt"] or "" for image in page.images)
 
 
 def test_cost_table(page: Page) -> None:
@@ -285,8 +308,8 @@ def test_pictures_are_real_and_the_same_on_disk_and_in_the_page(page: Page, page
 
 def test_alt_text_has_the_numbers(page: Page) -> None:
     alts = " ".join(image["alt"] or "" for image in page.images)
-    assert "dense 46.25, quest 256 20.00" in alts
-    assert "quest 1024: 42.7 % read, 41.62" in alts
+    assert "dense 56.67, quest 256 20.00" in alts
+    assert "quest 1024: 42.7 % read, 51.00" in alts
     # A sample's own 3,000 tokens are nearest to 4,096; a requested length is not rounded.
     assert "quest 256 at 4,096 tokens: time per output token (ms) 21.6, time to first token (s) 0.55" in alts
     assert "dense at 1,024 tokens: time per output token (ms) 25.1" in alts
@@ -317,6 +340,32 @@ def test_perplexity_by_position_is_exp_of_the_mean_over_samples() -> None:
     ]
     (line,) = drawn(records, "position").axes[0].lines
     assert np.asarray(line.get_xydata()) == pytest.approx(np.array([[10, math.exp(2)], [20, math.e]]))
+
+
+def test_what_is_said_of_all_positions_and_depths_is_what_the_tables_say() -> None:
+    places = [(sample, 0.0) for sample in range(4)] + [(4, 1.0)]  # depths with four samples and with one
+    records = [
+        record("b", "t", sample, "full", None, length=1024, depth=depth, score=1 - depth) for sample, depth in places
+    ]
+    by_position = {"divergence": 0.05, "divergence_by_position": [[0, 0.01], [250, 1.0]]}  # the last bucket is short
+    records += [each | {"method": "quest", "token_budget": 64} | by_position for each in records]
+    books = [
+        record("pg19", "pg19", 0, "full", None, score=None, perplexity=3.07, nll_by_position=[[100, 1.0], [164, 9.0]])
+    ]
+    said = {
+        picture.name.partition("-")[2]: picture.alt
+        for section in make_sections([*records, *books])
+        for picture in draw(section, Styles(section.columns))
+    }
+    assert said["b-depth"].endswith("Mean over all samples: dense 80.00, quest 64 80.00.")
+    assert said["b-divergence-position"].endswith("Over all positions: quest 64 0.0500.")
+    assert said["pg19-position"].endswith("Over all positions: dense 3.07.")
+
+
+def test_positions_without_a_figure_of_all_are_drawn_alone() -> None:
+    (section,) = make_sections([record("b", "t", 0, "full", None, nll_by_position=[[100, 1.0]])])
+    (alt,) = [each.alt for each in draw(section, Styles(section.columns)) if each.name.endswith("position")]
+    assert alt == "Perplexity by position (lower is better)."
 
 
 def test_dense_alone_draws_no_comparison(tmp_path: Path) -> None:
@@ -495,6 +544,30 @@ def test_a_configuration_that_is_not_text_is_shown_unchanged(tmp_path: Path) -> 
     write_records(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "config.json").write_bytes(b'{"model": "\xff"')
     assert "\\xff" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"options": [1]}',
+        '{"options": "x"}',
+        '{"data": {"t": 3}}',
+        '{"data": 3, "measure": 3}',
+        "[" * 100_000,
+    ],
+    ids=range(5),
+)
+def test_a_damaged_configuration_is_only_shown(tmp_path: Path, config: str) -> None:
+    write_records(tmp_path / "rows.jsonl", [GOOD])
+    (tmp_path / "config.json").write_text(config)
+    assert html.escape(config[:300], quote=False) in html.unescape(write_report(tmp_path).read_text(encoding="utf-8"))
+
+
+def test_settings_that_can_be_read_but_are_too_deep_to_be_written_are_left_out(tmp_path: Path) -> None:
+    write_records(tmp_path / "rows.jsonl", [GOOD])
+    for depth in range(900, 1000):  # one of them is just within the limit of Python's reader
+        (tmp_path / "config.json").write_text('{"options": {"a": ' + "[" * depth + "]" * depth + "}}")
+        assert load_runs(tmp_path)[0].records[0][RUN_SETTINGS] == {}
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

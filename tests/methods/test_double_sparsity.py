@@ -1,5 +1,6 @@
 """Double Sparsity against its definition in plain loops, its calibration, and its labels."""
 
+import errno
 import json
 
 import pytest
@@ -224,6 +225,28 @@ def test_files_of_other_models_are_refused(content, message, tmp_path):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         patch_model(make_model("llama"), "double_sparsity", calibration=str(path))
+
+
+@pytest.mark.parametrize("entry", [5, None, [1, 2], [[0, "a"] * 8] * 2, [[False, True, *range(2, 16)]] * 2], ids=repr)
+def test_an_entry_that_lists_no_channels_is_refused(entry, tmp_path):
+    path = tmp_path / "channels.json"
+    path.write_text(json.dumps({"model.layers.2.self_attn.qk_proj": entry}))
+    with pytest.raises(ValueError, match=r"channels\.json': 'model\.layers\.2.*must list the channels 0 to 15"):
+        patch_model(make_model("llama"), "double_sparsity", calibration=str(path))
+
+
+def test_a_full_disk_leaves_the_former_channels(model, tmp_path, monkeypatch):
+    def full(name):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "channels.json"
+    calibrate_channels(model, random_ids(1, 20), path)
+    before = path.read_bytes()
+    monkeypatch.setattr("hf_sparse_attn.whole_file._flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        calibrate_channels(model, random_ids(1, 30), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_calibration_takes_a_batch_of_texts(model, tmp_path):

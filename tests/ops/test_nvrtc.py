@@ -58,6 +58,16 @@ def test_a_folder_that_cannot_be_made_is_no_error(nvrtc, tmp_path):
     assert _nvrtc.compiled(SOURCES, (9, 0), ()) == b"1"
 
 
+def test_without_a_home_folder_nothing_is_kept(nvrtc, tmp_path, monkeypatch):
+    def no_home(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(_nvrtc.Path, "home", classmethod(no_home))
+    assert _nvrtc.compiled(SOURCES, (9, 0), ()) == b"1"
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_nvrtc_the_error_says_where_it_comes_from(monkeypatch):
     _nvrtc._nvrtc.cache_clear()
     monkeypatch.setattr(_nvrtc, "find_spec", lambda name: None)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).parent
+NOT_KEPT = "compiled kernels are not kept on disk: %s"
 logger = logging.getLogger(__name__)
 
 
@@ -21,7 +22,13 @@ class CudaError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels: in $XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the folder of compiled kernels: in $XDG_CACHE_HOME, or in ~/.cache.
+
+    Raises
+    ------
+    RuntimeError
+        The variable is not set, and the user has no home folder.
+    """
     caches = os.environ.get("XDG_CACHE_HOME")
     return (Path(caches) if caches else Path.home() / ".cache") / "hf_sparse_attn_kernels"
 
@@ -56,7 +63,11 @@ def compiled(sources: tuple[str, ...], capability: tuple[int, int], macros: tupl
     version = (ctypes.c_int(), ctypes.c_int())
     _check(library, library.nvrtcVersion(*map(ctypes.byref, version)), "nvrtcVersion")
     described = "\0".join((text, *options, *(str(part.value) for part in version)))
-    file = cache_folder() / f"{hashlib.sha256(described.encode()).hexdigest()}.cubin"
+    try:
+        file = cache_folder() / f"{hashlib.sha256(described.encode()).hexdigest()}.cubin"
+    except RuntimeError as error:
+        logger.debug(NOT_KEPT, error)
+        return _compile(library, text, options)
     try:
         return file.read_bytes()
     except OSError:
@@ -78,7 +89,7 @@ def _store(file: Path, image: bytes) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        logger.debug("compiled kernels are not kept on disk: %s", error)
+        logger.debug(NOT_KEPT, error)
 
 
 @lru_cache
