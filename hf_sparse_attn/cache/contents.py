@@ -126,7 +126,7 @@ def check_complete(cache: SparseCache) -> None:
     """
     if cache.method.evicts:
         raise ValueError(
-            f"the cache of {cache.method.name!r} can neither be saved nor parked, since it does not hold every token; "
+            f"the cache of {cache.method.name!r} cannot be saved, since it does not hold every token; "
             "allowed: caches of methods that evict none"
         )
     if cache.prefix_tokens:
