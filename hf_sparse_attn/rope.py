@@ -52,12 +52,15 @@ class RopeTables:
             self._on[rope.cos.device] = own = rope
         return own
 
-    def on(self, device: torch.device) -> Rope:
-        """Return the tables on a device, which all its layers share."""
+    def refresh(self) -> None:
+        """Forget the tables if the model was moved, or cast, which rounds its frequencies, also if it was cast back."""
         frequencies = _frequencies(self.rotary)
-        if frequencies is not self._frequencies:  # the model was moved, or cast, which rounds them, also if cast back
+        if frequencies is not self._frequencies:
             self._on.clear()
             self._frequencies = frequencies
+
+    def on(self, device: torch.device) -> Rope:
+        """Return the tables on a device, which all its layers share."""
         if device not in self._on:
             with lasting_tensors():
                 tables = _half_tables(self.rotary, self._slots)

@@ -512,6 +512,7 @@ class SparseCache(Cache):  # type: ignore[misc]
 
     def use_rope(self, tables: RopeTables) -> None:
         """Set the patched model's rotations, for a method with ``rotates_keys``."""
+        tables.refresh()
         for layer in self.sparse_layers:
             layer.use_rope(tables)
 
