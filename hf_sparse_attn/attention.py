@@ -9,7 +9,6 @@ import torch
 from hf_sparse_attn_kernels import skip_checks
 
 from hf_sparse_attn.cache.cache import SparseCache
-from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.layer import SparseLayer
 from hf_sparse_attn.gradients import asks_gradient, without_gradient
 from hf_sparse_attn.methods import SparseMethod
@@ -175,7 +174,6 @@ def _count_window(
     """Count the tokens that a sliding-window layer reads in a decode step."""
     counter = cache.counters[layer_idx]
     batch, kv_heads, length, _ = key.shape
-    with lasting_tensors():
-        counter.allocate(key.device, lambda tensor: tensor)
+    counter.allocate(key.device, lambda tensor: tensor)
     counter.set_token_bytes(key, value)
     counter.count_dense(batch * kv_heads * length if mask is None else mask.sum() * kv_heads)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from hf_sparse_attn.cache.lasting import lasting_tensors
 from hf_sparse_attn.cache.traffic import Traffic
 
 
@@ -43,8 +44,9 @@ class LayerCounter:
     def allocate(self, device: torch.device, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Create the counts on the layer's device; keep existing ones when a layer is reallocated."""
         if not hasattr(self, "totals"):
-            self.totals = pin(torch.zeros(4, dtype=torch.int64, device=device))
-            self.own = pin(torch.zeros(len(self._names), dtype=torch.int64, device=device))
+            with lasting_tensors():
+                self.totals = pin(torch.zeros(4, dtype=torch.int64, device=device))
+                self.own = pin(torch.zeros(len(self._names), dtype=torch.int64, device=device))
 
     def set_token_bytes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Set the size of one token's K and V in one KV head from tensors [..., head_dim]."""

@@ -530,7 +530,7 @@ class SparseLayer(CacheLayerMixin):  # type: ignore[misc]
             self.finished = self.storage.pin(
                 torch.zeros(self.keys.shape[0], self.storage.kv_heads, dtype=torch.int32, device=self.keys.device)
             )
-            self.counter.allocate(self.keys.device, self.storage.pin)
+        self.counter.allocate(self.keys.device, self.storage.pin)
         self.counter.set_token_bytes(self.keys, self.values)
 
     def get_seq_length(self) -> int | torch.Tensor:
