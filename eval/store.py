@@ -14,7 +14,6 @@ from filelock import FileLock, Timeout
 from eval.data_files import TaskFiles, as_json, differences, from_json
 from eval.errors import EvalError
 from eval.record_check import is_whole, read_records
-from hf_sparse_attn.whole_file import replacing
 
 RecordKey = tuple[str, int | None, str, str, int | None, str]
 """Task, length, sample id, method, token budget, name of the variant."""
@@ -299,8 +298,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Write lines to a file atomically; on failure, an existing file is kept."""
-    with replacing(path) as name, name.open("wb") as file:
-        file.writelines(line + b"\n" for line in lines)
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        with scratch.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+        os.replace(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def _encode(text: str) -> bytes:
