@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ from hf_sparse_attn import (
     sparse_attention,
     sparse_attention_stats,
 )
-from hf_sparse_attn.patch import tensor_parallel
+from hf_sparse_attn.patch import fused as fusing
+from hf_sparse_attn.patch import one_shot, tensor_parallel
 from hf_sparse_attn.patched import get_patch, is_patched, patched_method
 from tests.compared import compile_config
 from tests.families import tiny_model
@@ -274,6 +276,64 @@ def of_plans(folder: Path, processes: int) -> dict[str, Any]:
     return found
 
 
+@torch.no_grad()
+def sums(model: PreTrainedModel, rank: int) -> dict[str, Any]:
+    """Return, for a kernel that adds up and for what may hinder it, whether logits stay equal and how often it adds."""
+    obstacles: dict[str, dict[str, Any]] = {
+        "by a kernel": {},
+        "unreachable": {"_place": lambda device: {"host": "one", "device": str(rank), "readable": "01"[rank]}},
+        "unreserved": {"_shared_memory": (reserved, not_reserved)[rank]},
+    }
+    ids, found = prompts()["input_ids"], {}
+    with sparse_attention(model, "quest", token_budget=48):
+        expected = model(ids).logits
+        for name, obstacle in obstacles.items():
+            found[name] = summed(model, ids, expected, obstacle)
+        found["recording"] = summed(model, ids, expected, {}, is_recorded=True)
+    return found
+
+
+def summed(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    expected: torch.Tensor,
+    obstacle: dict[str, Any],
+    is_recorded: bool = False,
+) -> dict[str, Any]:
+    """Return whether fused parts compute the expected logits, and how many sums a stand-in for the kernel made."""
+    rank, count = torch.distributed.get_rank(), 0
+
+    def add_up(buffer: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
+        nonlocal count
+        count += 1
+        torch.distributed.all_reduce(tensor, group=group)
+
+    stand_ins = {
+        "_is_served": lambda tensor, group: True,
+        "_place": lambda device: {"host": "one", "device": str(rank), "readable": "10"[rank]},
+        "_shared_memory": reserved,
+        "_add_up": add_up,
+        "_buffers": {},
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(one_shot, **{**stand_ins, **obstacle}))
+        stack.enter_context(patch("torch.cuda.is_current_stream_capturing", return_value=is_recorded))
+        stack.enter_context(patch.object(fusing, "BACKEND", "eager"))
+        stack.enter_context(fusing.fused(model))
+        logits = model(ids).logits
+    return {"logits are equal": torch.equal(logits, expected), "sums": count}
+
+
+def reserved(group: Any, device: torch.device) -> torch.Tensor:
+    """Stand in for memory that other processes can read."""
+    return torch.empty(0)
+
+
+def not_reserved(group: Any, device: torch.device) -> torch.Tensor:
+    """Fail, as where a driver does not share memory."""
+    raise RuntimeError("not supported")
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (beams, turns, static, compiled, looked_up, sampled, on_host, offloaded, speculated, ahead, forked)
@@ -337,6 +397,7 @@ def run(rank: int, size: int, port: int, folder: Path, names: list[str] | None) 
     if names is None:
         model = load(folder, "llama", size)
         found["scenarios"] = {name: attempt(partial(scenario, model)) for name, scenario in SCENARIOS.items()}
+        found["sums"] = attempt(partial(sums, model, rank))
         found["refusals"] = refusals(folder, model, rank)
         found["plans"] = of_plans(folder, size)
     (folder / f"rank_{rank}_of_{size}.json").write_text(json.dumps(found))

@@ -104,6 +104,14 @@ def test_scenarios(runs, scenario):
         assert rank["scenarios"][scenario] == runs[1]["scenarios"][scenario]
 
 
+def test_sums_of_fused_steps_by_a_kernel(runs):
+    """A stand-in for the kernel, which needs two GPUs: all sums of a step reach it, and without it torch makes them."""
+    expected = {"logits are equal": True, "sums": 2 * worker.OVERRIDES["num_hidden_layers"]}
+    hindered = {key: {**expected, "sums": 0} for key in ("unreachable", "unreserved", "recording")}
+    for rank in runs[2]:
+        assert rank["sums"] == {"by a kernel": expected, **hindered}
+
+
 @pytest.mark.parametrize(
     ("what", "error"),
     [
@@ -137,7 +145,7 @@ def test_a_rank_that_cannot_patch_tells_the_others(runs):
 def test_a_missing_rank_is_an_error(runs):
     ranks = runs[2]
     assert ranks[0]["refusals"]["missing rank"].startswith(
-        "RuntimeError: rank 1 of 2 did not call patch_model within 2"
+        "RuntimeError: rank 1 of 2 did not come within 2 s: every rank must call patch_model"
     )
     assert all(rank["refusals"]["is patched"] == "False" for rank in ranks)
 

@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from hf_sparse_attn.patch import one_shot
+
 BACKEND = "inductor"
 """Compiler of the parts, one of torch's backends."""
 ROPE = "apply_rotary_pos_emb"
@@ -63,7 +65,9 @@ class _OneRow(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear and _has_one_row(*args[:2]):
+        if func is one_shot.ALL_REDUCE:
+            func = one_shot.all_reduce
+        elif func is linear and _has_one_row(*args[:2]):
             func = _reduction(tuple(args[1].shape), args[1].dtype, args[1].device, BACKEND)
         return func(*args, **(kwargs or {}))
 

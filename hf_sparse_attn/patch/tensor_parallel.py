@@ -89,7 +89,20 @@ def agreement(ranks: HeadShard) -> Iterator[dict[str, str]]:
         board.post({"error": f"{type(error).__name__}: {error}"})
         raise
     board.post(settings)
-    _compare(board.read())
+    _compare(board.read("call patch_model for its part of the model"))
+
+
+def texts_of_all(ranks: HeadShard, own: dict[str, str]) -> list[dict[str, str]]:
+    """Return what each rank hands over, in the order of the ranks. All must come, as in :func:`agreement`.
+
+    Raises
+    ------
+    RuntimeError
+        A rank did not come.
+    """
+    board = _Board(ranks)
+    board.post(own)
+    return board.read("make the same calls in the same order")
 
 
 class _Board:
@@ -110,8 +123,8 @@ class _Board:
     def post(self, text: dict[str, str]) -> None:
         self.store.set(self._key(self.rank), json.dumps(text))
 
-    def read(self) -> list[dict[str, str]]:
-        """Return all ranks' texts, in the order of the ranks."""
+    def read(self, duty: str) -> list[dict[str, str]]:
+        """Return all ranks' texts, in the order of the ranks; an error names what a rank that is missing had to do."""
         texts = []
         for rank in range(self.size):
             key = self._key(rank)
@@ -119,8 +132,8 @@ class _Board:
                 self.store.wait([key], AGREEMENT_TIMEOUT)
             except Exception as error:  # the type depends on the version of torch
                 raise RuntimeError(
-                    f"rank {rank} of {self.size} did not call patch_model within "
-                    f"{AGREEMENT_TIMEOUT.total_seconds():.0f} s: every rank must patch its part of the model"
+                    f"rank {rank} of {self.size} did not come within {AGREEMENT_TIMEOUT.total_seconds():.0f} s: "
+                    f"every rank must {duty}"
                 ) from error
             texts.append(json.loads(self.store.get(key)))
         return texts
