@@ -42,7 +42,8 @@ class DecodeAhead:
         patched models have there by default.
     fuse
         With ``cuda_graph``: compile the model's norms and its RoPE, each once for all layers. Each is then one kernel,
-        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are compiled too. The
+        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are compiled too. Under
+        tensor parallelism, small sums over the GPUs of one machine are made by one kernel that reads their memory. The
         first call of a process waits some seconds for the compiler.
 
     Raises

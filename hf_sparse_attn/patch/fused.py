@@ -27,7 +27,7 @@ def fused(model: torch.nn.Module) -> Iterator[None]:
 
     Uncompiled, a norm takes eight kernels and RoPE ten, each a few numbers for a decode step. Modules whose
     ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are, but for the
-    products in them.
+    products in them. Sums over processes go through :func:`~hf_sparse_attn.patch.one_shot.all_reduce`.
     """
     changed = []
     forwards = {kind: _fused_forward(kind) for kind in {type(module) for module in model.modules()}}
@@ -57,7 +57,7 @@ def _fused_forward(kind: Any) -> Callable[..., Any] | None:
 
 
 class _OneRow(TorchFunctionMode):
-    """Multiply a single row with a matrix by reductions over the matrix's rows.
+    """Multiply a single row with a matrix by reductions over its rows, and add up over processes by one kernel.
 
     A decode step of one text reads every weight for one row, so it is bound by memory. cuBLAS computes a tile of many
     rows, and may split a sum over two kernels. The mode has no state: Dynamo compares what the functions compiled under
