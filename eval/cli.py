@@ -203,6 +203,16 @@ def speed(
             show_default="all that the device has",
         ),
     ] = None,
+    compile_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Inductor's option for compiled steps, dense ones too; repeatable.",
+        ),
+    ] = None,
+    module_guards: Annotated[
+        bool, typer.Option(help="Check before each compiled step that the modules are as they were.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, cache and prompt.", min=0, max=2**63 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file to write as well, after each round.")] = None,
     dtype: DtypeOption = None,
@@ -232,6 +242,8 @@ def speed(
             seed=seed,
             kv_storage=kv_storage,
             split=split_over,
+            compile_options=parse_settings("--compile-option", compile_option or []),
+            module_guards=module_guards,
             **given({"ways": words("--way", ways)}),
         )
         with progress(f"speed of {model or shape}", is_shown=Processes.started().is_main) as update:

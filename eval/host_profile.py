@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import Cache, CompileConfig, PreTrainedModel, StaticCache
 
+from eval.compile_config import make_compile_config
 from eval.config import DENSE
 from eval.costs import device_name, versions
 from eval.errors import EvalError
@@ -283,12 +284,9 @@ def _profile_compiled(side: _Side) -> dict[str, Any]:
 
 
 def _compile_config(config: HostConfig, on_cuda: bool) -> CompileConfig:
-    options: dict[str, Any] = {}
-    if on_cuda and config.backend == "inductor":
-        options["triton.cudagraphs"] = True  # all that Transformers' mode "reduce-overhead" does
-    if not config.module_guards:
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    compile_config = CompileConfig(backend=config.backend, mode=None, options=options or None, fullgraph=True)
+    compile_config = make_compile_config(
+        {}, module_guards=config.module_guards, on_cuda=on_cuda, backend=config.backend
+    )
     compile_config._compile_all_devices = True
     return compile_config
 

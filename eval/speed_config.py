@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.compile_config import check_options
 from eval.config import DTYPES, make_config
 from eval.engine import make_variants
 from eval.errors import EvalError
@@ -45,6 +46,10 @@ class SpeedConfig:
         How the model is spread over GPUs: a value of :class:`eval.split.Split`.
     ways : tuple of str
         Ways to run the methods' decode steps, of :data:`eval.speed_runs.WAYS`.
+    compile_options : dict
+        Options for Inductor in compiled sides, dense ones too, beside those that Transformers sets.
+    module_guards : bool
+        Whether compiled steps check that the model's modules are as they were.
     """
 
     model: str | None = None
@@ -62,6 +67,8 @@ class SpeedConfig:
     kv_storage: str = "device"
     split: str = "none"
     ways: tuple[str, ...] = WAYS
+    compile_options: dict[str, Any] = field(default_factory=dict)
+    module_guards: bool = True
 
     def __post_init__(self) -> None:
         """Check the values that need no model.
@@ -91,6 +98,7 @@ class SpeedConfig:
         if not self.ways or (unknown := [way for way in self.ways if way not in WAYS]):
             what = f"ways={unknown[0]!r} is unknown" if self.ways else "ways is empty"
             raise EvalError(f"{what}; known: {', '.join(WAYS)}")
+        check_options(self.compile_options)
         for method in self.methods():
             try:
                 check_kv_storage(self.kv_storage, method)

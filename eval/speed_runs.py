@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from eval.compile_config import make_compile_config
 from eval.config import DENSE
 from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
@@ -128,6 +129,8 @@ class Work:
     that has the only ones."""
     kv_storage: str = "device"
     """``"host"`` to run each method with K and V in host memory too."""
+    compile_config: CompileConfig | None = None
+    """How compiled sides are compiled; None as Transformers does by default."""
 
     @classmethod
     def start(
@@ -135,9 +138,12 @@ class Work:
     ) -> Work:
         """Create the prompts of a batch and, with ``config.shape``, the means to fill caches."""
         capacity = context + config.new_tokens + 1
+        start = partial(
+            cls, model, context, capacity, kv_storage=config.kv_storage, compile_config=_compile_config(config, model)
+        )
         if config.shape is None:
             prompts = random_ids(model, (batch, context), special_ids, config.seed)
-            return cls(model, context, capacity, prompts, None, kv_storage=config.kv_storage)
+            return start(prompts, None)
         shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
         draw = partial(_draw_layer, model, shape, config.seed, layer_devices(model))
 
@@ -148,7 +154,7 @@ class Work:
             return filled
 
         input_ids = random_ids(model, (batch, context + 1), special_ids, config.seed)
-        return cls(model, context, capacity, input_ids, fill, draw, config.kv_storage)
+        return start(input_ids, fill, draw)
 
     @classmethod
     def prefill(cls, model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> Work:
@@ -365,6 +371,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
         else SelfSpeculation(side.draft_tokens, streamer=clock, cuda_graph=side.cuda_graph, fuse=side.fuse)
     )
     ahead = DecodeAhead(clock, cuda_graph=side.cuda_graph, fuse=side.fuse) if side.ahead else None
+    settings = {"compile_config": work.compile_config} if side.compiled and work.compile_config else {}
     custom_generate = ahead or speculation
     with nullcontext() if side.method is None else sparse_attention(model, side.method, kv_storage=side.kv_storage):
         wait_for_others()
@@ -381,6 +388,7 @@ def generate(model: PreTrainedModel, side: Side, work: Work, new_tokens: int) ->
             streamer=clock if custom_generate is None else None,
             custom_generate=custom_generate,
             disable_compile=not side.compiled,
+            **settings,
         )
         seconds = time.perf_counter() - started
         reads = None if side.method is None else sparse_reads(model, cache)
@@ -422,6 +430,13 @@ def setting(method: SparseMethod) -> str:
         return str(method.token_budget)
     parameter = knob_of(method.name).parameter
     return f"{parameter}={getattr(method, parameter)}"
+
+
+def _compile_config(config: SpeedConfig, model: PreTrainedModel) -> CompileConfig | None:
+    """Return the settings of compiled sides; None if they are Transformers' own."""
+    if config.module_guards and not config.compile_options:
+        return None
+    return make_compile_config(config.compile_options, module_guards=config.module_guards, on_cuda=is_cuda(model))
 
 
 def is_cuda(model: PreTrainedModel) -> bool:

@@ -25,7 +25,8 @@ def speed_table(report: dict[str, Any]) -> Table:
             f"{settings['model'] or settings['shape']} ({settings['dtype']}, {machine['device']})", "table.title"
         ),
         caption=f"Median (quartiles) of {settings['repeats']} runs of {settings['new_tokens']} tokens. TTFT covers "
-        f"{report['ttft_covers']}. Speed-up: against the fastest dense side. Memory: {report['memory_measures']}.",
+        f"{report['ttft_covers']}. Speed-up: against the fastest dense side. Memory: {report['memory_measures']}."
+        + compilation(settings),
     )
     table.add_column("context", justify="right")
     table.add_column("side")
@@ -58,6 +59,14 @@ def speed_table(report: dict[str, Any]) -> Table:
             table.add_row(f"{result['context']:,}", name, "out of memory")
         table.add_section()
     return table
+
+
+def compilation(settings: dict[str, Any]) -> str:
+    """Say how compiled sides of a report were compiled; nothing if as Transformers does by default."""
+    options = ", ".join(f"{name}={value}" for name, value in settings.get("compile_options", {}).items())
+    guards = "" if settings.get("module_guards", True) else "without guards on the model's modules"
+    chosen = " and ".join(filter(None, [options and f"with {options}", guards]))
+    return chosen and f" Compiled {chosen}."
 
 
 def _traffic_cells(side: dict[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
 }
+NO_GUARDS = torch.compiler.skip_guard_on_all_nn_modules_unsafe
 SIDES = [DYNAMIC, PREALLOCATED, STATIC, "quest, 64"]
 
 
@@ -289,6 +290,41 @@ def test_methods_run_in_the_ways_that_are_asked_for(monkeypatch: pytest.MonkeyPa
     assert [side.way for side in work.sides(methods[:1])[3:]] == list(WAYS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"compile_options": {"max_autotune": True}}, {"triton.cudagraphs": True, "max_autotune": True}),
+        ({"module_guards": False}, {"triton.cudagraphs": True, "guard_filter_fn": NO_GUARDS}),
+    ],
+)
+def test_compiled_sides_are_compiled_as_asked_for(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    use_tape(monkeypatch)
+    monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    monkeypatch.setattr(speed, "is_cuda", lambda model: True)
+    model = tiny_model()
+    seen, generate = [], model.generate
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["disable_compile"], kwargs.pop("compile_config", None)))
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(model, "generate", spied)
+    report = measure_model(model, config(ways=("compiled", "graph"), repeats=1, **changes), lambda *call: None)
+    assert {config is not None for disabled, config in seen if disabled} == {False}
+    found = [config and config.options for disabled, config in seen if not disabled]
+    assert found
+    assert all(options == expected for options in found)
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(speed_table(json.loads(json.dumps(report))))
+    said = " ".join(capture.get().split())
+    assert ("Compiled with max_autotune=True." in said) is ("compile_options" in changes)
+    assert ("Compiled without guards on the model's modules." in said) is ("module_guards" in changes)
+
+
 def test_ways_that_a_device_lacks_are_an_error_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "generate", lambda *args: pytest.fail("a run"))
     with pytest.raises(EvalError, match=r"ways=\['compiled', 'ahead'\] leaves no side of quest; possible here: uncom"):
@@ -514,6 +550,8 @@ def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(m
         ({"dtype": "int8"}, "dtype='int8' is unknown; known: float32"),
         ({"ways": ("ahead", "eager")}, "ways='eager' is unknown; known: compiled, ahead, graph, fused, uncompiled"),
         ({"ways": ()}, "ways is empty; known: compiled"),
+        ({"compile_options": {"tune": True}}, "compile_options: 'tune' is unknown; known are those of torch._inductor"),
+        ({"compile_options": {"max_autotune": 1}}, "compile_options: max_autotune=1 is not allowed: bool, got int"),
         ({"method": ("qest",)}, "unknown method 'qest' .did you mean 'quest'"),
         ({"token_budget": (8,)}, "token_budget"),
         ({"parameters": {"pages": 1}}, "parameter 'pages'"),

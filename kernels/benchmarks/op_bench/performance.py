@@ -133,7 +133,10 @@ def _generate_part(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
         split = settings.get("split", "none")
         device = machine["device"] if split == "none" else f"{machine['devices']} {machine['device']}, by {split}"
         exchange = ", one-shot exchange" if machine.get("exchange") == "one-shot" else ""
-        model = [settings["shape"] or settings["model"], f"{settings['dtype']}, {device}{exchange}"]
+        options = "".join(f", {name}={value}" for name, value in settings.get("compile_options", {}).items())
+        guards = "" if settings.get("module_guards", True) else ", no guards on modules"
+        where = f"{settings['dtype']}, {device}{exchange}{options}{guards}"
+        model = [settings["shape"] or settings["model"], where]
         for result in report["results"]:
             times = {side["name"]: side["tpot_ms"] for side in result["sides"]}
             for side in result["sides"]:
