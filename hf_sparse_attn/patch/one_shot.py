@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """What torch's kernel adds."""
 ALIGNMENT = 16
 """Bytes that torch's kernel reads at once."""
+TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others at the first sum, as over NCCL: their compilers may take longer."""
 ALL_REDUCE = getattr(torch.distributed, "all_reduce", None)
 """torch's function that is replaced; None in a build of torch without collectives."""
 
@@ -80,13 +83,13 @@ def _buffer_of(group: ProcessGroup, device: torch.device) -> torch.Tensor | None
 def _reserve(group: ProcessGroup, device: torch.device) -> torch.Tensor | None:
     """Reserve memory that all processes of a group can read; None on all of them if it fails on one."""
     ranks = HeadShard(torch.distributed.get_rank(group), group.size(), group)
-    places = texts_of_all(ranks, _place(device))
+    places = texts_of_all(ranks, _place(device), TIMEOUT)
     if not _reach_each_other(places):
         return None
     buffer = None
     with suppress(Exception):  # what it raises depends on the version, the driver and the machine
         buffer = _shared_memory(group, device)
-    reserved = texts_of_all(ranks, {"reserved": str(buffer is not None)})
+    reserved = texts_of_all(ranks, {"reserved": str(buffer is not None)}, TIMEOUT)
     return buffer if all(text["reserved"] == "True" for text in reserved) else None
 
 

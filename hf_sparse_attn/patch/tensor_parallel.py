@@ -89,20 +89,20 @@ def agreement(ranks: HeadShard) -> Iterator[dict[str, str]]:
         board.post({"error": f"{type(error).__name__}: {error}"})
         raise
     board.post(settings)
-    _compare(board.read("call patch_model for its part of the model"))
+    _compare(board.read("call patch_model for its part of the model", AGREEMENT_TIMEOUT))
 
 
-def texts_of_all(ranks: HeadShard, own: dict[str, str]) -> list[dict[str, str]]:
-    """Return what each rank hands over, in the order of the ranks. All must come, as in :func:`agreement`.
+def texts_of_all(ranks: HeadShard, own: dict[str, str], timeout: timedelta) -> list[dict[str, str]]:
+    """Return what each rank hands over, in the order of the ranks.
 
     Raises
     ------
     RuntimeError
-        A rank did not come.
+        A rank did not come in time.
     """
     board = _Board(ranks)
     board.post(own)
-    return board.read("make the same calls in the same order")
+    return board.read("make the same calls in the same order", timeout)
 
 
 class _Board:
@@ -123,16 +123,16 @@ class _Board:
     def post(self, text: dict[str, str]) -> None:
         self.store.set(self._key(self.rank), json.dumps(text))
 
-    def read(self, duty: str) -> list[dict[str, str]]:
+    def read(self, duty: str, timeout: timedelta) -> list[dict[str, str]]:
         """Return all ranks' texts, in the order of the ranks; an error names what a rank that is missing had to do."""
         texts = []
         for rank in range(self.size):
             key = self._key(rank)
             try:
-                self.store.wait([key], AGREEMENT_TIMEOUT)
+                self.store.wait([key], timeout)
             except Exception as error:  # the type depends on the version of torch
                 raise RuntimeError(
-                    f"rank {rank} of {self.size} did not come within {AGREEMENT_TIMEOUT.total_seconds():.0f} s: "
+                    f"rank {rank} of {self.size} did not come within {timeout.total_seconds():.0f} s: "
                     f"every rank must {duty}"
                 ) from error
             texts.append(json.loads(self.store.get(key)))
