@@ -23,7 +23,7 @@ from eval.costs import sparse_reads, traffic_per_step
 from eval.errors import EvalError
 from eval.knobs import BUDGET, knob_of
 from eval.speed_shapes import seeded
-from eval.split import layer_devices, wait_for_others
+from eval.split import wait_for_others
 from hf_sparse_attn import (
     DecodeAhead,
     SelfSpeculation,
@@ -37,6 +37,7 @@ from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.methods import make_method
 from hf_sparse_attn.patch.generation import is_split_by_layers
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
+from hf_sparse_attn.patched import layer_devices
 from hf_sparse_attn.rope import RopeTables, decoder_rotary, rotated
 
 if TYPE_CHECKING:

@@ -130,8 +130,3 @@ def wait_for_others() -> None:
     """Wait until every process of a group is here, so that none is timed while it waits for another one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
-
-
-def layer_devices(model: PreTrainedModel) -> list[torch.device]:
-    """Return the device of each decoder layer."""
-    return [next(layer.parameters()).device for layer in model.get_decoder().layers]

@@ -10,6 +10,7 @@ from hf_sparse_attn_kernels import skip_checks
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.layer import SparseLayer
+from hf_sparse_attn.cache.padding import chunk_ends, shared_padding
 from hf_sparse_attn.gradients import asks_gradient, without_gradient
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.precision import uncast
@@ -139,14 +140,14 @@ def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.
     if chunk is None or tokens <= chunk or layer.lengths.is_traced:  # a compiled pass is a short draft, or one chunk
         return layer.method.prefill(query, layer, scale, mask)
     before, outputs = layer.length - tokens, []
-    for begin in range(0, tokens, chunk):
-        part = query[:, :, begin : begin + chunk]
-        length = before + begin + part.shape[2]
+    begin = padding = shared_padding(layer.least_padding, before, tokens)
+    for end in chunk_ends(tokens, chunk, padding):
         layer.sinks = sinks
-        with layer.ending_at(length):
-            own = None if mask is None else mask[..., begin : begin + chunk, :length]
-            outputs.append(layer.method.prefill(part, layer, scale, own))
-    return torch.cat(outputs, dim=2)
+        with layer.ending_at(before + end):
+            own = None if mask is None else mask[..., begin:end, : before + end]
+            outputs.append(layer.method.prefill(query[:, :, begin:end], layer, scale, own))
+        begin = end
+    return torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, padding, 0))
 
 
 def _decode(

@@ -107,8 +107,13 @@ def configs_of_layers(text: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:
-    """Return the device of each layer's parameters."""
-    return [next(layer.parameters()).device for layer in base_model(model).get_decoder().layers]
+    """Return the device of each layer's parameters, in the order of the layers' numbers."""
+    devices: dict[int, torch.device] = {}
+    for module in base_model(model).get_decoder().modules():  # decoders have different names for their layers
+        number, parameter = module.__dict__.get("layer_idx"), next(module.parameters(), None)
+        if isinstance(number, int) and parameter is not None:
+            devices.setdefault(number, parameter.device)
+    return [devices[number] for number in sorted(devices)]
 
 
 def is_patched(model: PreTrainedModel) -> bool:

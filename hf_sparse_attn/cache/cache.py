@@ -405,6 +405,13 @@ class SparseCache(Cache):  # type: ignore[misc]
         return any(lengths.has_padding for lengths in self.lengths)
 
     @property
+    def least_padding(self) -> int:
+        """Left padding of the row with the least, also of a first pass before any layer has run."""
+        if self.lengths:
+            return self.lengths[0].least_padding
+        return 0 if self.shared.padding is None else self.shared.padding.least
+
+    @property
     def is_traced(self) -> bool:
         """Whether a decode step over this cache is being compiled, or recorded as a CUDA graph."""
         # Not is_compileable, which asks every layer: the compiler would trace that for every layer.

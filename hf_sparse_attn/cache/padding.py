@@ -20,6 +20,20 @@ class Padding(NamedTuple):
     """Whether any row has padding."""
 
 
+def chunk_ends(tokens: int, chunk: int, padding: int) -> list[int]:
+    """Divide the tokens of a pass behind its first ``padding`` into chunks; return where each ends."""
+    return [*range(padding + chunk, tokens, chunk), tokens]
+
+
+def shared_padding(least: int, cached: int, tokens: int) -> int:
+    """Return how many of a pass's tokens are padding in all rows; 0 if all of them are.
+
+    Chunks begin behind it, so that what each holds does not depend on it.
+    """
+    own = max(0, least - cached)
+    return own if own < tokens else 0
+
+
 def token_mask(attention_mask: torch.Tensor, cached: int, num_new: int, may_look_ahead: bool = False) -> torch.Tensor:
     """Convert a model's attention mask to bool [batch, cached + new tokens], True for tokens.
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from hf_sparse_attn.cache.padding import chunk_ends
+
 SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 """Arguments of a decoder with a token dimension, and that dimension."""
 
@@ -44,13 +46,13 @@ class ChunkedPrompt:
         self._joined: dict[str, Any] = {}
 
     def feed_all_but_last(
-        self, forward: Callable[..., Any], arguments: dict[str, Any], chunk_size: int
+        self, forward: Callable[..., Any], arguments: dict[str, Any], chunk_size: int, padding: int
     ) -> dict[str, Any]:
-        """Feed all chunks but the last, and return the arguments of the last."""
+        """Feed all chunks but the last, and return the arguments of the last. ``padding`` goes with the first."""
         check_sliceable(arguments, self._length, "feeding a prompt in chunks, as this method does,")
         whole = {**arguments, "return_dict": True}
-        for begin in range(0, self._length, chunk_size):
-            end = min(begin + chunk_size, self._length)
+        begin = 0
+        for end in chunk_ends(self._length, chunk_size, padding):
             part = {
                 name: value.narrow(SLICED[name], begin, end - begin)
                 for name, value in whole.items()
@@ -59,6 +61,7 @@ class ChunkedPrompt:
             if end == self._length:
                 return {**whole, **part}
             self._add(forward(**{**whole, **part}))
+            begin = end
         raise AssertionError("a prompt has a last chunk")
 
     def join(self, last: Any) -> Any:

@@ -137,7 +137,7 @@ def _generate(answer: Answer, streamer: BaseStreamer | None, cuda_graph: bool, f
                     arriving.wait()
                     streamer.put(arriving.tokens.clone())
                 return
-            if answer.fills_cache:  # the next step must not be surplus
+            if answer.fills_cache or answer.cache.shared.prompt_is_open:  # the next step must not be surplus
                 arriving.wait()
                 if arriving.ends_all:
                     if streamer is not None:

@@ -116,6 +116,12 @@ class PrepareCache(StandIn):
         else:
             check_cache(cache, get_patch(self.model), text_model(self.model).config)
             cache.recover()
+            if generation_mode == GenerationMode.ASSISTED_GENERATION and cache.length > 0:
+                raise ValueError(
+                    f"past_key_values holds {cache.length} tokens, and generate() with assistant_model, "
+                    "prompt_lookup_num_tokens or assistant_early_exit would feed them to it again: give no "
+                    "past_key_values or an empty one, or draft with custom_generate=SelfSpeculation()"
+                )
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
             cache._is_user_defined = True  # stops generate() from feeding the cached tokens again

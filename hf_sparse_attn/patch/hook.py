@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache.forward_pass import ForwardPass
-from hf_sparse_attn.cache.padding import causal_mask, token_mask
+from hf_sparse_attn.cache.padding import causal_mask, shared_padding, token_mask
 from hf_sparse_attn.cache_argument import CACHE, OLD_NAME, renamed
 from hf_sparse_attn.heads import head_dim_of, kv_heads_of
 from hf_sparse_attn.patch.chunked import ChunkedPrompt
@@ -205,12 +205,15 @@ class DecoderHooks:
         if chunk is None:
             return kwargs
         # Each layer divides its pass by itself, but not a compiled one.
-        pass_tokens = chunk if torch.compiler.is_compiling() else chunk * max(1, PASS_TOKENS // chunk)
-        if length <= pass_tokens:
+        pass_tokens, padding = chunk, 0
+        if not torch.compiler.is_compiling():
+            pass_tokens = chunk * max(1, PASS_TOKENS // chunk)
+            padding = shared_padding(cache.least_padding, cache.length, length)
+        if length <= padding + pass_tokens:
             return kwargs
         prompt = ChunkedPrompt(length, kwargs.get("return_dict") is False)
         forward_pass.finish.append(prompt.join)
-        return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), pass_tokens)
+        return prompt.feed_all_but_last(decoder.forward, _with_positions(kwargs, cache.fed), pass_tokens, padding)
 
 
 def _with_mask_rows(kwargs: dict[str, Any]) -> dict[str, Any]:

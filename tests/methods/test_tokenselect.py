@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_sparse_attn import (
+    InfLLM,
     SparseCache,
     TokenSelect,
     patch_model,
@@ -23,6 +24,7 @@ from tests.methods.rotation import rotate
 from tests.models import DEVICE, POSITIONS, make_model, random_ids, shared_model
 
 HEAD_DIM, KV_HEADS, Q_HEADS = 16, 2, 6
+INFLLM = InfLLM(token_budget=28, n_init=4, n_local=12, block_size=8, representatives=2, chunk_size=32)
 SMALL = TokenSelect(k=24, n_init=4, n_local=8, chunk_size=32, selection_cache_threshold=1)
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "disable_compile": True}
 
@@ -289,6 +291,21 @@ def test_layers_attend_from_chunks_of_a_prompt(pass_tokens, passes, monkeypatch)
     torch.testing.assert_close(whole.logits[1, 70:], logits[1, 70:])
     states, *_ = model.model(ids, attention_mask=mask, return_dict=False)
     torch.testing.assert_close(states[0], whole.hidden_states[-1][0])
+
+
+@pytest.mark.parametrize("pass_tokens", [32, 64, hook.PASS_TOKENS])
+@pytest.mark.parametrize(("method", "atol"), [(SMALL, 1e-10), (INFLLM, 1e-4)])  # positions in float32 are rounded
+@torch.inference_mode()
+def test_chunks_do_not_depend_on_padding(pass_tokens, method, atol, monkeypatch):
+    monkeypatch.setattr(hook, "PASS_TOKENS", pass_tokens)
+    model = patch_model(make_model("llama", dtype=torch.float64), method)
+    ids = random_ids(1, 150)
+    expected = model(ids).logits
+    for padding in (5, 40, 75):
+        padded = torch.cat([torch.zeros(1, padding, dtype=torch.long), ids], dim=1)
+        mask = (torch.arange(padding + 150) >= padding).long()[None]
+        logits = model(padded, attention_mask=mask).logits[:, padding:]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
 
 
 @torch.inference_mode()

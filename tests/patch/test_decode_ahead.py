@@ -113,6 +113,22 @@ def assert_same_turns(model, custom):
     assert turns[0][0][0].shape[1] < 102
 
 
+@pytest.mark.parametrize("method", ["keycodes", "rabitqcache", "squeezed", "quest"])
+def test_an_answer_of_one_token_leaves_the_prompt_open(method):
+    """The next turn belongs to it, for the methods that make something of a whole prompt."""
+    model, first, second = patched(method), random_ids(1, 60), random_ids(1, 30, seed=7)
+    end = int(model.generate(first, **{**GREEDY, "max_new_tokens": 1})[0, -1])
+    turns = []
+    for custom_generate in (None, DecodeAhead()):
+        cache = SparseCache.for_model(model)
+        arguments = {**GREEDY, "cache_implementation": None, "past_key_values": cache}
+        ids = model.generate(first, **{**arguments, "eos_token_id": end}, custom_generate=custom_generate)
+        assert ids.shape[1] == 61
+        ids = torch.cat((ids, second), dim=1)
+        turns.append(model.generate(ids, attention_mask=torch.ones_like(ids), **arguments))
+    assert torch.equal(*turns)
+
+
 @pytest.mark.parametrize("method", ["quest", "keycodes", "psa", "tokenselect"])
 def test_several_turns_over_one_cache(method):
     assert_same_turns(patched(method), DecodeAhead())

@@ -20,7 +20,7 @@ from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patch.families import ABSOLUTE, FAMILIES, MULTIMODAL, REFUSED, UNKNOWN, Family, refusal
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
-from hf_sparse_attn.patched import is_patched
+from hf_sparse_attn.patched import is_patched, layer_devices
 from tests import real_weights
 from tests.compared import ROUNDING
 from tests.families import (
@@ -50,6 +50,24 @@ REHEARSING = [name for name in HERE if FAMILIES[name].rehearsal is None]
 LIKE_LLAMA = [name for name in HERE if FAMILIES[name] == Family()]
 UNLIKE = ["gemma3_text", "glm", "exaone4", "gpt_oss"]
 """RoPE by kind of layer, partial and interleaved RoPE, layers without it, and sinks, beside a sliding window."""
+
+
+@pytest.mark.parametrize("model_type", sorted({"gpt2", "ctrl", "gpt_bigcode", "llama"} & set(HERE)))
+def test_host_memory_and_saved_caches_whatever_the_decoder_calls_its_layers(model_type, tmp_path):
+    model = tiny_model(model_type)
+    layers = torch.device("cpu"), model.config.num_hidden_layers
+    assert layer_devices(model) == [layers[0]] * layers[1]
+    ids = torch.arange(2, 62)[None]
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for kv_storage in ("device", "host"):
+        patch_model(model, "quest", token_budget=24, page_size=4, dense_layers=0, kv_storage=kv_storage)
+        answer = model.generate(ids, **arguments, return_dict_in_generate=True)
+        answer.past_key_values.save(tmp_path / kv_storage, model)
+        loaded = SparseCache.load(tmp_path / kv_storage, model)
+        assert loaded.get_seq_length() == 63
+        found.append(model.generate(answer.sequences, **arguments, past_key_values=loaded))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("model_type", HERE)

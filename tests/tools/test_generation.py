@@ -135,6 +135,20 @@ def test_early_exit(method_name, model):
     assert model.config.num_hidden_layers == 4
 
 
+@pytest.mark.parametrize("drafting", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": exact_model()}])
+def test_drafts_over_a_cache_with_tokens_are_refused(drafting, model):
+    """Transformers feeds the whole text again, stock or patched, over whatever the cache holds."""
+    with sparse_attention(model, "quest", token_budget=48):
+        first = model.generate(**PROMPT, **GREEDY, return_dict_in_generate=True)
+        cache, ids = first.past_key_values, torch.cat([first.sequences, random_ids(1, 8, seed=3)], dim=1)
+        held, arguments = cache.get_seq_length(), {"attention_mask": torch.ones_like(ids), **GREEDY}
+        with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens, and generate.. with assistant_mod"):
+            model.generate(ids, past_key_values=cache, **arguments, **drafting)
+        assert cache.get_seq_length() == held
+        again = model.generate(ids, past_key_values=cache, **arguments)
+        assert torch.equal(again, model.generate(ids, **arguments))
+
+
 @sparse_methods
 def test_steps_between_the_guesses_of_prompt_lookup_are_sparse(method_name, model):
     """Without repetition there is nothing to verify, so each step is a decode step."""
