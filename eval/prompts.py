@@ -20,18 +20,32 @@ class CutPrompt(NamedTuple):
     truncated: bool
 
 
-def truncate_middle(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int) -> str:
-    """Keep the first and last ``max_tokens // 2`` tokens of a text, as LongBench and InfiniteBench do.
+def truncate_middle(
+    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, *, decode_once: bool = False
+) -> str:
+    """Keep the first and last ``max_tokens // 2`` tokens of a text; return a short text unchanged.
 
-    Returns short texts unchanged. The halves are decoded separately and joined, so the result may encode to slightly
-    more or fewer tokens.
+    The result may encode to slightly more or fewer tokens.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's tokenizer.
+    text : str
+        The text.
+    max_tokens : int
+        Most tokens to keep.
+    decode_once : bool
+        Whether the tokens of both halves are decoded together, as by InfiniteBench and LongBench v2, or each half
+        apart, as by LongBench. The texts may differ where the halves meet.
     """
     token_ids = tokenizer(text, truncation=False)["input_ids"]
     if len(token_ids) <= max_tokens:
         return text
     half = max_tokens // 2
-    halves = (token_ids[:half], token_ids[len(token_ids) - half :])
-    return "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in halves)
+    halves = [token_ids[:half], token_ids[len(token_ids) - half :]]
+    decoded = [halves[0] + halves[1]] if decode_once else halves
+    return "".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in decoded)
 
 
 def encode_prompt(
@@ -113,6 +127,8 @@ def encode_within(
     split: Callable[[str], Parts],
     max_tokens: int | None,
     cut: int | None = None,
+    *,
+    decode_once: bool = False,
 ) -> CutPrompt:
     """Encode a prompt, cut in the middle so that it fits.
 
@@ -128,6 +144,8 @@ def encode_within(
         Most tokens of the whole prompt, as ``split`` returns it; None for no limit.
     cut : int, optional
         Tokens to which the text alone is cut first, before ``split`` adds a chat template: the official codes' rule.
+    decode_once : bool
+        As for :func:`truncate_middle`.
 
     Raises
     ------
@@ -135,10 +153,10 @@ def encode_within(
         ``max_tokens`` leaves no room for the text, or the text has a lone surrogate.
     """
     text.encode()
-    body = text if cut is None else truncate_middle(tokenizer, text, cut)
+    body = text if cut is None else truncate_middle(tokenizer, text, cut, decode_once=decode_once)
     room = max_tokens
     while True:
-        fitting = body if room is None else truncate_middle(tokenizer, body, room)
+        fitting = body if room is None else truncate_middle(tokenizer, body, room, decode_once=decode_once)
         material_ids, question_ids = split(fitting)
         excess = 0 if max_tokens is None else len(material_ids) + len(question_ids) - max_tokens
         if room is None or excess <= 0:

@@ -67,7 +67,8 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     Parameters
     ----------
     name : str
-        ``"longbench"``, ``"longbench_v2"``, ``"infinitebench"``, ``"ruler"`` or ``"questpasskey"``.
+        ``"longbench"``, ``"longbench_v2"``, ``"infinitebench"``, ``"ruler"``, ``"babilong"``, ``"scbench"``,
+        ``"gsm8k"`` or ``"questpasskey"``.
     protocol_dir : Path, optional
         A folder with the values as JSON (``<name>/*.json``), or with the official files under their paths in the
         official repository, directly or in a subfolder ``<name>``. Default: the official files, fetched once into
@@ -77,9 +78,9 @@ def load_protocol(name: str, protocol_dir: Path | None) -> Protocol:
     -------
     Protocol
         ``values`` has the keys ``dataset2prompt`` and ``dataset2maxlen`` (longbench), ``prompts`` with ``0shot`` and
-        ``max_new_tokens`` (longbench_v2), ``prompts`` with ``templates``,
-        ``max_new_tokens`` and ``truncation`` (infinitebench), ``tasks`` and ``chat_templates`` (ruler), or ``passkey``
-        (questpasskey).
+        ``max_new_tokens`` (longbench_v2), ``prompts`` with ``templates``, ``max_new_tokens`` and ``truncation``
+        (infinitebench), ``tasks`` and ``chat_templates`` (ruler), ``prompts`` (babilong, scbench), ``tasks`` (gsm8k),
+        or ``passkey`` (questpasskey).
 
     Raises
     ------

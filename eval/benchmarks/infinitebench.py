@@ -53,7 +53,7 @@ class _Task:
         """Encode an example's prompt, cut in the middle to fit."""
         text, question_chars = render_prompt(self.template, example["context"], **prompt_fields(self.name, example))
         split = partial(encode_prompt, self.setup.tokenizer, question_chars=question_chars, chat=self.chat)
-        return encode_within(self.setup.tokenizer, text, split, max_tokens)
+        return encode_within(self.setup.tokenizer, text, split, max_tokens, decode_once=True)
 
     def build(self, example: dict[str, Any], max_tokens: int | None) -> Sample:
         """Build the sample of an example, with the prompt cut in the middle."""

@@ -94,7 +94,7 @@ def _build(setup: Setup, template: str, new_tokens: int, length: int | None, exa
         text, tail = (part.replace(mark, example[name].strip()) for part in (text, tail))
     split = partial(encode_prompt, setup.tokenizer, question_chars=len(tail), chat=setup.chat)
     most = (length or setup.max_positions) - new_tokens
-    prompt = encode_within(setup.tokenizer, text, split, most, setup.option("cut", None))
+    prompt = encode_within(setup.tokenizer, text, split, most, setup.option("cut", None), decode_once=True)
     return Sample(
         material_ids=prompt.material_ids,
         question_ids=prompt.question_ids,

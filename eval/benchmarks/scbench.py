@@ -91,12 +91,38 @@ def _examples(setup: Setup, task: str) -> list[dict[str, Any]]:
         turns, context = example["multi_turns"], example.get("context", example.get("input"))
         if not isinstance(context, (str, list)) or not context:
             raise EvalError(f"{origin}: context of example {number} is not a text or a list but {context!r:.80}")
-        example["context"] = str(context)  # a list of numbers, as the official code prints it
+        example["context"] = context
         if not isinstance(turns, list) or not turns:
             raise EvalError(f"{origin}: multi_turns of example {number} is not a list of turns but {turns!r:.80}")
         for place, turn in enumerate(turns):
             _check(task, turn, f"{origin}: turn {place} of example {number}")
+    if task == "mf":
+        _give_each_column_one_type(examples)
+    for example in examples:
+        example["context"] = str(example["context"])  # a list of numbers, as the official code prints it
     return examples
+
+
+def _give_each_column_one_type(examples: Sequence[dict[str, Any]]) -> None:
+    """Make all answers floats if one of them is a float, and so the numbers of all contexts.
+
+    The official code reads the examples with ``datasets``, where a column's numbers have one type.
+    """
+    turns = [turn for example in examples for turn in example["multi_turns"]]
+    for rows, field in ((turns, "answer"), (examples, "context")):
+        if any(_has_float(row[field]) for row in rows):
+            for row in rows:
+                row[field] = _with_floats(row[field])
+
+
+def _has_float(value: Any) -> bool:
+    return any(map(_has_float, value)) if isinstance(value, list) else isinstance(value, float)
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_floats(element) for element in value]
+    return float(value) if isinstance(value, int) else value
 
 
 def _check(task: str, turn: Any, where: str) -> None:

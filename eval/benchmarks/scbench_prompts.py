@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from eval.benchmarks.base import Setup
 from eval.errors import EvalError
-from eval.prompts import encode_prompt
+from eval.prompts import encode_prompt, in_chat_template
 from eval.protocols import render_prompt
 
 _STATISTIC = re.compile(r"The .+ is")
@@ -96,11 +96,10 @@ class SharedContext:
         requests = [asked.format(**self.fields(place)) for place in range(len(self.turns))]
         if not self.setup.chat:
             return text, requests
-        wrap = self.setup.tokenizer.apply_chat_template
-        around = str(
-            wrap([{"role": "user", "content": f"a{_MARK}b"}], add_generation_prompt=True, tokenize=False)
-        ).split(f"a{_MARK}b")
-        return around[0] + text, [request + around[1] for request in requests]
+        # Each part goes through the template, as in the official code: some templates strip messages.
+        tokenizer = self.setup.tokenizer
+        before = in_chat_template(tokenizer, text + _MARK).partition(_MARK)[0]
+        return before, [in_chat_template(tokenizer, _MARK + request).partition(_MARK)[2] for request in requests]
 
 
 @lru_cache(maxsize=2)

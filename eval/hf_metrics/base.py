@@ -9,8 +9,7 @@ import datasets
 import evaluate
 
 from eval.errors import EvalError
-from eval.metrics import check_task, score, tasks
-from eval.metrics.references import as_texts
+from eval.metrics import check_task, reference_texts, score, tasks
 
 _INPUTS = """
 Args:
@@ -68,11 +67,11 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
         """Keep predictions and references for ``compute``."""
-        super().add_batch(predictions=predictions, references=_as_lists(references), **kwargs)
+        super().add_batch(predictions=predictions, references=self._as_lists(references), **kwargs)
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
         """Keep one prediction and its references for ``compute``."""
-        super().add(prediction=prediction, reference=as_texts(reference), **kwargs)
+        super().add(prediction=prediction, reference=reference_texts(self.benchmark, reference), **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -100,6 +99,5 @@ class BenchmarkMetric(evaluate.Metric):  # type: ignore[misc]  # evaluate has no
             raise EvalError("predictions=[] has no mean score; at least one prediction is needed")
         return Scores(score=sum(scores) / len(scores), scores=scores)
 
-
-def _as_lists(references: Iterable[Any] | None) -> list[list[str]] | None:
-    return None if references is None else [as_texts(reference) for reference in references]
+    def _as_lists(self, references: Iterable[Any] | None) -> list[list[str]] | None:
+        return None if references is None else [reference_texts(self.benchmark, each) for each in references]

@@ -29,6 +29,9 @@ _NAMED_SCORERS = {
     "gsm8k": gsm8k.NAMED_SCORERS,
 }
 
+_MAY_LACK_REFERENCES = ("longbench", "longbench_e")
+"""Benchmarks whose official code scores an answer without a reference as 0."""
+
 
 def score(
     benchmark: str, task: str, prediction: str, references: Any, all_classes: Sequence[str] | None = None
@@ -49,7 +52,7 @@ def score(
     prediction : str
         The model's unprocessed answer; this function does cuts such as the one to the first line.
     references : str, int, float, or a list of these
-        The right answers from the benchmark's data.
+        The right answers from the benchmark's data. Without any the score is 0 in LongBench; others need at least one.
     all_classes : sequence of str, optional
         The names of all classes: required by LongBench's ``trec`` and ``lsht``, and by BABILong, where they are the
         labels that the question does not name; ignored by other tasks.
@@ -66,7 +69,7 @@ def score(
     """
     check_task(benchmark, task)
     try:
-        return float(_SCORERS[benchmark][task](prediction, as_texts(references), all_classes or ()))
+        return float(_SCORERS[benchmark][task](prediction, reference_texts(benchmark, references), all_classes or ()))
     except EvalError as error:
         raise EvalError(f"{benchmark}/{task}: {error}") from None
 
@@ -84,8 +87,19 @@ def named_scores(
     scorers = _NAMED_SCORERS.get(benchmark, {}).get(task)
     if scorers is None:
         return None
-    texts = as_texts(references)
+    texts = reference_texts(benchmark, references)
     return {name: float(scorer(prediction, texts, all_classes or ())) for name, scorer in scorers.items()}
+
+
+def reference_texts(benchmark: str, references: Any) -> list[str]:
+    """Convert the references of a benchmark's sample to a list of texts.
+
+    Raises
+    ------
+    EvalError
+        One is neither text nor number, or there is none although the benchmark needs one.
+    """
+    return as_texts(references, may_be_empty=benchmark in _MAY_LACK_REFERENCES)
 
 
 def tasks(benchmark: str) -> tuple[str, ...]:
@@ -114,4 +128,4 @@ def check_task(benchmark: str, task: Any) -> None:
         raise EvalError(f"{benchmark} has no task={task!r}; allowed are {', '.join(allowed)}")
 
 
-__all__ = ["check_task", "named_scores", "score", "tasks"]
+__all__ = ["check_task", "named_scores", "reference_texts", "score", "tasks"]

@@ -1,4 +1,4 @@
-"""LongBench's scores (arXiv 2308.14508, table 1). The best of several references counts."""
+"""LongBench's scores (arXiv 2308.14508, table 1). The best of several references counts; without any the score is 0."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _scorer(task: str, score_pair: _Pair) -> Scorer:
     def best(prediction: str, references: list[str], all_classes: Sequence[str]) -> float:
         if task in _FIRST_LINE_TASKS:
             prediction = prediction.lstrip("\n").split("\n")[0]
-        return max(score_pair(prediction, reference, all_classes) for reference in references)
+        return max((score_pair(prediction, reference, all_classes) for reference in references), default=0.0)
 
     return best
 

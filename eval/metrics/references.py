@@ -12,16 +12,16 @@ Scorer = Callable[[str, list[str], Sequence[str]], float]
 """Function of prediction, references and class names that returns a score."""
 
 
-def as_texts(references: Any) -> list[str]:
+def as_texts(references: Any, *, may_be_empty: bool = False) -> list[str]:
     """Convert references of any allowed type to a list of texts; flatten nested lists.
 
     Raises
     ------
     EvalError
-        There is no reference, or one is neither text nor number.
+        There is no reference, unless ``may_be_empty``; or one is neither text nor number.
     """
     texts = list(_flat(references))
-    if not texts:
+    if not texts and not may_be_empty:
         raise EvalError(f"references={references!r} has no answer; at least one is needed")
     return texts
 

@@ -26,13 +26,14 @@ def contains_all(prediction: str, references: list[str], _: Sequence[str]) -> fl
 
 
 def number(prediction: str, references: list[str], _: Sequence[str]) -> float:
-    """Return whether the first number is the reference; of a whole reference only the whole part is compared."""
+    """Return whether the first number is the reference, or its whole part if the reference is written as an int."""
     wanted = as_number(references[0])
     found = re.search(r"\d+(?:\.\d+)?", prediction)
     if found is None:
         return 0.0
     value = as_number(found[0])
-    return float((value if "." in references[0] else int(value)) == wanted)
+    is_whole = re.fullmatch(r"[+-]?\d+", references[0].strip()) is not None
+    return float((int(value) if is_whole else value) == wanted)
 
 
 SCORERS: dict[str, Scorer] = {

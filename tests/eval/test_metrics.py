@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.errors import EvalError
-from eval.metrics import score, tasks
+from eval.metrics import named_scores, score, tasks
 
 GOLDEN = Path(__file__).parent / "golden" / "scores.jsonl"
 BENCHMARKS = {"longbench": 21, "infinitebench": 12, "ruler": 13, "passkey": 2, "needle": 2}
@@ -220,6 +220,20 @@ def test_passkey_stands_in_the_prediction():
     assert score("passkey", "book", "it is 7143 2", "71432") == 0.0
 
 
+@pytest.mark.parametrize("task", ["qasper", "trec", "lcc"])
+def test_longbench_scores_an_answer_without_references_as_0(task):
+    assert score("longbench", task, "x", []) == score("longbench_e", task, "x", []) == 0.0
+    assert set((named_scores("longbench", task, "x", []) or {"none": 0.0}).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("reference", "prediction", "expected"),
+    [(3, "3.9", 1.0), (3.0, "3.9", 0.0), (1e-05, "0.00001", 1.0), (1e22, "10000000000000000000000", 1.0)],
+)
+def test_scbench_compares_with_a_float_exactly_and_with_an_int_by_the_whole_part(reference, prediction, expected):
+    assert score("scbench", "mf", prediction, reference) == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -230,7 +244,7 @@ def test_passkey_stands_in_the_prediction():
         ),
         (("longbench", "trec", "Food", ["Food"]), r"longbench/trec: all_classes"),
         (("longbench", "passage_retrieval_en", "7", ["7"]), r"'7' is not allowed .* form 'Paragraph N'"),
-        (("longbench", "qasper", "x", []), r"references=\[\] has no answer"),
+        (("infinitebench", "passkey", "x", []), r"references=\[\] has no answer"),
         (("longbench", "qasper", "x", [None]), r"reference None is of type NoneType; allowed are str"),
         (("infinitebench", "math_calc", "1", ["one"]), r"reference 'one' is not allowed for this task: only a number"),
         (("infinitebench", "code_debug", "A", ["f"]), r"references=\['f'\] must be the function's name and"),

@@ -49,7 +49,8 @@ def test_prompts_are_the_official_ones(case: str, tmp_path: Path, protocols: Pat
     for part in later:
         expected.append((expected[-1] if mode == "turns" else plain + first) + part)
     assert found == expected
-    assert str(ROWS[name]["context"]).strip()[-20:] in text_of(samples[0].material_ids)
+    end_of_context = "3.5, 7.0]" if name == "mf" else ROWS[name]["context"].strip()[-20:]
+    assert end_of_context in text_of(samples[0].material_ids)
 
 
 def test_scores_are_the_official_ones() -> None:
@@ -123,6 +124,25 @@ def test_malformed_rows_and_settings_are_named(tmp_path: Path, protocols: Path) 
     (item,) = items_of(tmp_path, protocols, "mf", row)
     with pytest.raises(EvalError, match=r"input='How many\?' of scbench_mf does not have 'The ... is'"):
         item.build()
+
+
+def test_a_template_that_strips_messages_strips_requests(tmp_path: Path, protocols: Path) -> None:
+    row = {"context": "\n c", "multi_turns": [{"input": "?", "answer": "a"}, {"input": "Which key? \n", "answer": "b"}]}
+    items = items_of(tmp_path, protocols, "vt", row, chat=True, options={"mode": "requests"})
+    assert text_of(items[1].build().question_ids).endswith("Which key?\n<|assistant|>")
+
+
+def test_numbers_of_a_file_with_a_float_are_all_floats(tmp_path: Path, protocols: Path) -> None:
+    def row(*numbers: float) -> dict[str, Any]:
+        turns = [{"input": "The median is", "answer": number} for number in numbers]
+        return {"context": list(numbers), "multi_turns": turns}
+
+    (_, whole) = items_of(tmp_path, protocols, "mf", row(7, 3))
+    assert repr(whole.build().references) == "3"
+    assert "[7, 3]" in text_of(whole.build().material_ids)
+    (_, mixed, _) = items_of(tmp_path, protocols, "mf", row(7, 3), row(2.5))
+    assert repr(mixed.build().references) == "3.0"
+    assert "[7.0, 3.0]" in text_of(mixed.build().material_ids)
 
 
 def test_a_template_that_rewrites_the_dialogue_is_refused(tmp_path: Path, protocols: Path) -> None:

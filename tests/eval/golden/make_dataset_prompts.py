@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import torch
 
 from tests.eval.golden.official_code import CUT, RecordingTokenizer, execute, show
@@ -213,6 +214,15 @@ def scbench_examples() -> dict[str, dict[str, Any]]:
     return rows
 
 
+def as_loaded(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as the official code reads it from a file: with ``datasets``, whose columns have one type each."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "row.jsonl"
+        path.write_text(json.dumps(row), encoding="utf-8")
+        (loaded,) = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
+    return dict(loaded)
+
+
 def scbench(clones: Path) -> dict[str, Any]:
     """Build SCBench's prompts in both modes, with and without a chat template, and score answers."""
     code = official_file(clones, "MInference", "scbench/eval_utils.py")
@@ -230,7 +240,7 @@ def scbench(clones: Path) -> dict[str, Any]:
     for name, row in rows.items():
         for chat in (False, True):
             for mode, build in (("turns", "create_multiturn_prompt"), ("requests", "create_scdq_prompt")):
-                found = official[build](row, f"scbench_{name}", tiny_tokenizer(chat), chat)
+                found = official[build](as_loaded(row), f"scbench_{name}", tiny_tokenizer(chat), chat)
                 made["prompts"][f"{name}, {mode}, {'chat' if chat else 'plain'}"] = found["prompts"]
     compute = official_file(clones, "MInference", "scbench/compute_scores.py")
     rouge = SimpleNamespace(compute=lambda **given: {"rougeLsum": [rouge_l_sum(**given)]})
