@@ -122,10 +122,32 @@ def check_sequence(
         check_int32(name, tensor, "batch", (batch,), other_name, other)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
 def check_at_least(name: str, value: int, minimum: int) -> None:
     """Check that `value` is a whole number of at least `minimum`."""
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < minimum:
+    if not _is_whole(value) or value < minimum:
         raise ValueError(f"{name}={value!r}; allowed: an int of at least {minimum}")
+
+
+def check_up_to(name: str, value: int | None, maximum: int, allowed: str) -> None:
+    """Check that `value` is None or a whole number from 1 to `maximum`, which `allowed` describes."""
+    if value is not None and not (_is_whole(value) and 1 <= value <= maximum):
+        raise ValueError(f"{name}={value!r}; allowed: None, or 1 to {allowed}")
+
+
+def check_scale(scale: float | None) -> None:
+    """Check the factor on q.k: a number, or None for the default."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat, type(None))):
+        raise TypeError(f"scale={scale!r} has type {type(scale).__name__}; allowed: a number or None")
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Check that a tensor is given."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} has type {type(value).__name__}; allowed: torch.Tensor")
 
 
 def check_page_size(page_size: int) -> None:

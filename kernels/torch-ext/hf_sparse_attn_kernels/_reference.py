@@ -66,19 +66,31 @@ def take_tokens(buffers: tuple[torch.Tensor, ...], positions: torch.Tensor) -> l
     return taken
 
 
+def blank(values: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+    """Zero absent values, in place: a weight of 0 times a NaN would still be NaN."""
+    return values.masked_fill_(absent[..., None], 0.0)
+
+
 def append(
     buffers: tuple[torch.Tensor, ...],
     tokens: tuple[torch.Tensor, ...],
     seq_start: torch.Tensor,
     seq_end: torch.Tensor,
 ) -> None:
-    """Write each of `tokens` [batch, kv_heads, head_dim] at the end of the rows of its buffer, except empty rows."""
+    """Write each of `tokens` [batch, kv_heads, head_dim] at the end of the rows of its buffer, except empty rows.
+
+    Where the host knows the ends, one beyond the capacity is an error, and nothing is written.
+    """
     lengths = host_lengths(seq_start, seq_end)
     if lengths is not None:
-        for row, (length, end) in enumerate(zip(lengths, seq_end.tolist(), strict=True)):
-            if length > 0:
-                for buffer, token in zip(buffers, tokens, strict=True):
-                    buffer[row, :, end - 1] = token[row]
+        capacity = buffers[0].shape[2]
+        ends = {row: end for row, end in enumerate(seq_end.tolist()) if lengths[row] > 0}
+        for row, end in ends.items():
+            if end > capacity:
+                raise ValueError(f"seq_end={end} of row {row} is beyond the capacity; allowed: at most {capacity}")
+        for row, end in ends.items():
+            for buffer, token in zip(buffers, tokens, strict=True):
+                buffer[row, :, end - 1] = token[row]
         return
     has_tokens = (seq_end > seq_start)[:, None, None, None]
     last = (seq_end - 1).long()[:, None, None, None]
@@ -102,7 +114,7 @@ def count_tokens(counter: torch.Tensor, tokens_read: torch.Tensor, length: torch
     """Add the tokens read, and those that dense attention reads, to the counter of an attention op."""
     dense = length.sum() * kv_heads
     if counter.device.type == "cpu":
-        counter += torch.tensor([int(tokens_read), int(dense), 0, 1])
+        counter += torch.tensor([int(tokens_read), int(dense), 0, 1], device=counter.device)
     else:
         counter[0] += tokens_read
         counter[1] += dense

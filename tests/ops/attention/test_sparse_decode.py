@@ -1,7 +1,7 @@
 import pytest
 import torch
+from hf_sparse_attn_kernels import _reference, select_blocks, sparse_decode
 from hf_sparse_attn_kernels import _tuning as tuning
-from hf_sparse_attn_kernels import select_blocks, sparse_decode
 
 from tests.ops.helpers import IMPLS, device, grid, int32, make_rows
 
@@ -183,6 +183,18 @@ def test_nothing_but_the_selected_tokens_is_read(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_block_beyond_the_row_reads_no_nan(impl):
+    rows = make_rows([40, 90])
+    results = []
+    for blocks in ([5, 0, 2], [0, 2]):  # of the first row; block 5 is beyond it
+        indices = int32(blocks).expand(2, 2, -1).contiguous()
+        counts = int32([len(blocks), 0])[:, None].expand(2, 2).contiguous()
+        arguments = (rows.query, rows.keys, rows.values, indices, counts, rows.start, rows.end)
+        results.append(sparse_decode(*arguments, block_size=16, impl=impl))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_counter_adds_the_tokens_read(impl, block_size):
     rows = make_rows([50, 0, 17, 4], kv_heads=3)
@@ -199,6 +211,13 @@ def test_counter_adds_the_tokens_read(impl, block_size):
     assert counter.tolist() == [1 + 2 * read, 2 + 2 * 3 * (50 + 17 + 4), 3, 4 + 2]
 
 
+def test_the_counter_does_not_follow_the_default_device():
+    counter, tokens = torch.zeros(4, dtype=torch.int64, device=device), int32([50])
+    with torch.device("meta"):
+        _reference.count_tokens(counter, tokens.sum(), tokens, 2)
+    assert counter.tolist() == [50, 100, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -206,6 +225,7 @@ def test_counter_adds_the_tokens_read(impl, block_size):
         ({"values": torch.zeros(1, 2, 3, 64)}, ValueError, r"values has shape \[1, 2, 3, 64\]; allowed"),
         ({"values": torch.zeros(1, 2, 25, 64).half()}, TypeError, r"values has dtype torch.float16; allowed"),
         ({"block_indices": torch.zeros(1, 2, 3)}, TypeError, r"block_indices has dtype torch.float32; allowed"),
+        ({"scale": True}, TypeError, r"scale=True has type bool; allowed: a number or None"),
         ({"block_counts": torch.zeros(1, 3).int()}, ValueError, r"block_counts has shape \[1, 3\]; allowed"),
         ({"counter": torch.zeros(2, 2).long()}, ValueError, r"counter has shape \[2, 2\]; allowed: \[4\]"),
         ({"query": torch.zeros(1, 3, 64)}, ValueError, r"q_heads=3 of query; allowed: a multiple of kv_heads=2"),

@@ -230,6 +230,7 @@ def test_errors():
     coded = make_coded([40])
     for options, message in (
         ({"group_reduce": "mean"}, r"group_reduce='mean'; allowed: 'softmax', 'max'"),
+        ({"num_tokens": 16.0}, r"num_tokens=16.0; allowed: None, or 1 to 48"),
         ({"num_tokens": 49}, r"num_tokens=49; allowed: None, or 1 to 48, the tokens of codes"),
         ({"counter": torch.zeros(4, device=device)}, r"counter has dtype torch.float32; allowed: torch.int64"),
     ):

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 from hf_sparse_attn_kernels.codes import reference_encode
+from hf_sparse_attn_kernels.codes.mass_weights import step_weights
 from hf_sparse_attn_kernels.codes.rotation import rotation, rotation_levels
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.ops.codes.inputs import HALF, Coded, centres_of, make_coded, values_of
 from tests.ops.helpers import IMPLS, POISON, check_schema, device, grid
@@ -215,6 +217,26 @@ def test_the_rotation_is_the_same_everywhere():
     signs = (rotation(64, device)[0] > 0).int().tolist()
     assert sum(sign << bit for bit, sign in enumerate(signs)) == SIGNS_64
     assert torch.allclose(rotation(80, device)[0, :4].cpu(), torch.tensor(FIRST_80), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rotation(24, device),
+        lambda: rotation(32, device),
+        lambda: rotation_levels(40, device)[0],
+        lambda: step_weights(device),
+    ],
+)
+def test_no_fake_outlives_its_mode_and_no_constant_follows_the_default_device(make):
+    with FakeTensorMode():
+        assert isinstance(make(), FakeTensor)
+    with torch.device("meta"):
+        found = make()
+    assert not isinstance(found, FakeTensor)
+    assert found.device.type == device.type
+    with FakeTensorMode():
+        assert isinstance(make(), FakeTensor)
 
 
 SIGNS_64 = 0x930666E75D9BB610

@@ -76,6 +76,32 @@ def test_pageable_memory_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("block_indices", 9, "block_indices contains 9; allowed: 0 to num_blocks - 1 = 8"),
+        ("block_indices", -1, "block_indices contains -1; allowed"),
+        ("first_tokens", 56, "first_tokens contains 56; allowed: 0 to num_tokens - block_size = 55"),
+        ("first_tokens", -1, "first_tokens contains -1; allowed"),
+    ],
+)
+def test_the_reference_refuses_indices_out_of_range_before_it_writes(name, wrong, message):
+    arguments = make_arguments(8, 16)
+    arguments[name][-1] = wrong
+    with pytest.raises(ValueError, match=message):
+        load_blocks(**arguments, impl="reference")
+    assert arguments["keys"].isnan().all()
+    assert arguments["values"].isnan().all()
+
+
+def test_the_default_device_does_not_matter():
+    found, expected = make_arguments(8, 16), make_arguments(8, 16)
+    load_blocks(**expected, impl="reference")
+    with torch.device("meta"):
+        load_blocks(**found, impl="reference")
+    torch.testing.assert_close(found["keys"], expected["keys"], equal_nan=True)
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         (

@@ -180,6 +180,22 @@ def test_rows_without_tokens_write_nothing(impl, int8):
     assert all(((tensor == POISON) if int8 else tensor.isnan()).all() for tensor in bounds.values())
 
 
+@pytest.mark.skipif(device.type != "cpu", reason="needs row ends that the host knows")
+def test_an_end_beyond_the_capacity_leaves_the_whole_batch_unwritten():
+    rows, bounds = prefilled([20, 9], int8=False)
+    arguments = {"keys": rows.keys, "values": rows.values, "seq_start": rows.start, **bounds}
+    before = {name: tensor.clone() for name, tensor in arguments.items()}
+    ends, limit = int32([21, rows.capacity + 1]), rows.capacity
+    query, new_key, new_value = new_tokens(rows, 0)
+    message = rf"seq_end={limit + 1} of row 1 is beyond the capacity; allowed: at most {limit}"
+    with pytest.raises(ValueError, match=message):
+        append_and_select(
+            query, new_key, new_value, seq_end=ends, page_size=16, impl="reference", **arguments, **BUDGET
+        )
+    for name, tensor in arguments.items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -188,6 +204,10 @@ def test_rows_without_tokens_write_nothing(impl, int8):
         ({"page_size": 12}, ValueError, r"page_size=12; allowed: a power of two"),
         ({"page_size": 8}, ValueError, r"max_pages=2 of page_min; allowed: at least 4"),
         ({"num_pages": 9}, ValueError, r"num_pages=9; allowed: None, or 1 to max_pages=2"),
+        ({"num_pages": 2.0}, ValueError, r"num_pages=2.0; allowed: None, or 1 to max_pages=2"),
+        ({"num_pages": True}, ValueError, r"num_pages=True; allowed"),
+        ({"num_pages": "x"}, ValueError, r"num_pages='x'; allowed"),
+        ({"scale": "x"}, TypeError, r"scale='x' has type str; allowed: a number or None"),
         ({"group_reduce": "sum"}, ValueError, r"group_reduce='sum'; allowed"),
         ({"new_key": torch.zeros(1, 2, 32)}, ValueError, r"new_key has shape \[1, 2, 32\]; allowed"),
         ({"new_value": torch.zeros(1, 2, 64).half()}, TypeError, r"new_value has dtype torch.float16; allowed"),

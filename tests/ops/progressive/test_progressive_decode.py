@@ -130,6 +130,18 @@ def test_a_cap_ends_the_reading(impl, max_blocks):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_block_beyond_the_row_reads_no_nan(impl):
+    case = make_progressive([40], threshold=1.0)
+    order = torch.tensor([5, 0, 2], device=device).int().expand(1, 2, -1)
+    counts = torch.full((1, 2), 3, dtype=torch.int32, device=device)
+    lists = {"block_order": order.contiguous(), "block_counts": counts}
+    out, lse, _ = progressive_decode(**(case.arguments | lists), impl=impl)
+    lists = {"block_order": order[..., 1:].contiguous(), "block_counts": counts - 1}
+    expected = progressive_decode(**(case.arguments | lists), impl=impl)
+    torch.testing.assert_close((out, lse), expected[:2])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_counter_adds_the_tokens_attended(impl):
     case = make_progressive([300, 111, 0, 5], threshold=0.7)
     expected = one_block_at_a_time(case)
@@ -153,6 +165,7 @@ def test_schema():
         ({"threshold": 0.0}, ValueError, r"threshold=0.0; allowed: a number above 0 and at most 1"),
         ({"threshold": 1.5}, ValueError, r"threshold=1.5; allowed"),
         ({"threshold": float("nan")}, ValueError, r"threshold=nan; allowed"),
+        ({"scale": "x"}, TypeError, r"scale='x' has type str; allowed: a number or None"),
         ({"rest": "mean"}, ValueError, r"rest='mean'; allowed: 'least' or 'last'"),
         ({"forced_blocks": -1}, ValueError, r"forced_blocks=-1; allowed: an int of at least 0"),
         ({"microbatch": 0}, ValueError, r"microbatch=0; allowed: an int of at least 1"),

@@ -52,6 +52,7 @@ def test_is_the_mean_of_the_rotated_queries(impl, dtype, queries, head_dim, firs
         ({"query": zeros(1, 2, 3, 8).int()}, TypeError, "query has dtype torch.int32"),
         ({"query": zeros(1, 2, 3, 16)[..., ::2]}, ValueError, "query has stride 2 in its last dimension; allowed: 1"),
         ({"rope_cos": zeros(9, 5)}, ValueError, r"allowed: \[slots, head_dim // 2\]"),
+        ({"rope_cos": None, "rope_sin": None}, TypeError, "rope_cos has type NoneType; allowed: torch.Tensor"),
         ({"rope_sin": zeros(9, 4).double()}, TypeError, "rope_sin has dtype torch.float64"),
         ({"first_slot": -1}, ValueError, "first_slot=-1; allowed: an int of at least 0"),
     ],

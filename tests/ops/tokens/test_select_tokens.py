@@ -120,6 +120,16 @@ def test_nan_and_infinite_votes(impl):
     rows.keys[0, 0, 410:420] = -INF
     for max_tokens in (20, 590):
         _check(rows, impl, vote="logits", max_tokens=max_tokens)
+        _check(rows, impl, vote="logits", pool_size=5, max_tokens=max_tokens)
+
+
+def test_pooled_votes_of_nan_and_negative_infinity_are_ties():
+    rows = make_rows([60], kv_heads=1, head_dim=16)
+    rows.query.fill_(1.0)
+    rows.keys[0, 0, :30] = NAN
+    rows.keys[0, 0, 30:60] = -INF
+    indices, _ = _select(rows, "reference", vote="logits", pool_size=3)
+    assert indices[0, 0].tolist() == [*range(15), *range(55, 60)]  # the lower index wins
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -139,6 +149,7 @@ def test_golden_selections(impl):
         ({"pool_size": 4}, ValueError, r"pool_size=4; allowed: 0, or an odd number"),
         ({"vote": "mean"}, ValueError, r"vote='mean'; allowed: 'soft', 'logits', 'head'"),
         ({"num_tokens": 0}, ValueError, r"num_tokens=0; allowed: None, or 1 to capacity=25"),
+        ({"num_tokens": True}, ValueError, r"num_tokens=True; allowed: None, or 1 to capacity=25"),
         (
             {"cached_valid": torch.zeros(1).int()},
             ValueError,

@@ -164,6 +164,7 @@ def test_one_opaque_node():
         ({"vote": "head"}, ValueError, r"max_tokens=None; allowed with vote='head': an int"),
         ({"vote": "head", "max_tokens": 3}, ValueError, r"sink_tokens=2 and recent_tokens=1; allowed: together less"),
         ({"num_tokens": 26}, ValueError, r"num_tokens=26; allowed: None, or 1 to capacity=25"),
+        ({"num_tokens": True}, ValueError, r"num_tokens=True; allowed: None, or 1 to capacity=25"),
         ({"recent_tokens": -1}, ValueError, r"recent_tokens=-1; allowed: an int of at least 0"),
         ({"query": torch.zeros(1, 3, 64)}, ValueError, r"q_heads=3 of query; allowed: a multiple of kv_heads=2"),
         ({"query": torch.zeros(1, 2, 32)}, ValueError, r"keys has shape \[1, 2, 25, 64\]; allowed"),

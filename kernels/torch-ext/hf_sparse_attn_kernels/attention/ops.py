@@ -13,6 +13,7 @@ from .._check import (
     check_keys_and_values,
     check_last_stride,
     check_rope,
+    check_scale,
     check_selection,
     check_sequence,
 )
@@ -96,6 +97,7 @@ def sparse_decode(
     check_buffers(query, keys, values)
     check_selection(query, keys, block_indices, block_counts)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
+    check_scale(scale)
     check_at_least("block_size", block_size, 1)
     check_rope(rope_cos, rope_sin, query, "max_blocks", block_indices.shape[2])
     if rope_cos is not None and block_size != 1:
@@ -161,6 +163,7 @@ def dense_decode(
     """
     check_buffers(query, keys, values)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
+    check_scale(scale)
     check_counters(counter, finished, query, keys.shape[1])
     return output(query, query.shape, query.dtype), output(query, query.shape[:2], compute_dtype(query.dtype))
 
@@ -222,6 +225,7 @@ def dense_prefill(
     check_group(query.shape[1], keys.shape[1])
     check_keys_and_values(query, keys, values)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
+    check_scale(scale)
     return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))
 
 
@@ -296,5 +300,6 @@ def sparse_prefill(
     check_keys_and_values(query, keys, values)
     check_selection(query, keys, block_indices, block_counts)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
+    check_scale(scale)
     check_rope(rope_cos, rope_sin, query, "n + queries", block_indices.shape[2] + query.shape[2])
     return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))

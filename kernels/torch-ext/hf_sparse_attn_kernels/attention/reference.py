@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .._reference import compute_dtype, count_tokens, host_lengths, rotate, row_lengths, take_tokens
+from .._reference import blank, compute_dtype, count_tokens, host_lengths, rotate, row_lengths, take_tokens
 
 
 def sparse_decode(
@@ -29,7 +29,7 @@ def sparse_decode(
     first_tokens = (block_indices.long() * block_size).masked_fill_(slots >= block_counts[..., None], keys.shape[2])
     tokens = (first_tokens[..., None] + torch.arange(block_size, device=query.device)).flatten(2)
     invalid = tokens >= length[:, None, None]  # [batch, kv_heads or 1, tokens]
-    # An absent token reads the first one listed instead; its score is masked.
+    # An absent token reads the first one listed instead; its score is masked, its value blank.
     positions = torch.where(invalid, tokens[..., :1], tokens) + seq_start[:, None, None]
     k, v = take_tokens((keys, values), positions)
     if counter is not None:
@@ -40,7 +40,7 @@ def sparse_decode(
         own_slot = (block_counts - 1).clamp_(min=0).long()[:, :, None]  # [batch, kv_heads or 1, 1]
         grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
         query = rotate(grouped, rope_cos[own_slot], rope_sin[own_slot]).flatten(1, 2)
-    return _attend(query, k, v, invalid, scale)
+    return _attend(query, k, blank(v, invalid), invalid, scale)
 
 
 def dense_decode(
@@ -186,7 +186,7 @@ def _attend(
     scores = _scores(grouped, k.flatten(0, 1), scale).view(batch, kv_heads, -1, k.shape[2])
     scores.masked_fill_(invalid[:, :, None], float("-inf"))  # [batch, kv_heads, group, n]
     weights = scores.softmax(dim=3).flatten(0, 1)
-    # Without a valid token the softmax is NaN, and so may be the tokens read instead.
+    # Without a valid token the softmax is NaN.
     nothing = invalid.all(dim=2)[:, :, None, None]
     out = weights.bmm(v.to(weights.dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim).masked_fill_(nothing, 0.0)
     out = out.view(batch, q_heads, head_dim).to(query.dtype)

@@ -13,6 +13,7 @@ from .._check import (
     check_group,
     check_keys_and_values,
     check_last_stride,
+    check_scale,
     check_sequence,
     check_shape,
 )
@@ -124,5 +125,6 @@ def block_sparse_prefill(
         check_contiguous(name, tensor)
     if window is not None:
         check_at_least("window", window, 1)
+    check_scale(scale)
     check_sequence(seq_start, seq_end, query.shape[0], "query", query)
     return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))

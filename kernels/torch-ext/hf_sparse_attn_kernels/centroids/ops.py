@@ -2,7 +2,7 @@
 
 import torch
 
-from .._check import check_dims
+from .._check import check_dims, check_scale
 from .._op import op, output, selection_output
 from .._reference import compute_dtype
 from .checks import check_bounds, check_centroids, check_num_queries, check_parents, check_runs, check_weights
@@ -74,6 +74,7 @@ def centroid_weights(
     check_centroids(query, centroids, cluster_sizes)
     check_num_queries(query, num_queries)
     check_parents(query, cluster_sizes, parents, parent_weights, parent_threshold)
+    check_scale(scale)
     return output(query, cluster_sizes.shape, compute_dtype(query.dtype))
 
 
@@ -213,6 +214,7 @@ def lookup_runs(
     check_dims("query", query, "batch, q_heads, head_dim")
     check_centroids(query[:, :, None], centroids, cluster_sizes)
     check_parents(query, cluster_sizes, parents, parent_weights, parent_threshold)
+    check_scale(scale)
     check_runs(cluster_sizes, run_starts, run_clusters, "query", query)
     check_bounds(threshold, max_tokens, query.shape[0], "query", query)
     pair = run_clusters.shape[:2]

@@ -48,7 +48,8 @@ def append_and_attend_tokens(
     Parameters
     ----------
     query, new_key, new_value, keys, values, codes, factors, centres, centre_scale, coded, seq_start, seq_end
-        As for `append_and_select_tokens`, all torch.Tensor.
+        As for `append_and_select_tokens`, all torch.Tensor. The step never lowers `coded`, on clusters either: whoever
+        shortens a row first lowers it to at most new length // page_size.
     page_size, max_tokens, sink_tokens, bits, correction, query_centre, group_reduce, num_tokens
         As for `append_and_select_tokens`.
     scale : float, optional
@@ -97,6 +98,7 @@ def append_and_attend_tokens(
         correction=correction,
         max_tokens=max_tokens,
         sink_tokens=sink_tokens,
+        scale=scale,
         group_reduce=group_reduce,
         num_tokens=num_tokens,
     )

@@ -2,7 +2,16 @@
 
 import torch
 
-from .._check import check_at_least, check_contiguous, check_device, check_dims, check_dtype, check_shape
+from .._check import (
+    check_at_least,
+    check_contiguous,
+    check_device,
+    check_dims,
+    check_dtype,
+    check_scale,
+    check_shape,
+    check_up_to,
+)
 from . import BITS, CORRECTIONS, GROUP_REDUCE
 
 CODES_AXES = "batch, kv_heads, pages * page_size, bits, head_dim // 8"
@@ -70,12 +79,12 @@ def check_room(codes: torch.Tensor, capacity: int) -> None:
         raise ValueError(f"codes has {codes.shape[2]} tokens; allowed: at least capacity={capacity} of keys")
 
 
-def check_reduction(group_reduce: str, num_tokens: int | None, tokens: int) -> None:
-    """Check the reduction over a group, and the number of tokens to score."""
+def check_reduction(group_reduce: str, num_tokens: int | None, tokens: int, scale: float | None) -> None:
+    """Check the reduction over a group, the number of tokens to score, and the factor on the scores."""
     if group_reduce not in GROUP_REDUCE:
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
-    if num_tokens is not None and not 1 <= num_tokens <= tokens:
-        raise ValueError(f"num_tokens={num_tokens}; allowed: None, or 1 to {tokens}, the tokens of codes")
+    check_up_to("num_tokens", num_tokens, tokens, f"{tokens}, the tokens of codes")
+    check_scale(scale)
 
 
 def check_share(name: str, share: float) -> None:

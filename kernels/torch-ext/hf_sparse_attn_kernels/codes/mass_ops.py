@@ -38,8 +38,8 @@ def select_tokens_by_mass(
     Parameters
     ----------
     scores : torch.Tensor
-        float16 [batch, kv_heads, num_tokens] (also float32 and float64 in the reference), as `code_scores` returns
-        them, with num_tokens at most 2 ** 22. The scores of tokens that are always chosen are not used.
+        float16 [batch, kv_heads, num_tokens] (also bfloat16, float32 and float64 in the reference), as `code_scores`
+        returns them, with num_tokens at most 2 ** 22. The scores of tokens that are always chosen are not used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `scores`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     top_p : float

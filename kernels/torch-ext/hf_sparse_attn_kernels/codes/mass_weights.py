@@ -1,9 +1,10 @@
 """Weights of tokens in whole numbers, so that their sums do not depend on the order of additions."""
 
 import math
-from functools import lru_cache
 
 import torch
+
+from .shared import shared
 
 STEPS = 1024
 """Weights that are told apart: the greatest, and so many less one below it. The last also stands for all below it."""
@@ -17,7 +18,7 @@ MOST_TOKENS = 1 << 22
 """The weight of so many tokens is below 2 ** 63."""
 
 
-@lru_cache
+@shared
 def step_weights(device: torch.device) -> torch.Tensor:
     """Return the weight of each step, int64 [STEPS], descending. It is shared: do not write to it."""
     weights = [round(2 ** (GREATEST_BITS - step / STEPS_PER_OCTAVE)) for step in range(STEPS)]

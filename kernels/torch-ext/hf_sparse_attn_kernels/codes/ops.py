@@ -231,7 +231,7 @@ def code_scores(
         other=query,
     )
     check_sequence(seq_start, seq_end, batch, "query", query)
-    check_reduction(group_reduce, num_tokens, tokens)
+    check_reduction(group_reduce, num_tokens, tokens, scale)
     check_at_least("first_page", first_page, 0)
     check_counters(counter, None, query, kv_heads)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float16
@@ -258,8 +258,8 @@ def select_tokens_by_score(
     Parameters
     ----------
     scores : torch.Tensor
-        float16 [batch, kv_heads, num_tokens] (also float32 and float64 in the reference), as `code_scores` returns
-        them. The scores of tokens that are always chosen are not used.
+        float16 [batch, kv_heads, num_tokens] (also bfloat16, float32 and float64 in the reference), as `code_scores`
+        returns them. The scores of tokens that are always chosen are not used.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `scores`: row b's valid tokens are at seq_start[b] .. seq_end[b] - 1.
     max_tokens : int

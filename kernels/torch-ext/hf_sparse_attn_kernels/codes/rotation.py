@@ -1,15 +1,16 @@
 """The fixed rotation of the residuals, the same on every machine and in every version of torch."""
 
 import math
-from functools import lru_cache
 from random import Random
 
 import torch
 
+from .shared import shared
+
 SEED = 20
 
 
-@lru_cache
+@shared
 def rotation(head_dim: int, device: torch.device) -> torch.Tensor:
     """Return an orthogonal matrix, float32 [head_dim, head_dim], contiguous. It is shared: do not write to it.
 
@@ -18,19 +19,20 @@ def rotation(head_dim: int, device: torch.device) -> torch.Tensor:
     """
     random = Random(SEED)
     if head_dim & (head_dim - 1) == 0:
-        matrix = torch.ones(1, 1, dtype=torch.float64)
+        matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
         while len(matrix) < head_dim:
             matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
         signs = [1.0 if random.random() < 0.5 else -1.0 for _ in range(head_dim)]
-        matrix = matrix * torch.tensor(signs, dtype=torch.float64) / math.sqrt(head_dim)
+        matrix = matrix * torch.tensor(signs, dtype=torch.float64, device="cpu") / math.sqrt(head_dim)
     else:
-        gaussian = torch.tensor([_normal(random) for _ in range(head_dim**2)], dtype=torch.float64)
+        normal = [_normal(random) for _ in range(head_dim**2)]
+        gaussian = torch.tensor(normal, dtype=torch.float64, device="cpu")
         matrix, upper = torch.linalg.qr(gaussian.view(head_dim, head_dim))
         matrix = matrix * upper.diagonal().sign()
     return matrix.float().contiguous().to(device)
 
 
-@lru_cache
+@shared
 def rotation_levels(head_dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
     """Return the rotation as whole numbers, int8 [head_dim, head_dim], contiguous, and their unit. It is shared.
 

@@ -28,6 +28,7 @@ def check_step(
     correction: str,
     max_tokens: int,
     sink_tokens: int,
+    scale: float | None,
     group_reduce: str,
     num_tokens: int | None,
 ) -> None:
@@ -54,5 +55,5 @@ def check_step(
     check_int32("coded", coded, "batch, kv_heads", (batch, kv_heads), "query", query)
     check_contiguous("coded", coded)
     check_sequence(*row_bounds, batch, "query", query)
-    check_reduction(group_reduce, num_tokens, codes.shape[2])
+    check_reduction(group_reduce, num_tokens, codes.shape[2], scale)
     check_token_budget(max_tokens, sink_tokens, page_size)

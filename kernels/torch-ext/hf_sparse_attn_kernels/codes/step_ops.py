@@ -57,7 +57,8 @@ def append_and_select_tokens(
         As for `encode_keys`, which has coded all pages before that of the new token.
     coded : torch.Tensor
         int32 [batch, kv_heads]: the pages coded so far. A page that the new token fills is coded, unless `coded` counts
-        it already.
+        it already. The Triton step never lowers it. Whoever shortens a row first lowers `coded` to at most
+        new length // page_size; the keys after these pages are then coded anew.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens, the new one included, are at
         seq_start[b] .. seq_end[b] - 1.
@@ -101,6 +102,7 @@ def append_and_select_tokens(
         correction=correction,
         max_tokens=max_tokens,
         sink_tokens=sink_tokens,
+        scale=scale,
         group_reduce=group_reduce,
         num_tokens=num_tokens,
     )

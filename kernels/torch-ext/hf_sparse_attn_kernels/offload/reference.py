@@ -14,9 +14,20 @@ def load_blocks(
     first_tokens: torch.Tensor,
 ) -> None:
     """Reference of `hf_sparse_attn_kernels.load_blocks`."""
-    tokens = (first_tokens.cpu()[:, None] + torch.arange(keys.shape[1])).flatten()
+    num_blocks, block_size = keys.shape[:2]
+    first_tokens = first_tokens.cpu()
+    _check_range("block_indices", block_indices.cpu(), num_blocks - 1, "num_blocks - 1")
+    _check_range("first_tokens", first_tokens, len(host_keys) - block_size, "num_tokens - block_size")
+    tokens = (first_tokens[:, None] + torch.arange(block_size, device="cpu")).flatten()
     for target, source in ((keys, host_keys), (values, host_values)):
         target[block_indices] = source[tokens].view(-1, *target.shape[1:]).to(target.device)
+
+
+def _check_range(name: str, indices: torch.Tensor, maximum: int, maximum_name: str) -> None:
+    """Check that all indices are from 0 to `maximum`."""
+    wrong = indices[(indices < 0) | (indices > maximum)]
+    if len(wrong):
+        raise ValueError(f"{name} contains {wrong[0].item()}; allowed: 0 to {maximum_name} = {maximum}")
 
 
 def keep_chosen(

@@ -10,8 +10,10 @@ from .._check import (
     check_last_stride,
     check_like,
     check_page_size,
+    check_scale,
     check_sequence,
     check_shape,
+    check_up_to,
     skippable,
 )
 from . import STATISTICS
@@ -77,12 +79,12 @@ def check_statistic(statistic: str) -> None:
 
 
 @skippable
-def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int) -> None:
-    """Check the reduction over a group, and the number of pages to score."""
+def check_scoring(group_reduce: str, num_pages: int | None, max_pages: int, scale: float | None) -> None:
+    """Check the reduction over a group, the number of pages to score, and the factor on the scores."""
     if group_reduce not in GROUP_REDUCE:
         raise ValueError(f"group_reduce={group_reduce!r}; allowed: {', '.join(map(repr, GROUP_REDUCE))}")
-    if num_pages is not None and not 1 <= num_pages <= max_pages:
-        raise ValueError(f"num_pages={num_pages}; allowed: None, or 1 to max_pages={max_pages}")
+    check_up_to("num_pages", num_pages, max_pages, f"max_pages={max_pages}")
+    check_scale(scale)
 
 
 @skippable
@@ -95,6 +97,7 @@ def check_step(
     row_bounds: tuple[torch.Tensor, torch.Tensor],
     *,
     page_size: int,
+    scale: float | None,
     group_reduce: str,
     num_pages: int | None,
     statistic: str,
@@ -112,5 +115,5 @@ def check_step(
     check_bounds(page_min, page_max, *exponents, shape, "query", query)
     check_capacity(page_min, capacity, page_size)
     check_sequence(*row_bounds, batch, "query", query)
-    check_scoring(group_reduce, num_pages, page_min.shape[2])
+    check_scoring(group_reduce, num_pages, page_min.shape[2], scale)
     check_statistic(statistic)

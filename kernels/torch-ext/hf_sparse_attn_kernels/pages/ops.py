@@ -182,7 +182,7 @@ def page_scores(
     check_bounds(page_min, page_max, page_exponent, channel_exponent, shape, "query", query)
     check_sequence(seq_start, seq_end, batch, "query", query)
     check_page_size(page_size)
-    check_scoring(group_reduce, num_pages, max_pages)
+    check_scoring(group_reduce, num_pages, max_pages, scale)
     num_pages = max_pages if num_pages is None else num_pages
     return output(query, (batch, kv_heads, num_pages), compute_dtype(query.dtype))
 

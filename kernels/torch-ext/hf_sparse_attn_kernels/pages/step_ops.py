@@ -53,7 +53,8 @@ def append_and_select(
         stride is 1, the others are free.
     page_min, page_max : torch.Tensor
         Bounds to update [batch, kv_heads, max_pages, head_dim], of the dtype of `query` or int8;
-        max_pages * page_size >= capacity.
+        max_pages * page_size >= capacity. On entry they are those of the row without the new token. The step may only
+        widen the bounds of the newest page, so after shortening a row call `page_bounds` first.
     seq_start, seq_end : torch.Tensor
         int32 [batch], on the device of `query`: row b's valid tokens, the new one included, are at
         seq_start[b] .. seq_end[b] - 1.
@@ -109,6 +110,7 @@ def append_and_select(
         (page_exponent, channel_exponent),
         (seq_start, seq_end),
         page_size=page_size,
+        scale=scale,
         group_reduce=group_reduce,
         num_pages=num_pages,
         statistic=statistic,
@@ -155,7 +157,7 @@ def append_and_rank(
     Parameters
     ----------
     query, new_key, new_value, keys, values, page_min, page_max, seq_start, seq_end : torch.Tensor
-        As for `append_and_select`.
+        As for `append_and_select`: after shortening a row, call `page_bounds` first.
     page_size : int
         Tokens per page and per listed block, a power of two.
     max_blocks : int, optional
@@ -193,6 +195,7 @@ def append_and_rank(
         (page_exponent, channel_exponent),
         (seq_start, seq_end),
         page_size=page_size,
+        scale=scale,
         group_reduce=group_reduce,
         num_pages=num_pages,
         statistic=statistic,

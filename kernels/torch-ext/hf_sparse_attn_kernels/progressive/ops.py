@@ -9,6 +9,7 @@ from .._check import (
     check_counters,
     check_dims,
     check_int32,
+    check_scale,
     check_scores,
     check_sequence,
 )
@@ -177,6 +178,7 @@ def progressive_decode(
     check_at_least("block_size", block_size, 1)
     check_at_least("microbatch", microbatch, 1)
     check_threshold(threshold)
+    check_scale(scale)
     check_rest(rest)
     check_at_least("forced_blocks", forced_blocks, 0)
     check_counters(counter, finished, query, kv_heads)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from .._reference import compute_dtype, count_tokens, rank_blocks, row_lengths, take_tokens
+from .._reference import blank, compute_dtype, count_tokens, rank_blocks, row_lengths, take_tokens
 
 __all__ = ["progressive_decode", "rank_blocks"]
 
@@ -49,7 +49,7 @@ def progressive_decode(
     length = row_lengths(seq_start, seq_end)
     tokens = (blocks[..., None] * block_size + torch.arange(block_size, device=query.device)).flatten(2)
     absent = tokens >= length[:, None, None]  # [batch, kv_heads, tokens]
-    # An absent token reads the first one listed instead; its score is masked.
+    # An absent token reads the first one listed instead; its score is masked, its value blank.
     positions = torch.where(absent, tokens[..., :1], tokens) + seq_start[:, None, None]
     is_left_out = (blocks + 1) * block_size > length[:, None, None]  # of the estimate of the rest
     if rest == "last":
@@ -79,8 +79,8 @@ def progressive_decode(
     scores = scores[..., span].masked_fill_(unread[:, :, None], -_INF)
     weights = scores.softmax(dim=3).flatten(0, 1)
     (v,) = take_tokens((values,), torch.where(unread, positions[..., :1], positions[..., span]))
-    # Without a token the softmax is NaN, and so may be the tokens read instead.
-    out = weights.bmm(v.to(dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim)
+    # Without a token the softmax is NaN.
+    out = weights.bmm(blank(v, unread).to(dtype).flatten(0, 1)).view(batch, kv_heads, -1, head_dim)
     out.masked_fill_(unread.all(dim=2)[:, :, None, None], 0.0)
     return out.view(query.shape).to(query.dtype), scores.logsumexp(dim=3).view(query.shape[:2]), read_counts
 

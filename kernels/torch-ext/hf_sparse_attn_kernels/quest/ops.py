@@ -46,7 +46,7 @@ def append_and_attend(
     Parameters
     ----------
     query, new_key, new_value, keys, values, page_min, page_max, seq_start, seq_end : torch.Tensor
-        As for `append_and_select`.
+        As for `append_and_select`: after shortening a row, call `page_bounds` first.
     page_size, max_blocks, sink_blocks, recent_blocks, group_reduce, num_pages, page_exponent, channel_exponent
         As for `append_and_select`, like `statistic`.
     scale : float, optional
@@ -90,6 +90,7 @@ def append_and_attend(
         (page_exponent, channel_exponent),
         (seq_start, seq_end),
         page_size=page_size,
+        scale=scale,
         group_reduce=group_reduce,
         num_pages=num_pages,
         statistic=statistic,

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._check import check_counters, check_int32, check_last_stride
+from .._check import check_counters, check_int32, check_last_stride, check_scale
 from .._op import op, output
 from .._reference import compute_dtype
 from .checks import check_attention
@@ -105,6 +105,7 @@ def runs_decode(
     )
     if context_lengths is not None:
         check_int32("context_lengths", context_lengths, "batch", (query.shape[0],), "query", query)
+    check_scale(scale)
     check_counters(counter, None, query, keys.shape[1])
     return output(query, query.shape, query.dtype), output(query, query.shape[:2], compute_dtype(query.dtype))
 
@@ -187,4 +188,5 @@ def runs_prefill(
         "batch, q_heads, queries, head_dim",
     )
     check_last_stride("query", query)
+    check_scale(scale)
     return output(query, query.shape, query.dtype), output(query, query.shape[:3], compute_dtype(query.dtype))

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._reference import compute_dtype, row_lengths, take_tokens
+from .._reference import blank, compute_dtype, row_lengths, take_tokens
 from . import MAX_RUN
 
 SCORES_AT_ONCE = 1 << 24  # elements of a prefill's scores in memory
@@ -47,7 +47,7 @@ def runs_decode(
     )
     lse = scores.logsumexp(dim=3)
     weights = torch.split(_weights(scores, lse), [part[0].shape[2] for part in parts], dim=3)
-    context, rest = (weight @ _blank(v, valid).to(dtype) for weight, (_, v, valid) in zip(weights, parts, strict=True))
+    context, rest = (weight @ blank(v, ~valid).to(dtype) for weight, (_, v, valid) in zip(weights, parts, strict=True))
     return (context + rest).view(batch, q_heads, head_dim).to(query.dtype), lse.view(batch, q_heads)
 
 
@@ -89,7 +89,7 @@ def runs_prefill(
                 torch.cat((context[row, head].index_select(0, at), buffer[row, head].index_select(0, tail[row])))
                 for context, buffer in ((context_keys, keys), (context_values, values))
             )
-            v = _blank(v, torch.cat((exists, in_tail[row])))
+            v = blank(v, ~torch.cat((exists, in_tail[row])))
             seen = torch.cat((exists & (own[row] >= seq_start[row])[:, None], visible[row]), dim=1)
             out[row, head], lse[row, head] = _attend(grouped[row, head], k, v, seen, scale)
     return out.view(query.shape), lse.view(query.shape[:3])
@@ -138,11 +138,6 @@ def _tail_positions(capacity: int, seq_start: torch.Tensor, seq_end: torch.Tenso
         longest = max(1, int(row_lengths(seq_start, seq_end).max()))
     positions = torch.arange(longest, device=seq_end.device) + seq_start[:, None].long()
     return positions.clamp(max=capacity - 1), positions < seq_end[:, None]
-
-
-def _blank(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Zero absent values, in place: a weight of 0 times a NaN would still be NaN."""
-    return values.masked_fill_(~valid[..., None], 0.0)
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from .._check import (
     check_like,
     check_query,
     check_shape,
+    check_up_to,
 )
 
 VOTES = ("soft", "logits", "head")
@@ -28,8 +29,7 @@ def check_scoring(query: torch.Tensor, keys: torch.Tensor, vote: str, num_tokens
     check_last_stride("keys", keys)
     if vote not in VOTES:
         raise ValueError(f"vote={vote!r}; allowed: {', '.join(map(repr, VOTES))}")
-    if num_tokens is not None and not 1 <= num_tokens <= capacity:
-        raise ValueError(f"num_tokens={num_tokens}; allowed: None, or 1 to capacity={capacity}")
+    check_up_to("num_tokens", num_tokens, capacity, f"capacity={capacity}")
 
 
 def check_budget(max_tokens: int, sink_tokens: int, recent_tokens: int) -> None:

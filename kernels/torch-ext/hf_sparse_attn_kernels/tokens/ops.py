@@ -10,6 +10,7 @@ from .._check import (
     check_dims,
     check_dtype,
     check_float,
+    check_is_tensor,
     check_last_stride,
     check_rope,
     check_sequence,
@@ -243,6 +244,8 @@ def mean_query(
     check_dims("query", query, "batch, q_heads, queries, head_dim")
     check_float("query", query)
     check_last_stride("query", query)
+    check_is_tensor("rope_cos", rope_cos)
+    check_is_tensor("rope_sin", rope_sin)
     check_rope(rope_cos, rope_sin, query, "1", 1)
     check_at_least("first_slot", first_slot, 0)
     return output(query, (*query.shape[:2], query.shape[3]), query.dtype)

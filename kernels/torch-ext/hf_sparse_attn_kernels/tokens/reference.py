@@ -111,7 +111,9 @@ def select_tokens(
         if pool_size > 1:
             tokens = torch.arange(num_tokens, device=keys.device)
             outside = (tokens < sink_tokens) | (tokens >= (length - recent_tokens)[:, None])
-            votes = max_pool1d(votes.nan_to_num(float("-inf"), float("inf")), pool_size, 1, pool_size // 2)
+            votes = max_pool1d(
+                votes.nan_to_num(float("-inf"), float("inf"), float("-inf")), pool_size, 1, pool_size // 2
+            )
             votes.masked_fill_(outside, float("-inf"))
         voted = _top_tokens(votes, num_voted, sink_tokens)
     if threshold < 1 and cached_query is not None and cached_tokens is not None and cached_valid is not None:
