@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LARGEST_SUM = 256 * 1024
-"""Bytes of a tensor up to which its sum is made here. Each GPU reads the others' tensors whole, larger ones in vain."""
+"""Bytes of a tensor up to which its sum is made here. Each GPU reads the others' tensors whole: no gain for larger."""
 PROCESSES = (2, 4, 8)
 """Numbers of processes for which torch's kernel adds in the order of the ranks, so that all get the same bits."""
 DTYPES = (torch.float32, torch.bfloat16)

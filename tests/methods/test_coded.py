@@ -45,7 +45,7 @@ def test_scores_are_those_of_whole_pages_for_which_the_codes_have_room(method, m
 @torch.inference_mode()
 def test_a_prompt_makes_the_tensors_that_steps_share(method):
     """A step may be recorded as a CUDA graph, which overwrites memory that is first allocated in it."""
-    constants = (rotation, rotation_levels, step_weights)
+    constants = [make.__wrapped__ for make in (rotation, rotation_levels, step_weights)]
     for make in constants:
         make.cache_clear()
     model = shared_model("llama")

@@ -15,11 +15,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def shared(build: F) -> F:
     """Build the constants of a device, the last argument, once. Callers must not write to them.
 
-    In a fake mode the constants are fakes of those on the CPU, made anew in each call: a fake belongs to its mode.
+    The cache is the function's `__wrapped__`. In a fake mode the constants are fakes of those on the CPU, made anew in
+    each call: a fake belongs to its mode.
     """
     cached = lru_cache(build)
 
-    @wraps(build)
+    @wraps(cached)
     def call(*arguments: Any) -> Any:
         mode = active_fake_mode() if torch._C._len_torch_dispatch_stack() else None
         if mode is None:
