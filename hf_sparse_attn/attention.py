@@ -147,7 +147,8 @@ def _prefill(query: torch.Tensor, layer: SparseLayer, scale: float, mask: torch.
             own = None if mask is None else mask[..., begin:end, : before + end]
             outputs.append(layer.method.prefill(query[:, :, begin:end], layer, scale, own))
         begin = end
-    return torch.nn.functional.pad(torch.cat(outputs, dim=2), (0, 0, padding, 0))
+    joined = torch.cat(outputs, dim=2)
+    return torch.nn.functional.pad(joined, (0, 0, padding, 0)) if padding else joined
 
 
 def _decode(
