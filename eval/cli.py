@@ -21,6 +21,7 @@ from eval.options import (
     ChatTemplateOption,
     ConfigOption,
     ContextsOption,
+    CudaGraphOption,
     DataDirOption,
     DeviceOption,
     DtypeOption,
@@ -107,6 +108,7 @@ def run(
     measure: MeasureOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Run a benchmark, or all runs of a configuration file, always including dense attention.
 
@@ -132,6 +134,7 @@ def run(
         "measure": words("--measure", measure),
         "dtype": dtype,
         "device": device,
+        "cuda_graph": cuda_graph or None,
     }
     with harness_errors():
         if only is not None and config is None:

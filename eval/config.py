@@ -69,6 +69,8 @@ class RunConfig:
         float32, bfloat16 or float16; None for bfloat16 on CUDA and float32 elsewhere.
     device : str or None
         None for CUDA if available, else the CPU.
+    cuda_graph : bool
+        Record each method's passes over single tokens as a CUDA graph, where it can be.
     """
 
     benchmark: str
@@ -90,6 +92,7 @@ class RunConfig:
     measure: Annotated[tuple[Measure, ...], Field(min_length=1)] = ("score",)
     dtype: Dtype | None = None
     device: str | None = None
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that are given twice; pydantic has checked each of them."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_sparse_attn.cli.greedy import answer, forward, forward_all, log_likelihoods
+from eval.feed import Feed
+from hf_sparse_attn.cli.greedy import answer, log_likelihoods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +47,8 @@ class Continuation:
     decode_steps: int
     single_token_steps: int
     new_tokens: int
+    is_recorded: bool
+    """Whether the passes over single tokens were replays of a CUDA graph."""
     departure: Departure | None = None
 
 
@@ -68,8 +71,10 @@ def answer_sample(
     cache: SparseCache,
     token_by_token: bool,
     stop_ids: Collection[int],
+    cuda_graph: bool = False,
 ) -> Continuation:
     """Answer a sample greedily."""
+    feed = Feed(model, cache, cuda_graph)
     given = answer(
         model,
         cache,
@@ -79,6 +84,7 @@ def answer_sample(
         stop_ids=stop_ids,
         min_new_tokens=sample.min_new_tokens,
         is_ended=ends_of_texts(tokenizer, sample),
+        feed=feed,
     )
     return Continuation(
         result={"prediction": prediction_of(tokenizer, sample, given.token_ids)},
@@ -87,15 +93,17 @@ def answer_sample(
         decode_steps=given.decode_steps,
         single_token_steps=given.decode_steps + (given.question_steps if token_by_token else 0),
         new_tokens=len(given.token_ids),
+        is_recorded=feed.is_recorded,
     )
 
 
-def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache) -> Continuation:
+def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache, cuda_graph: bool = False) -> Continuation:
     """Measure the likelihood of the sample's own continuation."""
+    feed = Feed(model, cache, cuda_graph)
     chunk = sample.forced_chunk
     tokens = [*sample.question_ids, *sample.forced_ids]
     started = time.perf_counter()
-    scored = log_likelihoods(model, cache, tokens, chunk)
+    scored = log_likelihoods(model, cache, tokens, chunk, feed.all)
     losses = [-next(scored)]
     first_token_seconds = time.perf_counter() - started
     losses += [-value for value in scored]
@@ -110,6 +118,7 @@ def force_sample(model: PreTrainedModel, sample: Sample, cache: SparseCache) -> 
         decode_steps=steps - 1 if chunk == 1 else 0,
         single_token_steps=steps if chunk == 1 else 0,
         new_tokens=0,
+        is_recorded=feed.is_recorded and chunk == 1,
     )
 
 
@@ -146,7 +155,8 @@ def dense_path(
     """
     if sample.forced_ids:
         fed_ids = tuple(sample.forced_ids[:-1])
-        return DensePath(fed_ids, list(_predictions(model, cache, sample, fed_ids, token_by_token)), None)
+        feed = Feed(model, cache)
+        return DensePath(fed_ids, list(_predictions(feed, sample, fed_ids, token_by_token)), None)
     logits: list[torch.Tensor] = []
     given = answer(
         model,
@@ -170,6 +180,7 @@ def follow_dense(
     path: DensePath,
     token_by_token: bool,
     departs: bool = False,
+    cuda_graph: bool = False,
 ) -> Continuation:
     """Feed dense attention's tokens, and compare the predictions with dense attention's (teacher forcing).
 
@@ -180,9 +191,10 @@ def follow_dense(
     """
     departure: Departure | None = None
     forked_seconds = 0.0
+    feed = Feed(model, cache, cuda_graph)
     started = time.perf_counter()
     logits: list[torch.Tensor] = []
-    for predicted in _predictions(model, cache, sample, path.fed_ids, token_by_token):
+    for predicted in _predictions(feed, sample, path.fed_ids, token_by_token):
         logits.append(predicted)
         best = int(predicted.argmax()) if departs or len(logits) == 1 else None  # waits for the device
         if len(logits) == 1:
@@ -207,6 +219,7 @@ def follow_dense(
         decode_steps=len(path.fed_ids) if sample.forced_chunk == 1 else 0,
         single_token_steps=_single_token_steps(sample, path, token_by_token),
         new_tokens=0,
+        is_recorded=feed.is_recorded and sample.forced_chunk == 1,
         departure=departure,
     )
 
@@ -233,6 +246,7 @@ def answer_from(
     departure: Departure,
     stop_ids: Collection[int],
     is_ended: Callable[[Sequence[int]], bool] | None = None,
+    cuda_graph: bool = False,
 ) -> tuple[int, ...]:
     """Return the answer of a method that has departed from dense attention's, without the token that ended it."""
     *before, own = departure.token_ids
@@ -246,27 +260,27 @@ def answer_from(
     def is_over(token_ids: Sequence[int]) -> bool:
         return is_ended is not None and is_ended([*begun, *token_ids])
 
-    return begun + answer(model, departure.cache, [own], left, stop_ids=stop_ids, is_ended=is_over).token_ids
+    feed = Feed(model, departure.cache, cuda_graph)
+    rest = answer(model, departure.cache, [own], left, stop_ids=stop_ids, is_ended=is_over, feed=feed)
+    return begun + rest.token_ids
 
 
-def _predictions(
-    model: PreTrainedModel, cache: SparseCache, sample: Sample, fed_ids: Sequence[int], token_by_token: bool
-) -> Iterator[torch.Tensor]:
+def _predictions(feed: Feed, sample: Sample, fed_ids: Sequence[int], token_by_token: bool) -> Iterator[torch.Tensor]:
     """Yield the logits [vocabulary] after the question and after each fed token."""
     question_ids = sample.question_ids
     if sample.forced_chunk > 1:
         tokens = [*question_ids, *fed_ids]
         logits = itertools.chain.from_iterable(
-            forward_all(model, cache, tokens[start : start + sample.forced_chunk])
+            feed.all(tokens[start : start + sample.forced_chunk])
             for start in range(0, len(tokens), sample.forced_chunk)
         )
         yield from itertools.islice(logits, len(question_ids) - 1, None)
         return
     *before, last = [[token_id] for token_id in question_ids] if token_by_token else [list(question_ids)]
     for part in before:
-        forward(model, cache, part)
+        feed(part)
     for part in itertools.chain([last], ([token_id] for token_id in fed_ids)):
-        yield forward(model, cache, part)
+        yield feed(part)
 
 
 def _means(values: Sequence[float], size: int, first_position: int = 0) -> list[list[float]]:

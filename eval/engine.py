@@ -216,7 +216,8 @@ class Engine:
         material_ids = samples[0].material_ids
         room = max(len(each.question_ids) + len(each.forced_ids) + each.max_new_tokens for each in samples)
         capacity = len(material_ids) + room
-        cache = SparseCache(self.model.config, method, initial_capacity=capacity, keep_queries=keep_queries)
+        fixed = capacity if self.config.cuda_graph else None
+        cache = SparseCache(self.model.config, method, fixed, capacity, keep_queries=keep_queries)
         with PeakMemory(self.model.device) as memory:
             seconds = prefill(self.model, cache, material_ids)
         self.model_seconds += seconds
@@ -277,6 +278,7 @@ class Engine:
             "tpot_ms": 1000 * continued.decode_seconds / continued.decode_steps if continued.decode_steps else None,
             "peak_memory_bytes": max(memory.peak_bytes, context.peak_bytes),
             "peak_memory_measures": memory.measures,
+            "cuda_graph": continued.is_recorded,
             **answered,
         }
 
@@ -294,20 +296,23 @@ class Engine:
         known = same_answer(sample, path, followed)
         if followed.departure is not None:
             is_ended = ends_of_texts(self.tokenizer, sample)
-            known = answer_from(self.model, sample, followed.departure, self._ends_of(sample), is_ended)
+            known = answer_from(
+                self.model, sample, followed.departure, self._ends_of(sample), is_ended, self.config.cuda_graph
+            )
         if known is not None:
             return {"prediction": prediction_of(self.tokenizer, sample, known), "new_tokens": len(known)}
         answered = self._continue(sample, context.cache.fork(variant.method), None)
         return {**answered.result, "new_tokens": answered.new_tokens}
 
     def _continue(self, sample: Sample, cache: SparseCache, path: DensePath | None) -> Continuation:
-        token_by_token = self._feeds_tokens(sample)
+        token_by_token, cuda_graph = self._feeds_tokens(sample), self.config.cuda_graph
         if path is not None:
             departs = "score" in self.config.measure and path.answer_ids is not None and sample.min_new_tokens == 0
-            return follow_dense(self.model, sample, cache, path, token_by_token, departs)
+            return follow_dense(self.model, sample, cache, path, token_by_token, departs, cuda_graph)
         if sample.forced_ids:
-            return force_sample(self.model, sample, cache)
-        return answer_sample(self.model, self.tokenizer, sample, cache, token_by_token, self._ends_of(sample))
+            return force_sample(self.model, sample, cache, cuda_graph)
+        ends = self._ends_of(sample)
+        return answer_sample(self.model, self.tokenizer, sample, cache, token_by_token, ends, cuda_graph)
 
     def _feeds_tokens(self, sample: Sample) -> bool:
         """Whether the question is fed token by token."""

@@ -73,6 +73,9 @@ KVStorageOption = Annotated[
     str, typer.Option(help="'host' runs each method with keys and values in host memory too, after the device.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if available")]
+CudaGraphOption = Annotated[
+    bool, typer.Option("--cuda-graph", help="Record the methods' passes over single tokens as a CUDA graph.")
+]
 
 
 def check_output(path: Path | None) -> None:

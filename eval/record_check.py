@@ -68,6 +68,7 @@ class Record(BaseModel):
     tpot_ms: _Number | None = None
     peak_memory_bytes: _Number | None = None
     peak_memory_measures: str | None = None
+    cuda_graph: bool | None = None
     error: str | None = None
     model: str = ""
     dtype: str = ""

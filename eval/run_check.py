@@ -14,6 +14,8 @@ from eval.data_files import TaskFiles, collected
 from eval.engine import Variant
 from eval.errors import EvalError
 from hf_sparse_attn import sparse_attention
+from hf_sparse_attn.cli.models import resolve_device
+from hf_sparse_attn.patch import pass_graph
 from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
@@ -60,8 +62,11 @@ def prepare(
     Raises
     ------
     EvalError
-        The model lacks a chat template or positions, data is missing or malformed, or there are no samples.
+        The model lacks a chat template or positions, data is missing or malformed, there are no samples, or the device
+        cannot record what is to be recorded.
     """
+    if config.cuda_graph and not pass_graph.can_record(device := resolve_device(config.device)):
+        raise EvalError(f"cuda_graph=True needs a CUDA device, got {str(device)!r}")
     tokenizer, model_config = source.describe(config)
     if template is not None:
         tokenizer = with_chat_template(tokenizer, template, str(config.chat_template))

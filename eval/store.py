@@ -18,12 +18,12 @@ from eval.record_check import is_whole, read_records
 RecordKey = tuple[str, int | None, str, str, int | None, str]
 """Task, length, sample id, method, token budget, name of the variant."""
 
-_UNRELATED = ("device", "protocol_dir")  # may differ when a run resumes; the protocol's hash is compared instead
+_UNRELATED = ("device", "cuda_graph", "protocol_dir")  # may differ in a resumed run; the protocol's hash may not
 
 _SAMPLES_OF = ("benchmark", "model", "lengths", "limit", "options", "seed")
 """Settings of runs whose samples of a task are compared with each other."""
 
-_SINCE = {"measure": ["score"], "variants": [], "chat_template": None}
+_SINCE = {"measure": ["score"], "variants": [], "chat_template": None, "cuda_graph": False}
 """Settings that configurations from before there were such choices lack, and the value that they had."""
 
 _CONFIGURATION = "the configuration of a run"

@@ -17,6 +17,7 @@ from eval.errors import EvalError
 from eval.options import (
     BudgetOption,
     ChatTemplateOption,
+    CudaGraphOption,
     DataDirOption,
     DeviceOption,
     DtypeOption,
@@ -53,6 +54,7 @@ def table(
     protocol_dir: ProtocolDirOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Run a paper's table with the methods available here, and print its figures next to ours.
 
@@ -77,6 +79,7 @@ def table(
         "protocol_dir": protocol_dir,
         "dtype": dtype,
         "device": device,
+        "cuda_graph": cuda_graph or None,
     }
     with harness_errors():
         wanted = read_table(name)
@@ -97,7 +100,8 @@ def _command(name: str, given: Mapping[str, Any]) -> str:
         if value not in (None, (), []):
             shown = {"data_dir": "D", "protocol_dir": "P"}.get(option, value)
             listed = ",".join(map(str, shown)) if isinstance(shown, (list, tuple)) else str(shown)
-            words.append(f"--{option.replace('_', '-')} {listed}")
+            name = f"--{option.replace('_', '-')}"
+            words.append(name if value is True else f"{name} {listed}")
     return " ".join(words)
 
 

@@ -80,6 +80,7 @@ def answer(
     is_ended: Callable[[Sequence[int]], bool] | None = None,
     on_step: Callable[[], None] | None = None,
     on_logits: Callable[[torch.Tensor], None] | None = None,
+    feed: Callable[[Sequence[int]], torch.Tensor] | None = None,
 ) -> GreedyAnswer:
     """Answer a question greedily, continuing from the cache.
 
@@ -106,6 +107,8 @@ def answer(
         Called after each forward pass.
     on_logits : callable, optional
         Called with the logits [vocabulary] of each forward pass, before ``min_new_tokens`` hides any.
+    feed : callable, optional
+        Feeds tokens to the model over the cache and returns the last one's logits, as :func:`forward` does.
 
     Raises
     ------
@@ -120,7 +123,7 @@ def answer(
         raise ValueError("question_ids is empty; at least one token is needed")
 
     def step(token_ids: Sequence[int], may_stop: bool) -> int:
-        logits = forward(model, cache, token_ids)
+        logits = forward(model, cache, token_ids) if feed is None else feed(token_ids)
         if on_logits is not None:
             on_logits(logits)
         if not may_stop:
@@ -148,7 +151,13 @@ def answer(
     return GreedyAnswer(tuple(token_ids), first - started, ended - first, len(parts), steps)
 
 
-def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int], chunk: int = 1) -> Iterator[float]:
+def log_likelihoods(
+    model: PreTrainedModel,
+    cache: Cache,
+    token_ids: Sequence[int],
+    chunk: int = 1,
+    feed: Callable[[Sequence[int]], torch.Tensor] | None = None,
+) -> Iterator[float]:
     """Yield the log-likelihood in nats of each token but the first, feeding ``chunk`` tokens at a time.
 
     Parameters
@@ -161,13 +170,16 @@ def log_likelihoods(model: PreTrainedModel, cache: Cache, token_ids: Sequence[in
         The text.
     chunk : int
         Tokens per forward pass. With 1, methods with sparse decoding apply to every token.
+    feed : callable, optional
+        Feeds tokens to the model over the cache and returns the logits of all, as :func:`forward_all` does.
     """
     import torch
 
     for begin in range(0, len(token_ids) - 1, chunk):
         fed = list(token_ids[begin : min(begin + chunk, len(token_ids) - 1)])
         targets = torch.tensor(token_ids[begin + 1 : begin + 1 + len(fed)], device=model.device)
-        log_probabilities = forward_all(model, cache, fed).float().log_softmax(-1).gather(1, targets[:, None])
+        logits = forward_all(model, cache, fed) if feed is None else feed(fed)
+        log_probabilities = logits.float().log_softmax(-1).gather(1, targets[:, None])
         yield from log_probabilities[:, 0].tolist()
 
 

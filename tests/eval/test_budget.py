@@ -313,7 +313,7 @@ def test_a_given_text_is_followed_instead_of_an_answer(loaded):
 def test_a_given_text_is_followed_in_its_chunks(loaded, monkeypatch):
     fed = []
     monkeypatch.setattr(
-        "eval.continuations.forward_all",
+        "eval.feed.forward_all",
         lambda model, cache, ids: fed.append(len(ids)) or forward_all(model, cache, ids),
     )
     sample = Sample([], [5, 6, 7], None, 0, forced_ids=list(range(10, 20)), forced_chunk=5)
