@@ -35,8 +35,8 @@ def search(
     """Find each method's smallest setting on each task and length by bisection, and write ``budget.json``.
 
     Dense attention is measured first. Then every round probes one step for each search that is not finished. The
-    methods of a round share the prefills. Probes are ordinary records in ``out``; existing ones are not measured again,
-    also those of a search with another target or with other methods.
+    methods of a round share the prefills. Probes are ordinary records in ``out``; existing ones are not measured again
+    unless they failed, also those of a search with another target or with other methods.
 
     Parameters
     ----------
@@ -114,6 +114,7 @@ def _search(
         wanted: dict[int, list[Variant]] = {}
         for each in searches:
             if (step := each.next_step()) is not None:
+                each.probed.add(step)
                 for item in each.items:
                     wanted.setdefault(id(item), []).append(each.ladder.variants[step])
         if not wanted:
@@ -146,14 +147,19 @@ class _MethodSearch:
         self, place: Place, items: Sequence[Item], ladder: Ladder, target: Target, dense: Sequence[Record]
     ) -> None:
         self.items, self.ladder = items, ladder
+        self.probed: set[int] = set()
+        """The steps that this session has probed."""
         self.findings = Findings(place, ladder.method, ladder.parameter, ladder.steps, target, dense)
 
     def take(self, records: Sequence[Record]) -> None:
-        """Take over the steps whose samples have all been tried."""
+        """Take over the steps whose samples have all been tried.
+
+        A failure of an earlier session, such as for want of memory, may be past: such a step has yet to be probed.
+        """
         by_key = {record_key(record): record for record in records}
         for step, variant in enumerate(self.ladder.variants):
             own = [by_key.get(key_of(item, variant)) for item in self.items]
-            tried = [record for record in own if record is not None]
+            tried = [record for record in own if record and (record["error"] is None or step in self.probed)]
             if len(tried) == len(self.items):
                 self.findings.add(step, tried)
 

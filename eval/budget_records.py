@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -15,6 +17,7 @@ from eval.findings import Findings, Place, Record, Target, sample_of
 from eval.knobs import knob_of
 from eval.session import write_result
 from eval.store import Store, read_json
+from eval.studies import known_methods
 
 _SAME = ("model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256")
 """Fields in which all records must agree."""
@@ -28,7 +31,7 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
     ----------
     folders : sequence of Path
         Results folders of the same benchmark, model and machine. A method whose other hyperparameters differ between
-        records is several, named by the differences.
+        records is several, named by the differences. A sample with the same setting in several folders counts once.
     target : Target
         What to reach. ``steps`` must be empty: the recorded settings are the steps.
     out : Path or None
@@ -42,16 +45,18 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
     Raises
     ------
     EvalError
-        A folder has no records, records do not belong together or are of files that have changed between them, or there
-        is no dense attention or no other method.
+        A folder has no records, records do not belong together or are of files that have changed between them, there is
+        no dense attention or no other method, or a method reads everything.
     """
     if target.steps:
         raise EvalError(f"steps={target.steps}: with --records, the recorded settings are the steps")
-    records = [record for folder in folders for record in _records(folder)]
+    recorded = [record for folder in folders for record in _records(folder)]
     configs = [read_json(folder / "config.json", "the configuration of a run") for folder in folders]
-    _check_together(records)
+    _check_together(recorded)
     _check_files(folders, [config.pop("data", {}) for config in configs])
     config = {**configs[0], "parameters": {}}
+    _check_searchable(recorded)
+    records = _counted_once(recorded, target)
     dense = {_key(record): record for record in records if record["method"] == DENSE}
     methods = _by_method([record for record in records if record["method"] != DENSE])
     if not dense or not methods:
@@ -76,10 +81,43 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _check_searchable(records: Sequence[Record]) -> None:
+    """Raise if a method has no setting that says how much it reads; it may have a budget, which it ignores."""
+    known = known_methods()
+    for name in dict.fromkeys(record["method"] for record in records):
+        if name != DENSE and name in known and not known[name].sparse_phases:
+            raise EvalError(f"method: {name} reads everything, so there is nothing to search")
+
+
+def _has_measure(record: Record, target: Target) -> bool:
+    """Whether a record has what the target is about."""
+    names = ("divergence",) if target.divergence is not None else ("score", "perplexity")
+    return any(record[name] is not None for name in names)
+
+
+def _counted_once(records: Sequence[Record], target: Target) -> list[Record]:
+    """Merge the records of each sample and setting, as when each folder has its own dense attention.
+
+    A failed record never replaces a measured one. Of several measured ones, the last with what the target is about
+    counts; the others fill what it lacks, as when one folder has the score and another the divergence.
+    """
+    alike: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        parameters = json.dumps({} if record["method"] == DENSE else record["parameters"], sort_keys=True)
+        alike[(*_key(record), record["method"], parameters)].append(record)
+    merged: list[Record] = []
+    for found in alike.values():
+        measured = [record for record in found if record["error"] is None]
+        one: dict[str, Any] = {}
+        for record in sorted(measured or found, key=lambda each: _has_measure(each, target)):
+            one |= {name: value for name, value in record.items() if value is not None or name not in one}
+        merged.append(one)
+    return merged
+
+
 def _check_measured(records: Sequence[Record], target: Target) -> None:
     """Raise if no record has what the target is about."""
-    names = ("divergence",) if target.divergence is not None else ("score", "perplexity")
-    if all(record[name] is None for record in records for name in names if record["method"] != DENSE):
+    if not any(_has_measure(record, target) for record in records if record["method"] != DENSE):
         measure = "score" if target.divergence is None else "divergence"
         raise EvalError(
             f"the records have no {measure}, so no setting can be judged by it: run them with --measure {measure}"
@@ -135,7 +173,7 @@ def _judge(
     shared = {key for key, record in dense.items() if record["error"] is None}
     for settings in methods.values():
         for tried in settings.values():
-            shared &= {_key(record) for record in tried}
+            shared &= {_key(record) for record in tried if record["error"] is not None or _has_measure(record, target)}
     places: dict[Place, list[Record]] = {}
     for key, record in dense.items():
         if key in shared:

@@ -118,9 +118,9 @@ class Findings:
     def add(self, step: int, records: Sequence[Record]) -> None:
         """Take over the records of a step whose samples have all been tried; a step that is known is kept."""
         if step not in self._probes:
-            measured = [record for record in records if record["error"] is None]
-            self._probes[step] = [record for record in measured if sample_of(record) in self._dense]
-            self._failed[step] = len(self._dense) - len(self._probes[step])
+            measured = {sample_of(record): record for record in records if record["error"] is None}
+            self._probes[step] = [record for sample, record in measured.items() if sample in self._dense]
+            self._failed[step] = len(self._dense.keys() - measured.keys())
 
     def result(self) -> dict[str, Any]:
         """Return the entry of the results file."""

@@ -20,7 +20,8 @@ Column = tuple[str, "int | None", str]
 
 HEAD = ("method", "KV read, %", "KL needles", "KL others", "agreement, %", "found, %", "KV read for needles, %")
 _NOTHING = "-"
-_SAMPLE = ("benchmark", "task", "length", "sample_id")
+_SAMPLE = ("benchmark", "task", "length", "sample_id", "seed", "question", "protocol_sha256")
+"""Fields in which records of the same sample agree: under another seed, a sample of the same name has another text."""
 _FILES = "data_sha256"
 """Added to a record: the digests of the files that its run's task has read; empty where the run did not note them."""
 
@@ -135,7 +136,7 @@ def _frontier(records: Sequence[Record]) -> Frontier | None:
         column = (record["method"], record["token_budget"], record.get("variant", ""))
         columns.setdefault(column)
         if record["error"] is None and (record["method"] == DENSE or record.get("divergence") is not None):
-            found = measured[tuple(record[name] for name in _SAMPLE)]
+            found = measured[tuple(record.get(name) for name in _SAMPLE)]
             if column not in found and found and _differ(record, next(iter(found.values()))):
                 elsewhere.add(column)
             found.setdefault(column, record)

@@ -79,12 +79,14 @@ def encode_prompt(
     Raises
     ------
     ValueError
-        The text has a lone surrogate.
+        The text has a lone surrogate, or the chat template leaves it out or changes it.
     """
     text.encode()  # raises on a lone surrogate, which the tokenizer's own error would not name
     if chat:
         wrapped = in_chat_template(tokenizer, text)
         message = text if text in wrapped else text.strip()  # some templates strip the message
+        if message not in wrapped:
+            raise ValueError("the tokenizer's chat template leaves out the message, or changes it")
         stripped_tail = 0 if message == text else len(text) - len(text.rstrip())
         question_start = wrapped.rindex(message) + len(message) - max(0, question_chars - stripped_tail)
     else:

@@ -137,6 +137,39 @@ def category_scores(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         For each kind of category, its values, and each entry of ``summarise`` with such samples: ``category``,
         ``value``, the entry's key, ``score`` (0 to 1), ``samples`` and ``errors``. Without scores there is none.
     """
+    return [entry for entry in _by_category(records) if entry["score"] is not None]
+
+
+def category_means(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Average the scores of each category over its tasks, every task with the same weight.
+
+    Returns
+    -------
+    list of dict
+        As of :func:`group_means`, with ``group`` naming the category. The tasks of a group and length are those of
+        which any method has a score; a method that lacks the score of one has no mean. ``samples`` and ``errors`` count
+        tasks without any score too.
+    """
+    shared = [name for name in _KEY if name != "task"]
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    scored: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for entry in _by_category(records):
+        group = f"{entry['category']}: {entry['value']}"
+        groups[(group, *(entry[name] for name in shared))].append(entry)
+        if entry["score"] is not None:
+            scored[group, entry["benchmark"], entry["length"]].add(entry["task"])
+    means = []
+    for key, members in groups.items():
+        column = dict(zip(("group", *shared), key, strict=True))
+        scores = [entry["score"] for entry in members if entry["score"] is not None]
+        if scores and len(scores) == len(scored[column["group"], column["benchmark"], column["length"]]):
+            counts = {name: sum(entry[name] for entry in members) for name in ("samples", "errors")}
+            means.append({**column, "score": fmean(scores), **counts})
+    return means
+
+
+def _by_category(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of ``category_scores``, and those without a score."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         for category, value in (record.get("categories") or {}).items():
@@ -146,23 +179,6 @@ def category_scores(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         {"category": category, "value": value, **{name: entry[name] for name in kept}}
         for (category, value), members in sorted(groups.items(), key=lambda group: _natural(group[0]))
         for entry in summarise(members)
-        if entry["score"] is not None
-    ]
-
-
-def category_means(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Average the scores of each category over its tasks, every task with the same weight; as ``group_means``."""
-    shared = [name for name in _KEY if name != "task"]
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for entry in category_scores(records):
-        groups[(f"{entry['category']}: {entry['value']}", *(entry[name] for name in shared))].append(entry)
-    return [
-        {
-            **dict(zip(("group", *shared), key, strict=True)),
-            "score": fmean(entry["score"] for entry in members),
-            **{name: sum(entry[name] for entry in members) for name in ("samples", "errors")},
-        }
-        for key, members in groups.items()
     ]
 
 

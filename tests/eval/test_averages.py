@@ -53,9 +53,11 @@ def test_an_average_needs_all_its_tasks_in_each_column() -> None:
     assert len(Ruler.tasks) == 13
 
 
-def categorised(task: str, number: int, score: float | None, **categories: str) -> dict[str, Any]:
-    error = None if score is not None else "broken"
-    return record("b", task, number, "quest", 64, score=score, error=error, categories=categories or None)
+def categorised(
+    task: str, number: int, score: float | None, method: str = "quest", **categories: str
+) -> dict[str, Any]:
+    error, budget = None if score is not None else "broken", None if method == "full" else 64
+    return record("b", task, number, method, budget, score=score, error=error, categories=categories or None)
 
 
 def test_categories_are_averaged_within_tasks_and_then_over_them() -> None:
@@ -74,6 +76,37 @@ def test_categories_are_averaged_within_tasks_and_then_over_them() -> None:
     name, length, means = section.benchmark_averages()[1]
     assert (name, length, means["quest", 64]["score"]) == ("turn: 2", None, 0.25)
     assert ["turn: 2", "", "", "25.0 (n=4)"] in score_table(section).footer
+
+
+def test_a_category_s_average_needs_every_task_that_another_method_has() -> None:
+    scores = {"full": {"easy": 0.9, "hard": 0.1}, "quest": {"easy": 0.8, "hard": None}, "tova": {"easy": 0.8}}
+    records = [
+        categorised(task, number, score, method, turn="2")
+        for method, by_task in scores.items()
+        for task, score in by_task.items()
+        for number in range(4)
+    ]
+    (found,) = category_means(records)
+    assert (found["method"], found["score"], found["samples"], found["errors"]) == ("full", 0.5, 8, 0)
+    (section,) = make_sections(records)
+    (line,) = (line for line in score_table(section).footer if line[0] == "turn: 2")
+    assert line[3] == "50.0"
+    assert line[4] == line[5] != "80.0"
+    assert len(category_scores(records)) == 4  # what was measured is shown task by task
+
+
+def test_a_task_that_every_method_failed_leaves_an_average_over_the_rest_and_its_errors() -> None:
+    records = [
+        categorised(task, number, score, method, turn="2")
+        for method in ("full", "quest")
+        for task, score in (("easy", 0.5), ("hard", None))
+        for number in range(2)
+    ]
+    found = category_means(records)
+    assert [(each["method"], each["score"], each["samples"], each["errors"]) for each in found] == [
+        ("full", 0.5, 4, 2),
+        ("quest", 0.5, 4, 2),
+    ]
 
 
 def test_the_report_has_the_averages_of_the_benchmark() -> None:

@@ -267,6 +267,25 @@ def test_a_step_with_failed_samples_does_not_reach(tmp_path, loaded, scored_by_d
     assert [(probe["reached"], probe["failed"], probe["samples"]) for probe in entry["probes"]] == [(False, 1, 0)]
 
 
+def test_a_resumed_search_probes_a_step_again_whose_samples_failed(tmp_path, loaded, monkeypatch):
+    def fails(self, *arguments):
+        raise RuntimeError("out of memory")
+
+    target = Target(divergence=100.0, steps={"quest": [64]})
+    with monkeypatch.context() as broken:
+        broken.setattr("hf_sparse_attn.methods.Quest.decode", fails)
+        [entry] = go(tmp_path, loaded, target)["results"]
+        assert (entry["setting"], [probe["failed"] for probe in entry["probes"]]) == (None, [2])
+        seen: list[Any] = []
+        [entry] = go(tmp_path, loaded, target, seen)["results"]  # fails once more, and ends
+        assert (entry["setting"], seen) == (None, 2 * [("quest", 64)])
+    seen = []
+    [entry] = go(tmp_path, loaded, target, seen)["results"]
+    assert (entry["setting"], entry["found"]["samples"], entry["found"]["failed"]) == (64, 2, 0)
+    assert seen == 2 * [("quest", 64)]
+    assert [each["error"] for each in read_records(tmp_path / "rows.jsonl")] == 4 * [None]
+
+
 def test_the_divergence_is_that_of_the_definition():
     torch.manual_seed(0)
     dense, own = torch.randn(2, 50)

@@ -97,6 +97,68 @@ def test_one_folder_names_its_methods_without_their_hyperparameters(folders):
     assert [entry["method"] for entry in judge(folders[1:], Target(target=0.98))["results"]] == ["psa"]
 
 
+def test_a_setting_in_two_folders_counts_once(tmp_path):
+    dense = [record("full", sample, 1.0) for sample in "abc"]
+    halves = [[quest(budget, sample, 1.0) for budget in budgets for sample in "abc"] for budgets in ((64, 128), (128,))]
+    folders = [folder_of(tmp_path / str(number), dense + half) for number, half in enumerate(halves)]
+    [entry] = judge(folders, Target(target=0.98))["results"]
+    assert (entry["setting"], entry["is_monotone"]) == (64, True)
+    probes = [(probe["setting"], probe["reached"], probe["samples"], probe["failed"]) for probe in entry["probes"]]
+    assert probes == [(64, True, 3, 0), (128, True, 3, 0)]
+
+
+@pytest.mark.parametrize("failed_first", [False, True])
+@pytest.mark.parametrize("broken", ["full", "quest"])
+def test_a_failure_in_one_folder_replaces_no_measured_record_of_another(tmp_path, failed_first, broken):
+    records = [made for sample in "abc" for made in (record("full", sample, 1.0), quest(64, sample, 1.0))]
+    failure = {"error": "RuntimeError: out of memory", "score": None}
+    again = [each | failure if each["method"] == broken else each for each in records]
+    both = [again, records] if failed_first else [records, again]
+    folders = [folder_of(tmp_path / str(number), own) for number, own in enumerate(both)]
+    [entry] = judge(folders, Target(target=0.98))["results"]
+    assert (entry["setting"], entry["found"]["samples"], entry["found"]["failed"]) == (64, 3, 0)
+
+
+def test_a_sample_that_failed_in_both_folders_fails_its_step(tmp_path):
+    failure = {"error": "RuntimeError: no", "score": None}
+    records = [record("full", sample, 1.0) for sample in "abc"]
+    records += [quest(64, "a", 1.0), quest(64, "b", 1.0), quest(64, "c", 1.0) | failure]
+    folders = [folder_of(tmp_path / name, records) for name in "12"]
+    [entry] = judge(folders, Target(target=0.98))["results"]
+    assert entry["reason"] == "no step reaches the target"
+    assert [(probe["samples"], probe["failed"]) for probe in entry["probes"]] == [(2, 1)]
+
+
+@pytest.mark.parametrize("divergence_first", [False, True])
+def test_a_score_in_one_folder_and_a_divergence_in_another_are_of_the_same_sample(tmp_path, divergence_first):
+    scored = [made for sample in "ab" for made in (record("full", sample, 1.0), quest(64, sample, 0.5))]
+    own = {"score": None, "divergence": 0.25, "kv_fraction": 0.3}
+    followed = [each | own if each["method"] == "quest" else each for each in scored]
+    both = [followed, scored] if divergence_first else [scored, followed]
+    folders = [folder_of(tmp_path / str(number), records) for number, records in enumerate(both)]
+    for target, kv_fraction in ((Target(target=0.5), 64 / 400), (Target(divergence=0.5), 0.3)):
+        [entry] = judge(folders, target)["results"]
+        found = entry["found"]
+        assert (found["samples"], found["score"], found["divergence"]) == (2, 0.5, 0.25)
+        assert found["kv_fraction"] == pytest.approx(kv_fraction)  # of the record that is judged
+
+
+def test_a_sample_without_what_is_to_be_reached_has_not_been_tried(tmp_path):
+    records = [record("full", "a", 1.0), record("full", "b", 1.0), quest(64, "a", 1.0), quest(64, "b", 1.0)]
+    records[-1] |= {"score": None, "divergence": 0.1}
+    [entry] = judge([folder_of(tmp_path / "1", records)], Target(target=0.98))["results"]
+    assert (entry["setting"], entry["dense"]["samples"], entry["found"]["samples"]) == (64, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["ntk", "self_extend"])
+def test_a_method_that_reads_everything_is_refused(folders, tmp_path, name):
+    records = [record(name, sample, 1.0, parameters={"token_budget": 1024}) for sample in "abc"]
+    message = f"method: {name} reads everything, so there is nothing to search"
+    with pytest.raises(EvalError, match=message):
+        judge([*folders, folder_of(tmp_path / "3", records)], Target(target=0.98), tmp_path / "budget.json")
+    assert not (tmp_path / "budget.json").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -146,6 +146,20 @@ def test_a_variant_over_other_texts_is_said_and_dense_is_that_of_the_first(tmp_p
     assert (sentence in frontier_tables(tmp_path, SWEEP)) == is_other
 
 
+@pytest.mark.parametrize("other", [{"seed": 1}, {"question": "prefill"}, {"protocol_sha256": "cd" * 32}])
+def test_samples_of_the_same_name_are_others_under_another_seed_question_or_protocol(tmp_path, other):
+    first, second = (records_of("passkey", "book", 3, length=4000, **fields) for fields in ({}, other))
+    for each in second:
+        each["score"] = 0.0
+    [frontier] = frontiers(sweep(tmp_path, first, second) / SWEEP)
+    assert frontier.needles == 6
+    assert frontier.points[0].found.value == 0.5
+    # Of another variant's samples none is shared, so nothing can be compared.
+    apart = [each for each in second if each["method"] in ("full", "quest")]
+    rest = [each for each in first if each["method"] != "quest"]
+    assert frontiers(sweep(tmp_path / "apart", rest, apart) / SWEEP) == []
+
+
 def test_a_variant_that_lacks_a_task_has_no_point_and_takes_no_sample_from_the_rest(tmp_path):
     book = records_of("passkey", "book", 3, length=4000)
     sentences = [each for each in records_of("needle", "book", 2, length=4000) if each["variant"] != "bits=2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from eval.benchmarks import BENCHMARKS
 from eval.benchmarks.base import Setup
-from eval.prompts import truncate_middle
+from eval.prompts import encode_prompt, truncate_middle
 from tests.eval.tokenizers import tiny_tokenizer
 
 UNKNOWN = "\ufffd"
@@ -24,6 +25,14 @@ def test_halves_that_are_decoded_at_once_join_the_bytes_of_a_letter() -> None:
     apart, at_once = (truncate_middle(tiny_tokenizer(), text, 20, decode_once=each) for each in (False, True))
     assert apart == "éééé" + UNKNOWN * 2 + "éééé" + "a"
     assert at_once == "ééééééééé" + "a"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] | upper }}", "answer: "])
+def test_a_tokenizer_s_own_chat_template_must_hold_the_message(template: str) -> None:
+    tokenizer = copy.copy(tiny_tokenizer(chat=True))
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="the tokenizer's chat template leaves out the message, or changes it"):
+        encode_prompt(tokenizer, "a text and a question?", 9, chat=True)
 
 
 @pytest.mark.parametrize(
