@@ -66,7 +66,8 @@ class ForwardPass:
         Raises
         ------
         ValueError
-            The mask has a wrong shape, hides cached tokens, or is None although the cache holds padding.
+            The mask has a wrong shape or another number of rows than the cached tokens, hides cached tokens, or is None
+            although the cache holds padding.
         """
         cache = self._cache
         if attention_mask is None:
@@ -75,6 +76,7 @@ class ForwardPass:
                 raise ValueError("attention_mask must be given, got None: the cache holds left padding")
             return False
         is_token = token_mask(attention_mask, self.cached, self.query_length, cache.may_look_ahead)
+        self._check_batch(len(is_token))
         if self.is_decode_step and self._follows(is_token):
             return False
         cache.shared.check_masks()
@@ -89,6 +91,12 @@ class ForwardPass:
             return True
         self._set_padding(left_padding(is_token))
         return False
+
+    def _check_batch(self, batch: int) -> None:
+        """Raise if the pass has another number of rows than the cached tokens. A cache without any takes any number."""
+        for lengths in self._cache.lengths if self.cached else ():
+            if (rows := len(lengths.seq_start)) != batch:
+                raise ValueError(f"new tokens must have the cache's batch size {rows}, got {batch}")
 
     def _follows(self, is_token: torch.Tensor) -> bool:
         """Whether a decode step's mask agrees with the row bounds. A CUDA device notes the answer without a wait."""

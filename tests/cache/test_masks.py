@@ -184,6 +184,47 @@ def test_padding_on_the_right_after_cached_tokens(exact):
             model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 256])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("is_masked", [True, False])
+@torch.inference_mode()
+def test_a_pass_with_another_number_of_rows_than_the_cache_is_refused_and_changes_nothing(
+    tokens, is_masked, max_cache_len, exact
+):
+    ids = random_ids(3, 93)
+    with sparse_attention(exact, "quest", token_budget=48):
+        for cached_rows, rows in ((1, 2), (2, 3), (2, 1)):
+            cache, untouched = (SparseCache.for_model(exact, max_cache_len=max_cache_len) for _ in range(2))
+            for each in (cache, untouched):
+                exact(ids[:cached_rows, :90], past_key_values=each)
+            mask = torch.ones(rows, 90 + tokens, dtype=torch.long, device=DEVICE) if is_masked else None
+            message = f"new tokens must have the cache's batch size {cached_rows}, got {rows}"
+            with pytest.raises(ValueError, match=message):
+                exact(ids[:rows, 90 : 90 + tokens], attention_mask=mask, past_key_values=cache)
+            assert cache.get_seq_length() == 90
+            logits = [exact(ids[:cached_rows, 90:], past_key_values=each).logits for each in (cache, untouched)]
+            assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 256])
+@pytest.mark.parametrize("options", [{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}])
+def test_generate_refuses_more_rows_than_a_kept_cache_has(options, max_cache_len, exact):
+    ids = random_ids(1, 95)
+    mask = torch.ones_like(ids)
+    with sparse_attention(exact, "quest", token_budget=48):
+        cache = SparseCache.for_model(exact, max_cache_len=max_cache_len)
+        with torch.inference_mode():
+            exact(ids[:, :90], past_key_values=cache)
+        wanted = {"attention_mask": mask, "max_new_tokens": 3}
+        with pytest.raises(ValueError, match="new tokens must have the cache's batch size 1, got 2"):
+            exact.generate(ids, past_key_values=cache, **wanted, **options)
+        kept = exact.generate(ids, past_key_values=cache, do_sample=False, **wanted)
+        fresh = SparseCache.for_model(exact, max_cache_len=max_cache_len)
+        with torch.inference_mode():
+            exact(ids[:, :90], past_key_values=fresh)
+        assert torch.equal(kept, exact.generate(ids, past_key_values=fresh, do_sample=False, **wanted))
+
+
 def test_generate_refuses_padding_on_the_right_before_any_work():
     model, ids = make_model("llama"), random_ids(2, 30)
     mask = torch.ones_like(ids)
