@@ -425,13 +425,6 @@ def test_uncompiled_generation_is_still_right(options, own_cache):
     assert not model.generation_config.disable_compile
 
 
-def test_chunks_of_one_token_would_hide_the_padding():
-    model = patch_model(make_model("llama"), SMALL)
-    cache = SparseCache.for_model(model, max_cache_len=128)
-    with pytest.raises(ValueError, match=r"prefill_chunk_size=1 is not supported by a static cache"):
-        model.generate(**padded((9, 4)), past_key_values=cache, **GREEDY, prefill_chunk_size=1)
-
-
 def test_sliding_windows_keep_generate_uncompiled():
     kinds = ["full_attention", "sliding_attention"] * 2
     model = make_model("qwen2", num_hidden_layers=4, layer_types=kinds, use_sliding_window=True, sliding_window=20)

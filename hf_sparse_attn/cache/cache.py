@@ -142,6 +142,9 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._cut_off: str | None = None
         """The operation on all layers that is in progress, or failed midway."""
         self.finished_at = 0
+        self.prompt_end = 0
+        """Tokens fed per row, left padding included, before which a static cache's prompt is not finished: a prompt in
+        chunks has more of them then. A decode step finishes it anyway."""
         """Tokens cached when the method last finished a prompt, or when a pass that reopened it began."""
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
@@ -648,10 +651,13 @@ class SparseCache(Cache):  # type: ignore[misc]
             if self._cut_off is None and not self.is_parked and not self.shared.is_captured:
                 self.recover()
         elif forward_pass is not None and not forward_pass.is_decode_step and self.closed_from is None:
-            forward_pass.has_finished = self.is_compileable
+            is_whole = self._held + len(self.left_out) >= self.prompt_end
+            forward_pass.has_finished = self.is_compileable and is_whole
             try:
                 self._check_layers_agree()
-                self.reopen_prompt()
+                self.shared.prompt_is_open = True
+                if forward_pass.has_finished:
+                    self._finish_prompt()
             except BaseException:
                 self.recover()
                 raise

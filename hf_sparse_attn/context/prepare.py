@@ -20,6 +20,7 @@ from hf_sparse_attn.context.times import PreparationSeconds
 from hf_sparse_attn.identity import ModelIdentity
 from hf_sparse_attn.methods import Squeezed, make_method
 from hf_sparse_attn.methods.clustered import index_bytes
+from hf_sparse_attn.patch.chunked import without_single_token
 from hf_sparse_attn.patch.patch import sparse_attention
 from hf_sparse_attn.patch.support import check_type
 from hf_sparse_attn.patch.tensor_parallel import head_shard_of
@@ -54,7 +55,8 @@ def prepare_context(
     method
         The method; default: ``Squeezed(**hyperparameters)``.
     chunk_size
-        Tokens of the context in a forward pass: more take more memory.
+        Tokens of the context in a forward pass: more take more memory. The passes take a few more if one would be
+        left with a single token.
     progress
         Whether to show progress bars on stderr; or a function that gets the parts of a stage and its name,
         ``"Prefill"`` or ``"Clustering"``, and yields the parts one by one.
@@ -102,7 +104,8 @@ def prepare_context(
         config = base_model(model).config
         cache = SparseCache(config, chosen, initial_capacity=tokens)
         decoder = base_model(model).get_decoder()
-        for part in _shown(torch.split(ids, chunk_size, dim=1), "Prefill", progress):
+        parts = torch.split(ids, without_single_token(chunk_size, tokens), dim=1)
+        for part in _shown(parts, "Prefill", progress):
             decoder(input_ids=part, use_cache=True, **{CACHE: cache})
     prefilled = _now(device)
     queries = [chosen.observed(layer, 0) for layer in cache.sparse_layers]

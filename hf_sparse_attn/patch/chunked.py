@@ -27,6 +27,31 @@ def check_sliceable(arguments: dict[str, Any], tokens: int, doing: str) -> None:
             )
 
 
+def without_single_token(chunk_size: int, tokens: int, step: int = 1) -> int:
+    """Enlarge the chunks of a prompt until none of them holds a single token.
+
+    A pass of one token over a cache that holds others is a decode step: it reads sparsely, and the method takes the
+    prompt before it for finished.
+
+    Parameters
+    ----------
+    chunk_size
+        Tokens of a chunk.
+    tokens
+        Tokens of the prompt that are not cached yet. A prompt of one token stays as it is.
+    step
+        Tokens by which to enlarge the chunks, repeatedly.
+
+    Returns
+    -------
+    int
+        ``chunk_size`` itself, if no chunk holds a single token; an invalid one is left to whoever cuts the chunks.
+    """
+    while chunk_size > 0 and tokens > 1 and (chunk_size == 1 or tokens % chunk_size == 1):
+        chunk_size += step
+    return chunk_size
+
+
 class ChunkedPrompt:
     """A prompt fed in chunks, whose outputs are joined.
 

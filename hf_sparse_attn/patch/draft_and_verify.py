@@ -82,14 +82,9 @@ class VerifiedAnswer(Answer):
 
     def _process_prompt(self) -> torch.Tensor:
         """Return the logits after the prompt, [batch, 1, vocabulary]."""
-        new = self._prompt_tokens()
-        if self.kept and new == 1:
+        if self.kept and self._prompt_tokens() == 1:
             self.cache.activate_past_recording()
             return self._verify(self.ids[:, :0])  # one token would be a sparse decode step
-        chunk = self.config.prefill_chunk_size
-        while chunk is not None and new > 1 and (chunk == 1 or new % chunk == 1):
-            chunk += 1  # so would be a last chunk of one token
-        self.config.prefill_chunk_size = chunk  # for this call only: generate() works on a copy
         try:
             logits: torch.Tensor = self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1:]
         finally:

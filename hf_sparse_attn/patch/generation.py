@@ -18,9 +18,10 @@ from hf_sparse_attn.cache.storage import MIN_CAPACITY
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.head_shard import HeadShard
 from hf_sparse_attn.heads import heads_of_layers
+from hf_sparse_attn.patch.chunked import without_single_token
 from hf_sparse_attn.patch.interrupted import forget_interrupted_run
 from hf_sparse_attn.patched import Patch, get_patch, is_multimodal, is_patched, patched_method, text_model
-from hf_sparse_attn.rope import depends_on_length
+from hf_sparse_attn.rope import depends_on_length, max_positions
 
 NO_ATTENTIONS = "output_attentions=True is not supported: sparse attention computes no full attention weights"
 
@@ -91,6 +92,11 @@ class PrepareCache(StandIn):
             )
         if generation_config.output_attentions:
             raise ValueError(NO_ATTENTIONS)
+        if generation_config.use_cache is False and model_kwargs.get(CACHE) is not None:
+            raise ValueError(
+                "use_cache=False and past_key_values exclude each other: without caching every step feeds the whole "
+                "text, and the given cache would take it again each time; give one"
+            )
         setattr(generation_config, MODE_OF_CALL, generation_mode)  # for this call only: generate() works on a copy
         if generation_config.cache_implementation in FORMER_STATIC_NAMES:
             generation_config.cache_implementation = "static"
@@ -125,11 +131,20 @@ class PrepareCache(StandIn):
             if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
                 _check_room(cache, generation_config, model_kwargs, max_cache_length)
             cache._is_user_defined = True  # stops generate() from feeding the cached tokens again
-        if cache.is_compileable and generation_config.prefill_chunk_size == 1:
-            raise ValueError("prefill_chunk_size=1 is not supported by a static cache; allowed: None, or at least 2")
+        cache.prompt_end = 0
+        if generation_config.prefill_chunk_size is not None:  # changed for this call only, too
+            cache.prompt_end = _mask_length(generation_config, model_kwargs)
+            generation_config.prefill_chunk_size = self._chunk_size(generation_config, model_kwargs, cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return None
+
+    def _chunk_size(self, generation_config: Any, model_kwargs: dict[str, Any], cache: SparseCache) -> int:
+        """Return the tokens of the prompt's chunks, none of which is a single token that would be a decode step."""
+        new = _mask_length(generation_config, model_kwargs) - cache.fed
+        # Multiples of a method's own chunks stay multiples, so that these begin where they do in a prompt fed at once.
+        own = get_patch(self.model).method.prefill_chunk(max_positions(text_model(self.model).config))
+        return without_single_token(generation_config.prefill_chunk_size, new, own or 1)
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
         """Create a static cache if ``generate()`` compiles its decode step or asks for one, else a growing cache."""
@@ -203,12 +218,20 @@ def is_split_by_layers(model: PreTrainedModel) -> bool:
     return len(set(map(str, getattr(model, "hf_device_map", {}).values()))) > 1
 
 
+def _mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
+    """Return how many tokens the mask shows: those fed before and the new ones, however few ids are given.
+
+    Transformers drops a mask without padding, and notes its length.
+    """
+    mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", 0) if mask is None else int(mask.shape[1])
+
+
 def _check_room(
     cache: SparseCache, generation_config: Any, model_kwargs: dict[str, Any], max_cache_length: int
 ) -> None:
     """Raise if compiled steps, which do not check, would write past the end of a static cache."""
-    mask = model_kwargs.get("attention_mask")
-    fed_or_cached = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+    fed_or_cached = _mask_length(generation_config, model_kwargs)
     needed = max(max_cache_length, fed_or_cached + (generation_config.max_new_tokens or 1) - 1)
     if needed > cache.get_max_length():
         raise ValueError(

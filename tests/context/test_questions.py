@@ -97,6 +97,21 @@ def test_a_conversation_goes_on_and_goes_back(max_cache_len, model, context_ids,
     assert torch.equal(second, dense_answers(model, context_ids, {"input_ids": whole, "attention_mask": mask}))
 
 
+@two_levels
+@pytest.mark.parametrize("chunk_size", [1, 2, 229, 100])  # of 230 tokens; 229 would leave a single one
+@torch.inference_mode()
+def test_a_context_in_chunks_is_that_of_one_pass(chunk_size, levels, model, context_ids):
+    options = {**SETTINGS, "target_sparsity": 0.5, "levels": levels}
+    whole = prepare_context(model, context_ids, **{**options, "chunk_size": CONTEXT_TOKENS})
+    found = prepare_context(model, context_ids, **{**options, "chunk_size": chunk_size})
+    for name in ("prefill", "decode"):
+        torch.testing.assert_close(getattr(found.budget, name), getattr(whole.budget, name))
+    for actual, expected in zip(found.queries, whole.queries, strict=True):
+        torch.testing.assert_close(actual, expected)
+    for actual, expected in zip(found.layers, whole.layers, strict=True):
+        torch.testing.assert_close((actual.keys, actual.values), (expected.keys, expected.values))
+
+
 @torch.inference_mode()
 def test_caches_share_one_copy_of_the_context(model, contexts):
     context = contexts(0.5)

@@ -257,6 +257,20 @@ def test_a_static_cache_implementation_is_a_static_sparse_cache(method_name):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("cached", [0, 60])
+@torch.inference_mode()
+def test_a_cache_without_caching_is_refused(cached, model):
+    patch_model(model, "quest", token_budget=48)
+    cache, ids = SparseCache.for_model(model), random_ids(1, 66)
+    if cached:
+        model(ids[:, :cached], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"use_cache=False and past_key_values exclude each other"):
+        model.generate(ids, past_key_values=cache, use_cache=False, **GREEDY)
+    assert cache.get_seq_length() == cached
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
 def test_stats_follow_the_layers_of_the_model():
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     model = make_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=20, num_hidden_layers=4)
