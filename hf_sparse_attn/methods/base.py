@@ -271,10 +271,9 @@ class SparseMethod:
 
         Called with all layers that run the method, once before the first decode step after a prompt, however many
         forward passes the prompt took; earlier if ``SparseCache.complete_prompt`` says so. Over static storage, whose
-        decode steps may be compiled, called after each of these passes, but for those of a prompt that ``generate()``
-        feeds in chunks. Called again when metadata was rebuilt: in a
-        fork for another method, and after a failed pass of a prompt. Every pass over several tokens counts as a prompt,
-        also in assisted decoding.
+        decode steps may be compiled, called after each of these passes; of a prompt that ``generate()`` feeds in
+        chunks, after the last one. Called again when metadata was rebuilt: in a fork for another method, and after a
+        failed pass of a prompt. Every pass over several tokens counts as a prompt, also in assisted decoding.
         """
 
     def decode(

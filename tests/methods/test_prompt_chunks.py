@@ -81,8 +81,8 @@ def test_a_prompt_that_broke_off_between_chunks_is_finished_with_what_follows(mo
             raise KeyboardInterrupt
 
         monkeypatch.setattr(model, "forward", once)
+        text = torch.cat([prompt, rest], dim=1)
         with pytest.raises(KeyboardInterrupt):
-            text = torch.cat([prompt, rest], dim=1)
             model.generate(text, past_key_values=cache, **GREEDY, prefill_chunk_size=60)
         monkeypatch.undo()
         assert cache.get_seq_length() == 60
