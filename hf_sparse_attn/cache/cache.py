@@ -118,6 +118,10 @@ class SparseCache(Cache):  # type: ignore[misc]
         offload = self.method.offloading
         self._offloaded = None if offload is None else SharedBlocks(offload, kv_heads)
 
+        # Transformers decides which layers have sliding windows.
+        layers = DynamicCache(config=config).layers
+        has_windows = any(type(layer) is DynamicSlidingWindowLayer for layer in layers)
+
         def storage(method: SparseMethod, layer_idx: int) -> Storage:
             if method.evicts:
                 heads = head_shard.own(method.evicting_heads(layer_idx), kv_heads)
@@ -126,10 +130,11 @@ class SparseCache(Cache):  # type: ignore[misc]
                 if max_cache_len is None:
                     return GrowingHostStorage(self._stages, method.selection_size, initial_capacity)
                 return StaticHostStorage(self._stages, method.selection_size, max_cache_len)
-            if self._offloaded is None and not self.method.evicts:
+            if self._offloaded is None and not self.method.evicts and not has_windows:
                 return GrowingStorage(initial_capacity) if max_cache_len is None else StaticStorage(max_cache_len)
             room = (max_cache_len or initial_capacity, max_cache_len)
-            if self._offloaded is None or method is FULL:  # dense, beside layers that cannot be compiled
+            # Beside layers that cannot be compiled, an unpatched model masks nothing after the last token.
+            if self._offloaded is None or method is FULL:
                 return GrowingStorage(*room)
             return OffloadStorage(self._offloaded, *room)
 
@@ -142,10 +147,10 @@ class SparseCache(Cache):  # type: ignore[misc]
         self._cut_off: str | None = None
         """The operation on all layers that is in progress, or failed midway."""
         self.finished_at = 0
-        self.prompt_end = 0
-        """Tokens fed per row, left padding included, before which a static cache's prompt is not finished: a prompt in
-        chunks has more of them then. A decode step finishes it anyway."""
         """Tokens cached when the method last finished a prompt, or when a pass that reopened it began."""
+        self.prompt_end = 0
+        """Tokens fed per row, left padding included, with which a prompt in chunks ends; a static cache's prompt is not
+        finished before, but by a decode step. 0 if each pass may be the last one of a prompt."""
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
         self.attention_input: torch.Tensor | None = None
@@ -153,8 +158,6 @@ class SparseCache(Cache):  # type: ignore[misc]
         one takes it."""
         self.left_out: list[int] = []
         """Positions of tokens that were fed but not cached; see :meth:`leave_out`."""
-        # Transformers decides which layers have sliding windows.
-        layers = DynamicCache(config=config).layers
         for layer_idx, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
                 method_here = FULL if layer_idx < self.method.dense_layers else self.method
@@ -343,7 +346,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 "cache of its own"
             )
         fork = copy.copy(self)
-        fork.method, fork._parked_windows = new_method, {}
+        fork.method, fork._parked_windows, fork.prompt_end = new_method, {}, 0
         fork.shared = Shared()
         fork.shared.prompt_is_open = self.shared.prompt_is_open
         fork.shared.lengths = {device: lengths.copy() for device, lengths in self.shared.lengths.items()}
@@ -646,6 +649,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         if forward_pass is not None:
             self._stages.end_pass()
         if failed:
+            self.prompt_end = 0
             # A pass over a parked cache has changed nothing; after an operation cut off, only a reset helps. While a
             # CUDA graph is recorded the lengths cannot be read; the next use of the cache recovers it.
             if self._cut_off is None and not self.is_parked and not self.shared.is_captured:
@@ -658,6 +662,8 @@ class SparseCache(Cache):  # type: ignore[misc]
                 self.shared.prompt_is_open = True
                 if forward_pass.has_finished:
                     self._finish_prompt()
+                if is_whole:
+                    self.prompt_end = 0
             except BaseException:
                 self.recover()
                 raise
@@ -912,7 +918,7 @@ class SparseCache(Cache):  # type: ignore[misc]
         with self._changing("crop"):
             for layer in self.sparse_layers:
                 layer.cut(length)
-            self.left_out = left_out
+            self.left_out, self.prompt_end = left_out, 0
             if self.closed_from is not None and length <= self.closed_from:
                 self.closed_from = None
             if length <= self.finished_at:
@@ -932,7 +938,7 @@ class SparseCache(Cache):  # type: ignore[misc]
                 if layer.is_sliding and layer.is_initialized:  # Transformers' reset keeps a window of zeros
                     layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
             self.closed_from, self.left_out = None, []
-            self.shared.prompt_is_open, self.finished_at = False, 0
+            self.shared.prompt_is_open, self.finished_at, self.prompt_end = False, 0, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace row ``b`` by row ``beam_idx[b]``, for beam search.

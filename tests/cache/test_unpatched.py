@@ -5,6 +5,7 @@ import torch
 
 from hf_sparse_attn import METHODS, SparseCache, patch_model, unpatch_model
 from tests.compared import ROUNDING
+from tests.families import tiny_model
 from tests.models import SPARSE, make_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -40,6 +41,20 @@ def test_an_unpatched_model_reads_a_cache_as_its_own_or_refuses_it(method_name, 
             logits = model(ids[:, cached:], past_key_values=cache).logits
             expected = model(ids).logits[:, cached:]
             assert (logits - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "static"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo3"])
+@torch.inference_mode()
+def test_no_token_after_the_last_one_is_read_beside_sliding_windows(family, max_cache_len):
+    model, ids = tiny_model(family), random_ids(1, 44)
+    cache = SparseCache(model.config, "full", max_cache_len)
+    assert any(layer.is_sliding for layer in cache.layers)
+    model(ids[:, :40], past_key_values=cache)
+    for position in range(40, 44):
+        logits = model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1]
+        expected = model(ids[:, : position + 1]).logits[:, -1]
+        assert (logits - expected).abs().max() <= ROUNDING * expected.abs().max()
 
 
 @pytest.mark.parametrize("method_name", REFUSED)
