@@ -12,13 +12,16 @@ from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
 from hf_sparse_attn.patch.generation import MODE_OF_CALL
 from hf_sparse_attn.patch.pass_graph import PassGraph
+from hf_sparse_attn.patched import get_patch
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 
-def check_call(name: str, config: GenerationConfig) -> None:
-    """Raise ``ValueError`` if ``custom_generate``, called ``name``, does not support the generation mode or output."""
+def check_call(name: str, model: PreTrainedModel, config: GenerationConfig) -> None:
+    """Raise ``ValueError`` if ``custom_generate``, called ``name``, does not support the model, mode or an output."""
+    if get_patch(model).takes_prefix:
+        raise ValueError(f"{name} does not support PEFT's prefix tuning, whose prefix begins a cache of its own")
     mode = getattr(config, MODE_OF_CALL, None) or config.get_generation_mode()  # which knows no assistant
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"{name} supports greedy decoding and sampling, got {mode.value.replace('_', ' ')}")

@@ -27,11 +27,11 @@ def check_sliceable(arguments: dict[str, Any], tokens: int, doing: str) -> None:
             )
 
 
-def without_single_token(chunk_size: int, tokens: int, step: int = 1) -> int:
-    """Enlarge the chunks of a prompt until none of them holds a single token.
+def without_single_token(chunk_size: int, tokens: int, step: int = 1, shown: torch.Tensor | None = None) -> int:
+    """Enlarge the chunks of a prompt until none of them holds a single token, or ends in a hidden one.
 
     A pass of one token over a cache that holds others is a decode step: it reads sparsely, and the method takes the
-    prompt before it for finished.
+    prompt before it for finished. A pass that ends in hidden tokens closes the cache.
 
     Parameters
     ----------
@@ -41,15 +41,27 @@ def without_single_token(chunk_size: int, tokens: int, step: int = 1) -> int:
         Tokens of the prompt that are not cached yet. A prompt of one token stays as it is.
     step
         Tokens by which to enlarge the chunks, repeatedly.
+    shown
+        bool [tokens], on the CPU: whether any row shows the token. None if one shows them all.
 
     Returns
     -------
     int
-        ``chunk_size`` itself, if no chunk holds a single token; an invalid one is left to whoever cuts the chunks.
+        ``chunk_size`` itself, if its chunks are so; an invalid one is left to whoever cuts the chunks.
     """
-    while chunk_size > 0 and tokens > 1 and (chunk_size == 1 or tokens % chunk_size == 1):
+    while 0 < chunk_size < tokens and not _are_whole(chunk_size, tokens, shown):
         chunk_size += step
     return chunk_size
+
+
+def _are_whole(chunk_size: int, tokens: int, shown: torch.Tensor | None) -> bool:
+    """Whether all chunks hold two shown tokens or more, and end in one."""
+    if chunk_size == 1 or tokens % chunk_size == 1:
+        return False
+    if shown is None:
+        return True
+    chunks = torch.split(shown, chunk_size)
+    return all(bool(chunk[-1]) and int(chunk.sum()) > 1 for chunk in chunks)
 
 
 class ChunkedPrompt:

@@ -86,7 +86,7 @@ class DecodeAhead:
             small.
         """
         method = patched_method(model)
-        check_call("DecodeAhead", generation_config)
+        check_call("DecodeAhead", model, generation_config)
         cache = model_kwargs.get(CACHE)
         if not isinstance(cache, SparseCache):
             raise ValueError(f"use_cache must be True for DecodeAhead, got {model_kwargs.get('use_cache')}")

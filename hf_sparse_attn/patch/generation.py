@@ -133,18 +133,29 @@ class PrepareCache(StandIn):
             cache._is_user_defined = True  # stops generate() from feeding the cached tokens again
         cache.prompt_end = 0
         if generation_config.prefill_chunk_size is not None:  # changed for this call only, too
+            self._check_chunks()
             cache.prompt_end = _mask_length(generation_config, model_kwargs)
             generation_config.prefill_chunk_size = self._chunk_size(generation_config, model_kwargs, cache)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return None
 
+    def _check_chunks(self) -> None:
+        """Raise if PEFT puts learned tokens before the prompt, whose inputs cannot be cut into chunks."""
+        owner = getattr(self.model.prepare_inputs_for_generation, "__self__", None)  # PEFT's during its generate()
+        if getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "prefill_chunk_size is not supported by PEFT's prompt learning, such as prompt and prefix tuning: "
+                "leave it out"
+            )
+
     def _chunk_size(self, generation_config: Any, model_kwargs: dict[str, Any], cache: SparseCache) -> int:
         """Return the tokens of the prompt's chunks, none of which is a single token that would be a decode step."""
         new = _mask_length(generation_config, model_kwargs) - cache.fed
         # Multiples of a method's own chunks stay multiples, so that these begin where they do in a prompt fed at once.
         own = get_patch(self.model).method.prefill_chunk(max_positions(text_model(self.model).config))
-        return without_single_token(generation_config.prefill_chunk_size, new, own or 1)
+        shown = _shown(model_kwargs.get("attention_mask"), new)
+        return without_single_token(generation_config.prefill_chunk_size, new, own or 1, shown)
 
     def _new_cache(self, generation_config: Any, max_cache_length: int) -> SparseCache:
         """Create a static cache if ``generate()`` compiles its decode step or asks for one, else a growing cache."""
@@ -216,6 +227,16 @@ def is_step_one_graph(model: PreTrainedModel) -> bool:
 def is_split_by_layers(model: PreTrainedModel) -> bool:
     """Whether accelerate has put parts of a model on several devices."""
     return len(set(map(str, getattr(model, "hf_device_map", {}).values()))) > 1
+
+
+def _shown(attention_mask: Any, new: int) -> torch.Tensor | None:
+    """Return whether any row's mask shows each new token, bool [new]; None if all are shown but common left padding."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        return None
+    is_token = (attention_mask != 0).any(dim=0).cpu()
+    is_token[: int(is_token.int().argmax())] = True  # padding before all rows is not left out of the cache
+    shown = is_token[-new:] if new > 0 else is_token[:0]
+    return None if bool(shown.all()) else shown
 
 
 def _mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:

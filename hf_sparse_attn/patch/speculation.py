@@ -144,7 +144,7 @@ class SelfSpeculation:
         cache = model_kwargs.get(CACHE)
         if not isinstance(cache, SparseCache):
             raise ValueError(f"use_cache must be True for self-speculation, got {model_kwargs.get('use_cache')}")
-        check_call("self-speculation", generation_config)
+        check_call("self-speculation", model, generation_config)
         _check_processors(logits_processor)
         if self.cuda_graph:
             check_recordable(model, input_ids.device, cache)

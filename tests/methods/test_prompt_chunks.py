@@ -93,6 +93,28 @@ def test_a_prompt_that_broke_off_between_chunks_is_finished_with_what_follows(mo
         assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("method_name", ["quest", "snapkv"])
+@pytest.mark.parametrize("chunk", [3, 4, 21, 24])
+@pytest.mark.parametrize("max_cache_len", [None, 128], ids=["growing", "static"])
+@torch.inference_mode()
+def test_chunks_neither_end_nor_shrink_to_one_token_in_a_hole(max_cache_len, chunk, method_name, model):
+    """``generate()`` hides padding tokens in the text itself, and none of them is cached."""
+    ids = random_ids(1, 60)
+    ids[:, 20:25] = ids[:, 40:43] = GREEDY["pad_token_id"]
+    check_chunks(model, method_name, {"input_ids": ids}, max_cache_len, chunk)
+
+
+@pytest.mark.parametrize("emptied", [lambda cache: cache.reset(), lambda cache: cache.crop(-cache.get_seq_length())])
+@torch.inference_mode()
+def test_a_later_prompt_ends_with_its_own_pass(emptied, model):
+    with sparse_attention(model, "quest", **small("quest")):
+        cache = SparseCache.for_model(model, 192)
+        model.generate(random_ids(1, 91), past_key_values=cache, **GREEDY, prefill_chunk_size=30)
+        emptied(cache)
+        model(random_ids(1, 24), past_key_values=cache)
+        assert not cache.shared.prompt_is_open
+
+
 # Squeezed chooses anew for each chunk of a question. A chunk of 18 grows to all 19 new tokens.
 @pytest.mark.parametrize(
     ("method_name", "chunk"), [*itertools.product(("quest", "snapkv", "psa"), (1, 6, 18)), ("squeezed", 18)]

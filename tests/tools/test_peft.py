@@ -6,7 +6,14 @@ import peft
 import pytest
 import torch
 
-from hf_sparse_attn import SparseCache, patch_model, sparse_attention_stats, unpatch_model
+from hf_sparse_attn import (
+    DecodeAhead,
+    SelfSpeculation,
+    SparseCache,
+    patch_model,
+    sparse_attention_stats,
+    unpatch_model,
+)
 from hf_sparse_attn.patched import is_patched, patched_method
 from tests.tools.checks import GREEDY, check_tool, covers_all, exact_model, padded_batch, small, sparse_methods
 
@@ -144,3 +151,17 @@ def test_a_learned_prefix_for_a_model_that_was_patched_before():
     expected = unpatch_model(model).generate(**one_prompt(), **GREEDY)
     patch_model(model, "quest", **covers_all("quest"))
     assert torch.equal(model.generate(**one_prompt(), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("loop", [DecodeAhead(), SelfSpeculation(4)])
+def test_a_learned_prefix_is_refused_by_loops_of_the_package(loop):
+    model = patch_model(wrap("prefix"), "quest", **covers_all("quest"))
+    with pytest.raises(ValueError, match=r"does not support PEFT's prefix tuning"):
+        model.generate(**one_prompt(), max_new_tokens=3, custom_generate=loop)
+
+
+@pytest.mark.parametrize("peft_type", IN_THE_PROMPT)
+def test_learned_tokens_are_not_cut_into_chunks(peft_type):
+    model = patch_model(wrap(peft_type), "quest", **covers_all("quest"))
+    with pytest.raises(ValueError, match=r"prefill_chunk_size is not supported by PEFT's prompt learning"):
+        model.generate(**one_prompt(), max_new_tokens=3, prefill_chunk_size=5)
