@@ -58,11 +58,13 @@ class Variant:
         """Whether the material's prefill is dense, so that one prefill serves all such variants.
 
         A method with a fixed context is sparse in the prefill of the question alone. One that needs attention weights
-        must see the prefill itself. One that assigns positions, or has a RoPE of its own, rotates keys in its own way.
+        must see the prefill itself. One that assigns positions, or has a RoPE of its own, rotates keys in its own way;
+        and one that offloads keeps them elsewhere.
         """
         method = self.method
         is_dense = "prefill" not in method.sparse_phases or method.reads_prefix
-        return is_dense and not (method.needs_weights or method.rotates_keys or method.changes_rope)
+        has_own_cache = method.rotates_keys or method.changes_rope or method.offloading is not None
+        return is_dense and not (method.needs_weights or has_own_cache)
 
 
 def make_variants(config: RunConfig) -> list[Variant]:

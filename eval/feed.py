@@ -39,11 +39,13 @@ class Feed:
         can_record = cuda_graph and _can_record(model, cache)
         self._graph = pass_graph.PassGraph(cache, model, fuse=False) if can_record else None
         self._has_begun = False
+        self._single = 0
+        """Passes over single tokens that went through the graph: the first one still runs, as it will be recorded."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether passes over single tokens are recorded."""
-        return self._graph is not None
+        """Whether passes over single tokens were replays."""
+        return self._single > 1
 
     def __call__(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Feed tokens and return the last one's logits, [vocabulary]."""
@@ -65,6 +67,7 @@ class Feed:
     def _replay(self, graph: pass_graph.PassGraph, token_ids: Sequence[int]) -> torch.Tensor:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "use_cache": True, "logits_to_keep": 1, CACHE: self._cache}
+        self._single += 1
         with torch.inference_mode():
             return graph(inputs)[0, -1].clone()  # the next pass overwrites it
 

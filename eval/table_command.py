@@ -115,8 +115,11 @@ def _run_and_print(wanted: PaperTable, runs: Sequence[TableRun], out: Path, comm
     from eval.processes import Processes
     from eval.run_check import check_run
     from eval.session import write_result
+    from eval.store import read_json
 
     processes = Processes.current()
+    if (out / REPORT).exists() and (held := read_json(out / REPORT, "a table").get("name")) != wanted.name:
+        raise EvalError(f"out={str(out)!r} holds the table {held}; name another folder for {wanted.name}")
     models = Models(processes)
     groups = _alike(runs)
     shared = [_united(group) for group in groups]

@@ -83,6 +83,24 @@ def test_likelihoods_are_those_of_launched_passes(tmp_path, loaded, recordings, 
     assert len(recordings) == 1
 
 
+def test_a_record_says_what_was_replayed(tmp_path, loaded, recordings, monkeypatch):
+    monkeypatch.setattr("eval.benchmarks.passkey.MAX_NEW_TOKENS", 1)
+    (_, record) = go(tmp_path, loaded, question="prefill", cuda_graph=True)  # no pass over a single token
+    assert record["new_tokens"] == 1
+    assert record["cuda_graph"] is False
+    assert not recordings
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_method_that_offloads_has_a_prefill_of_its_own(tmp_path, loaded, recordings, cuda_graph):
+    parameters = {"quest.offload": True, "quest.gpu_cache_tokens": 128}
+    (_, record) = go(tmp_path / "offloaded", loaded, parameters=parameters, cuda_graph=cuda_graph)
+    (_, expected) = go(tmp_path / "resident", loaded)
+    assert record["error"] is None
+    assert record["prediction"] == expected["prediction"]
+    assert not record["cuda_graph"]
+
+
 def test_a_run_goes_on_with_the_setting_changed(tmp_path, loaded, recordings):
     first = go(tmp_path, loaded, limit=2, tasks=["filler"])
     lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)

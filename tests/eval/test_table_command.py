@@ -155,6 +155,16 @@ def test_a_table_without_any_result_ends_with_an_error(
     assert "ValueError" in words(result)
 
 
+def test_the_folder_of_another_table_is_refused(model_dir: str, tmp_path: Path) -> None:
+    held = json.dumps({"name": "quest-fig6"})
+    (tmp_path / REPORT).write_text(held, encoding="utf-8")
+    result = invoke("table", "quest-1", *SMALL["quest-1"], "--model", model_dir, "--limit", "1", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds the table quest-fig6; name another folder for quest-1" in words(result)
+    assert [path.name for path in tmp_path.iterdir()] == [REPORT]
+    assert (tmp_path / REPORT).read_text(encoding="utf-8") == held
+
+
 @pytest.mark.parametrize("name", ["quest-fig7", "squeezed-2", "tokenselect-2", "psa-fig5"])
 def test_a_model_without_a_chat_template_is_told_the_option(
     name: str, tmp_path: Path, data: Path, protocols: Path
