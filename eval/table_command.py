@@ -100,8 +100,8 @@ def _command(name: str, given: Mapping[str, Any]) -> str:
         if value not in (None, (), []):
             shown = {"data_dir": "D", "protocol_dir": "P"}.get(option, value)
             listed = ",".join(map(str, shown)) if isinstance(shown, (list, tuple)) else str(shown)
-            name = f"--{option.replace('_', '-')}"
-            words.append(name if value is True else f"{name} {listed}")
+            flag = f"--{option.replace('_', '-')}"
+            words.append(flag if value is True else f"{flag} {listed}")
     return " ".join(words)
 
 

@@ -163,10 +163,10 @@ def test_a_minimum_length_hides_what_would_have_been_answered(loaded):
     from eval.benchmarks import Sample
 
     path = DensePath((1, 2), [], (1, 2, 3))
-    agreeing = Continuation({"top_agreement": 1.0}, 0, 0, 0, 0, 0)
+    agreeing = Continuation({"top_agreement": 1.0}, 0, 0, 0, 0, 0, False)
     sample = Sample([1], [2], references="", max_new_tokens=3)
     assert same_answer(sample, path, agreeing) == (1, 2, 3)
-    assert same_answer(sample, path, Continuation({"top_agreement": 0.9}, 0, 0, 0, 0, 0)) is None
+    assert same_answer(sample, path, Continuation({"top_agreement": 0.9}, 0, 0, 0, 0, 0, False)) is None
     sample = Sample([1], [2], references="", max_new_tokens=3, min_new_tokens=1)
     assert same_answer(sample, path, agreeing) is None
 
