@@ -14,10 +14,9 @@ from eval.config import DENSE
 from eval.data_files import from_json
 from eval.errors import EvalError
 from eval.findings import Findings, Place, Record, Target, sample_of
-from eval.knobs import knob_of
+from eval.knobs import check_searchable, knob_of
 from eval.session import write_result
 from eval.store import Store, read_json
-from eval.studies import known_methods
 
 _SAME = ("model", "dtype", "device", "versions", "seed", "protocol", "protocol_sha256")
 """Fields in which all records must agree."""
@@ -55,7 +54,7 @@ def judge(folders: Sequence[Path], target: Target, out: Path | None = None) -> d
     _check_together(recorded)
     _check_files(folders, [config.pop("data", {}) for config in configs])
     config = {**configs[0], "parameters": {}}
-    _check_searchable(recorded)
+    check_searchable(dict.fromkeys(record["method"] for record in recorded if record["method"] != DENSE))
     records = _counted_once(recorded, target)
     dense = {_key(record): record for record in records if record["method"] == DENSE}
     methods = _by_method([record for record in records if record["method"] != DENSE])
@@ -79,14 +78,6 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     if not (records := Store(folder).records()):
         raise EvalError(f"records={str(folder)!r} holds no records of `python -m eval`")
     return records
-
-
-def _check_searchable(records: Sequence[Record]) -> None:
-    """Raise if a method has no setting that says how much it reads; it may have a budget, which it ignores."""
-    known = known_methods()
-    for name in dict.fromkeys(record["method"] for record in records):
-        if name != DENSE and name in known and not known[name].sparse_phases:
-            raise EvalError(f"method: {name} reads everything, so there is nothing to search")
 
 
 def _has_measure(record: Record, target: Target) -> bool:

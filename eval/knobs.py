@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count, takewhile
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from eval.config import DENSE
 from eval.engine import Variant
 from eval.errors import EvalError
+from eval.studies import known_methods
 from hf_sparse_attn import METHODS
 from hf_sparse_attn.cli.variants import make_methods
 from hf_sparse_attn.methods import make_method
@@ -86,6 +87,14 @@ class Ladder:
     variants: tuple[Variant, ...]
 
 
+def check_searchable(names: Iterable[str]) -> None:
+    """Raise ``EvalError`` if a method has no setting that says how much it reads, but for a budget that it ignores."""
+    known = known_methods()
+    for name in names:
+        if name in known and not known[name].sparse_phases:
+            raise EvalError(f"method: {name} reads everything, so there is nothing to search")
+
+
 @dataclass(frozen=True)
 class Ladders:
     """Makes the ladder of each method of a search.
@@ -119,9 +128,7 @@ class Ladders:
         for name, value in self.parameters.items():
             if isinstance(value, (list, tuple)):
                 raise EvalError(f"parameters: {name}={list(value)} is not allowed: a search takes one value")
-        for name in self.names:
-            if not METHODS[name].sparse_phases:
-                raise EvalError(f"method: {name} reads everything, so there is nothing to search")
+        check_searchable(self.names)
         for name in self.steps:
             if name not in self.names:
                 raise EvalError(f"steps: {name!r} is not among the searched methods {', '.join(self.names)}")
