@@ -151,6 +151,8 @@ class SparseCache(Cache):  # type: ignore[misc]
         self.prompt_end = 0
         """Tokens fed per row, left padding included, with which a prompt in chunks ends; a static cache's prompt is not
         finished before, but by a decode step. 0 if each pass may be the last one of a prompt."""
+        self._asked: torch.Tensor | None = None
+        """The first ids of a prompt in chunks, [tokens], until they are as many as the prefix has."""
         self.closed_from: int | None = None
         """Tokens cached before a pass that left padding after a token, after which decoding is impossible."""
         self.attention_input: torch.Tensor | None = None
@@ -376,10 +378,22 @@ class SparseCache(Cache):  # type: ignore[misc]
             layer.prefix = part
 
     def check_question(self, token_ids: torch.Tensor) -> None:
-        """Raise ``ValueError`` if the first tokens after the prefix, [batch, tokens], repeat it."""
-        if self.prefix_hash is None or self.length or token_ids.shape[1] < self.prefix_tokens:
+        """Raise ``ValueError`` if the first tokens after the prefix, [batch, tokens], repeat it.
+
+        Those of a prompt in chunks are put together over the passes. The error leaves the cache empty.
+        """
+        if self.prefix_hash is None:
             return
-        if hash_token_ids(token_ids[0, : self.prefix_tokens]) == self.prefix_hash:
+        before, self._asked = self._asked, None
+        asked = token_ids[0]
+        if self.length:
+            if before is None or before.shape[0] != self.length or not self.prompt_end:
+                return  # what was fed first is not known, or is long enough to have been compared
+            asked = torch.cat([before, asked])
+        if asked.shape[0] < self.prefix_tokens:
+            self._asked = asked if self.prompt_end else None
+        elif hash_token_ids(asked[: self.prefix_tokens]) == self.prefix_hash:
+            self.reset()
             raise ValueError(
                 f"input_ids repeat the {self.prefix_tokens} tokens that the cache begins with: give the tokens of the "
                 "question alone"

@@ -237,6 +237,23 @@ def test_a_prompt_that_repeats_the_context_is_refused(model, contexts, context_i
         assert cache.get_seq_length() == CONTEXT_TOKENS + 5 + GREEDY["max_new_tokens"] - 1
 
 
+@pytest.mark.parametrize("chunk_size", [7, 50, CONTEXT_TOKENS - 1, CONTEXT_TOKENS])
+@torch.inference_mode()
+def test_a_prompt_in_chunks_that_repeats_the_context_is_refused(chunk_size, model, contexts, context_ids):
+    context, question = contexts(0.5), random_ids(1, 5)
+    prompt = torch.cat([context_ids, question], dim=1)
+    chunks = {"prefill_chunk_size": chunk_size, **GREEDY}
+    with sparse_attention(model, context.method):
+        expected = model.generate(question, past_key_values=context.cache(), **GREEDY)
+        cache = context.cache()
+        with pytest.raises(ValueError, match=rf"repeat the {CONTEXT_TOKENS} tokens .* the question alone"):
+            model.generate(prompt, past_key_values=cache, **chunks)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model.generate(question, past_key_values=cache, **GREEDY), expected)
+        cache = context.cache()
+        model.generate(prompt.flip(1), past_key_values=cache, **chunks)  # as long, but other tokens
+
+
 @torch.inference_mode()
 def test_padding_after_a_token_and_too_long_questions_are_refused(model, contexts):
     context, asked = contexts(0.5), questions((5, 4))
