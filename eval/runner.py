@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,16 +70,13 @@ def run(
         expected = session.expected_seconds(wanted)
         if expected is not None:
             on_start(expected)
-        started = time.perf_counter()
-        session.measure(wanted, on_record)
-        seconds = time.perf_counter() - started
-        processes.wait()
+        seconds = session.measure(wanted, on_record)
+        times = _times_of_all(session.engine.model_seconds, seconds, processes)
         summary: dict[str, Any] = {}
         if processes.is_main:
-            engine, items = session.engine, session.items
+            items = session.items
             order = [key_of(item, variant) for item in items for variant in variants]
             records = session.store.merge(order, session.completed)
-            times = {"model_seconds": engine.model_seconds, "harness_seconds": seconds - engine.model_seconds}
             summary = {
                 "config": config.as_json(),
                 **session.provenance,
@@ -110,6 +106,21 @@ def _measured_with(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if records and all(record["versions"] == records[0]["versions"] for record in records):
         found["versions"] = records[0]["versions"]
     return found
+
+
+def _times_of_all(model_seconds: float, seconds: float, processes: Processes) -> dict[str, float]:
+    """Return the seconds in model and harness, summed over the processes.
+
+    Every process must call it, with its own seconds in the model and in total.
+    """
+    own = (model_seconds, seconds)
+    each = [own] * processes.world_size
+    if processes.world_size > 1:
+        from torch.distributed import all_gather_object
+
+        all_gather_object(each, own)
+    in_model = sum(model for model, _ in each)
+    return {"model_seconds": in_model, "harness_seconds": sum(whole for _, whole in each) - in_model}
 
 
 def _former_times(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,12 +51,15 @@ class Session:
         self,
         wanted: Sequence[tuple[Item, Sequence[Variant]]],
         on_record: Callable[[int, int, dict[str, Any] | None], None] = lambda done, total, record: None,
-    ) -> None:
+    ) -> float:
         """Append the wanted records that do not exist, in turns with the other processes, and wait for them.
+
+        Returns this process's seconds without that wait.
 
         ``on_record`` is called with the number of records that are finished or in hand, the number of wanted ones, and
         this process's newest one.
         """
+        started = time.perf_counter()
         units = self._units(wanted)
         done = self._done()
         todo = [
@@ -73,9 +77,11 @@ class Session:
                 self.store.append(record | self.provenance)
                 finished += 1
                 on_record(finished, total, record)
+        seconds = time.perf_counter() - started
         self.processes.wait()
         if finished < total:
             on_record(total, total, None)
+        return seconds
 
     def completed(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the records; those older than the field ``truncated`` say now whether their prompts were cut.

@@ -60,12 +60,22 @@ except EvalError as error:
 """
 
 
-def launch(script: str, folder: Path) -> None:
-    """Run a script in two processes, with the folder as its argument."""
+def launch(script: str, folder: Path, *arguments: str) -> None:
+    """Run a script in two processes, with the folder as its first argument."""
     file = folder / "script.py"
     file.write_text(script)
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file, folder],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            file,
+            folder,
+            *arguments,
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -114,6 +124,61 @@ def test_processes_leave_their_group_before_python_ends(tmp_path: Path) -> None:
     launch(LEAVING, tmp_path)
     for rank in (0, 1):
         assert (tmp_path / f"{rank} at its end").read_text() == "False"
+
+
+TIMED = """
+import json, sys, time
+from pathlib import Path
+import torch
+from eval.config import make_config
+from eval.engine import Engine
+from eval.processes import Processes
+from eval.runner import run
+from hf_sparse_attn.cli.models import load_model
+from tests.eval.test_run import Loaded
+folder, model_dir = Path(sys.argv[1]), sys.argv[2]
+out, processes = folder / "out", Processes.current()
+
+def hand_out(self, count):
+    yield from range(count)[1:] if self.rank else range(count)[:1]
+
+def one_second_each(self, jobs):
+    for number, (_, variants) in enumerate(jobs):
+        for variant in variants:
+            time.sleep(1)
+            self.model_seconds += 1
+            yield number, variant, {"prediction": f"of {processes.rank}", "prompt_tokens": 5, "error": None}
+
+Processes.hand_out, Engine.run = hand_out, one_second_each
+source = Loaded(*load_model(model_dir, torch.float32, "cpu"))
+given = {"benchmark": "passkey", "lengths": [400], "method": ["quest"], "token_budget": [64], "limit": 2}
+config = make_config({**given, "model": model_dir})
+summaries = []
+for lost in (None, "of 1", None):
+    if processes.is_main and lost is not None:
+        rows = out / "rows.jsonl"
+        lines = rows.read_text().splitlines(keepends=True)
+        lines.remove(next(line for line in lines if json.loads(line)["prediction"] == lost))
+        rows.write_text("".join(lines))
+        (out / "summary.json").write_text(json.dumps({**summaries[-1], "date": "long ago"}))
+    processes.wait()
+    summaries.append(run(config, out, source, processes))
+if processes.is_main:
+    (folder / "summaries.json").write_text(json.dumps(summaries))
+"""
+
+
+def test_the_times_of_a_run_are_those_of_all_its_processes(tmp_path: Path, model_dir: str) -> None:
+    """The first process measures one of four records, and waits for the other."""
+    launch(TIMED, tmp_path, model_dir)
+    whole, resumed, finished = json.loads((tmp_path / "summaries.json").read_text())
+    assert whole["rows"] == resumed["rows"] == finished["rows"] == 4
+    assert [each["model_seconds"] for each in (whole, resumed, finished)] == [4, 5, 5]
+    assert 0 < whole["harness_seconds"] < 1.5  # the first one waits for two seconds
+    assert resumed["date"] != "long ago"
+    assert resumed["harness_seconds"] > whole["harness_seconds"]
+    for name in ("date", "harness_seconds"):
+        assert finished[name] == resumed[name]
 
 
 def units_of(world_size: int, steps: list[int], materials: list[str | None]) -> list[list[tuple[str, list[int]]]]:
