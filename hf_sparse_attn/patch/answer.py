@@ -53,7 +53,7 @@ class Answer:
         self.logits: tuple[torch.Tensor, ...] = ()
         self.compiles = self.model._valid_auto_compile_criteria(self.kwargs, self.config)
         self._room: int | None = None
-        """Tokens that a static cache has room for after the prompt."""
+        """Tokens that a cache with ``max_cache_len`` has room for after the prompt; None for no limit."""
         self._steps: PassGraph | None = None
         """Decode steps recorded as a CUDA graph; None to run them as ``generate()`` does."""
 
@@ -76,7 +76,7 @@ class Answer:
         """Feed the prompt; return a float32 copy of the logits after it, [batch, vocabulary]."""
         logits = self.exact(self.model._prefill(self.ids, self.config, self.kwargs).logits[:, -1])
         self._extend(self.kwargs, 1)
-        if self.cache.is_compileable:
+        if self.cache.max_cache_len >= 0:  # also where steps are not compiled: over sliding windows, or offloaded
             self._room = self.cache.max_cache_len - self.cache.length
         return logits
 
@@ -101,7 +101,7 @@ class Answer:
 
     @property
     def fills_cache(self) -> bool:
-        """Whether a static cache has no room for a further step."""
+        """Whether a cache with ``max_cache_len`` has no room for a further step."""
         return self._room is not None and self.generated > self._room
 
     def choose(self, raw: torch.Tensor) -> torch.Tensor:

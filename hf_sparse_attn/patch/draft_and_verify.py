@@ -43,10 +43,40 @@ class VerifiedAnswer(Answer):
     @property
     def most_tokens(self) -> int:
         """Maximum number of tokens of the whole text, before the prompt is processed."""
-        return self.kept + self._prompt_tokens() + self.remaining
+        return self.prompt_tokens + self.remaining
 
-    def generate(self, draft_tokens: int, streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool) -> None:
-        """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far."""
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the text up to the prompt's end, left padding included, before the prompt is processed."""
+        return self.kept + self._prompt_tokens()
+
+    @property
+    def prompt_positions(self) -> int:
+        """Positions of the text up to the prompt's end, before it is processed. Waits for the device."""
+        positions, mask = self.kwargs.get("position_ids"), self.kwargs.get("attention_mask")
+        if positions is not None:
+            return int(positions.max()) + 1
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            return int((mask != 0).sum(-1).max())
+        return self.prompt_tokens
+
+    def check_single_token(self) -> None:
+        """Raise ``ValueError`` if the prompt is a single token that cannot be verified; see :meth:`_verify`."""
+        room = self.cache.max_cache_len
+        if 0 <= room < self.kept + 2 and self.kept and self._prompt_tokens() == self.ids.shape[1] == 1:
+            raise ValueError(
+                f"input_ids must be the whole text of {self.kept + 1} tokens, or past_key_values have max_cache_len of "
+                f"at least {self.kept + 2}, since self-speculation feeds a single token twice or after the one before "
+                f"it; got a single token, {self.kept} cached ones and max_cache_len={room}"
+            )
+
+    def generate(
+        self, draft_tokens: int, longest: int, streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool
+    ) -> None:
+        """Generate until all rows are finished. If anything fails, cut the cache back to the tokens kept so far.
+
+        A pass that one graph serves is filled up only if it ends within ``longest`` tokens.
+        """
         try:
             is_finished = self._commit(self._process_prompt(), None, streamer)
             if cuda_graph:
@@ -59,7 +89,8 @@ class VerifiedAnswer(Answer):
                 draft = self._draft(max(0, min(draft_tokens, self.remaining - 1, room)))
                 before = self.generated
                 drafted_at = time.perf_counter()
-                if room >= draft_tokens and self._repeats_verification:
+                may_fill_up = room >= draft_tokens and self.kept + 1 + draft_tokens <= longest
+                if may_fill_up and self._repeats_verification:
                     logits = self._verify_as_graph(draft.tokens, draft_tokens)
                 else:
                     logits = self._verify(draft.tokens)

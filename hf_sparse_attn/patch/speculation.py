@@ -20,7 +20,13 @@ from hf_sparse_attn.patched import patched_method, text_model
 from hf_sparse_attn.rope import max_positions
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedConfig,
+        PreTrainedModel,
+        StoppingCriteriaList,
+    )
     from transformers.generation.streamers import BaseStreamer
 
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -80,7 +86,7 @@ class SelfSpeculation:
         Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
         :class:`~hf_sparse_attn.DecodeAhead` does.
     fuse
-        With ``cuda_graph``: compile the model's norms, its RoPE and products of one row, as there.
+        With ``cuda_graph``: give the model's norms, its RoPE and products of one row kernels of their own, as there.
 
     Attributes
     ----------
@@ -136,8 +142,10 @@ class SelfSpeculation:
         ------
         ValueError
             The model is not patched, or its method does not verify densely or has nothing to draft with; the generation
-            mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions. With
-            ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is not static.
+            mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions, or a
+            length at which its RoPE changes; a single token is given without the text before it, and the cache has no
+            second place for it. With ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is
+            not static.
         """
         method = patched_method(model)
         check_method(method)
@@ -153,16 +161,12 @@ class SelfSpeculation:
         answer = VerifiedAnswer(
             model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-        limit = max_positions(text_model(model).config)
-        if answer.most_tokens > limit:
-            raise ValueError(
-                f"max_new_tokens must leave the text within the model's {limit} positions, since self-speculation "
-                f"verifies by passes over several tokens, got a text of up to {answer.most_tokens} tokens"
-            )
+        longest = _longest(answer, text_model(model).config)
+        answer.check_single_token()
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:
-            answer.generate(self.draft_tokens, self.streamer, self.cuda_graph, self.fuse)
+            answer.generate(self.draft_tokens, longest, self.streamer, self.cuda_graph, self.fuse)
         finally:
             self.stats = SpeculationStats(
                 tuple(answer.drafted),
@@ -187,6 +191,56 @@ def check_method(method: SparseMethod) -> None:
     else:
         return
     raise ValueError(f"method {method.name!r} does not support self-speculation: {reason}")
+
+
+def _longest(answer: VerifiedAnswer, config: PreTrainedConfig) -> int:
+    """Return how many tokens a pass may reach, whatever fills it up; raise ``ValueError`` if the text may be longer.
+
+    In Transformers all tokens of a pass get the frequencies of its last one. A decode step gets its own: where the RoPE
+    changes with the length, a pass over several tokens could not verify those before the change.
+    """
+    longest = max_positions(config)
+    if answer.most_tokens > longest:
+        raise ValueError(
+            f"max_new_tokens must leave the text within the model's {longest} positions, since self-speculation "
+            f"verifies by passes over several tokens, got a text of up to {answer.most_tokens} tokens"
+        )
+    changes = _rope_changes(config)
+    if not changes:
+        return longest
+    tokens, positions = answer.prompt_tokens, answer.prompt_positions  # these differ by padding, images, or the user's
+    least, ahead = min(tokens, positions), max(0, positions - tokens)
+    for rope_type, original in changes:
+        if rope_type == "longrope" and least > original:
+            continue  # changed before the answer, and for good
+        if answer.most_tokens + ahead > original:
+            or_longer = " or give a longer prompt" if rope_type == "longrope" else ""
+            raise ValueError(
+                f"max_new_tokens must leave the text within {original} positions{or_longer}, since the frequencies of "
+                f"rope_type={rope_type!r} change there, and self-speculation verifies by passes over several tokens, "
+                f"which get those of the last one; got a prompt of {least} and a text of up to "
+                f"{answer.most_tokens + ahead} positions"
+            )
+        longest = min(longest, original - ahead)
+    return longest
+
+
+def _rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Return each RoPE whose frequencies depend on the length: its type, and the positions before they change.
+
+    Those of LongRoPE change once, those of dynamic NTK with every further token.
+    """
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in settings.values() if isinstance(kind, dict)] or [settings]
+    own = config.max_position_embeddings
+    changes = []
+    for kind in kinds:
+        original = kind.get("original_max_position_embeddings") or own
+        if kind.get("rope_type") == "longrope":
+            changes.append(("longrope", original))
+        elif kind.get("rope_type") == "dynamic":
+            changes.append(("dynamic", min(original, own)))
+    return changes
 
 
 def _check_processors(processors: LogitsProcessorList) -> None:

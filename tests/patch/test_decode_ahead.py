@@ -312,6 +312,25 @@ def test_sliding_windows(ends):
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("kind", ["windows", "offloaded"])
+def test_an_end_that_fills_a_cache_whose_steps_are_not_compiled(kind):
+    if kind == "windows":
+        model = with_windows()
+    else:
+        model = make_model("llama", dtype=torch.float64, num_hidden_layers=2)
+        settings = {**SPARSE["arkvale"], "offload": True, "gpu_cache_tokens": 64}
+        patch_model(model, "arkvale", token_budget=48, dense_layers=0, **settings)
+    ids, growing = random_ids(1, 70, seed=5), {**GREEDY, "cache_implementation": None}
+    tokens = model.generate(ids, **growing)[0, 70:].tolist()
+    growing |= {"eos_token_id": tokens[5], "pad_token_id": 0, "max_new_tokens": 40}
+    length = 70 + tokens.index(tokens[5]) + 1
+    for custom in (None, DecodeAhead()):
+        cache = SparseCache.for_model(model, max_cache_len=length - 1)
+        text = model.generate(ids, **growing, past_key_values=cache, custom_generate=custom)
+        assert text[0, 70:].tolist() == tokens[: length - 70]
+        assert cache.get_seq_length() == length - 1
+
+
 @pytest.mark.parametrize("method", ["quest", "psa"])
 def test_growing_and_offloaded_caches(method):
     model, ids = make_model("llama", dtype=torch.float64), random_ids(2, 90)

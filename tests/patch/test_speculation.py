@@ -4,7 +4,7 @@ import pytest
 import torch
 from hf_sparse_attn_kernels import use_impl
 from torch._dynamo.utils import counters
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_sparse_attn import (
     METHODS,
@@ -409,6 +409,106 @@ def test_calls_that_are_refused(arguments, message):
     model = patched(dense_model())
     with pytest.raises(ValueError, match=message):
         model.generate(random_ids(1, 40), **{**GREEDY, **arguments}, custom_generate=SelfSpeculation())
+
+
+ROPE_BY_LENGTH = {
+    "dynamic": {"max_position_embeddings": 80, "rope_parameters": {"factor": 4.0}},
+    "longrope": {
+        "max_position_embeddings": 320,
+        "rope_parameters": {
+            "factor": 4.0,
+            "long_factor": [4.0] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 80,
+        },
+    },
+}
+"""RoPE whose frequencies change beyond 80 positions."""
+
+
+def model_by_length(rope_type):
+    settings = ROPE_BY_LENGTH[rope_type]
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, **settings["rope_parameters"]}
+    return dense_model(**{**settings, "rope_parameters": rope})
+
+
+def left_padded(length, padding):
+    ids, mask = random_ids(2, length, seed=1), torch.ones(2, length, dtype=torch.long, device=DEVICE)
+    ids[:, :padding] = mask[:, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "length", "padding", "text"),
+    [
+        ("dynamic", 70, 0, "a prompt of 70 and a text of up to 90 positions"),
+        ("dynamic", 85, 0, "a prompt of 85 and a text of up to 105 positions"),
+        ("longrope", 70, 0, "a prompt of 70 and a text of up to 90 positions"),
+        ("longrope", 85, 10, "a prompt of 75 and a text of up to 105 positions"),
+    ],
+)
+def test_answers_within_which_the_rope_changes_are_refused(rope_type, length, padding, text):
+    model, streamer = patched(model_by_length(rope_type)), Streamer()
+    arguments = {**left_padded(length, padding), **GREEDY, "custom_generate": SelfSpeculation(8, streamer)}
+    with pytest.raises(ValueError, match=f"within 80 positions.*rope_type='{rope_type}' change there.*{text}"):
+        model.generate(**arguments)
+    assert not streamer.received
+
+
+def test_the_positions_of_the_user_count_where_the_rope_changes():
+    model, ids = patched(model_by_length("longrope")), random_ids(1, 50)
+    positions = torch.arange(25, 75, device=DEVICE)[None]
+    with pytest.raises(ValueError, match="a prompt of 50 and a text of up to 95 positions"):
+        model.generate(ids, position_ids=positions, **GREEDY, custom_generate=SelfSpeculation())
+
+
+@pytest.mark.parametrize(("rope_type", "length"), [("dynamic", 60), ("longrope", 60), ("longrope", 85)])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_answers_before_or_after_the_rope_changes(rope_type, length, is_compiled):
+    model, ids = model_by_length(rope_type), random_ids(1, length, seed=1)
+    expected = model.generate(ids, **GREEDY)
+    patched(model, "oracle_topk", token_budget=4096)
+    arguments = {**GREEDY, "cache_implementation": "static"}
+    if is_compiled:  # a draft that is filled up would end beyond the change
+        torch._dynamo.reset()
+        arguments |= {"disable_compile": False, "compile_config": compile_config()}
+    for draft_tokens in (8, 1):
+        actual = model.generate(ids, **arguments, custom_generate=SelfSpeculation(draft_tokens))
+        assert torch.equal(actual, expected)
+    torch._dynamo.reset()
+
+
+def test_compiled_verifications_stay_within_absolute_positions():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.3)
+    model, ids = GPT2LMHeadModel(config).to(DEVICE, torch.float64).eval(), random_ids(1, 70)
+    arguments = {"max_new_tokens": 26, **ANSWER}
+    expected = model.generate(ids, **arguments)
+    patched(model)
+    torch._dynamo.reset()
+    arguments |= {"disable_compile": False, "compile_config": compile_config(), "cache_implementation": "static"}
+    assert torch.equal(model.generate(ids, **arguments, custom_generate=SelfSpeculation(8)), expected)
+    torch._dynamo.reset()
+
+
+def test_a_single_token_that_fills_the_cache():
+    """It is verified after the token before, which must be given, or twice, for which there must be room."""
+    model, ids = dense_model(), random_ids(1, 70)
+    arguments = {"max_new_tokens": 1, **ANSWER}
+    expected = model.generate(ids, **arguments)
+    patched(model)
+    arguments |= {"attention_mask": torch.ones_like(ids), "custom_generate": SelfSpeculation(4)}
+    for room, given in ((70, ids), (71, ids[:, 69:])):
+        cache = SparseCache.for_model(model, max_cache_len=room)
+        model(ids[:, :69], past_key_values=cache)
+        assert model.generate(given, past_key_values=cache, **arguments)[:, -1] == expected[:, -1]
+        assert cache.get_seq_length() == 70
+    cache = SparseCache.for_model(model, max_cache_len=70)
+    model(ids[:, :69], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"whole text of 70 tokens, or .* max_cache_len of at least 71"):
+        model.generate(ids[:, 69:], past_key_values=cache, **arguments)
+    assert cache.get_seq_length() == 69
 
 
 def test_unpatched_models_are_refused():
