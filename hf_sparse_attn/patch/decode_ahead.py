@@ -42,9 +42,9 @@ class DecodeAhead:
         patched models have there by default.
     fuse
         With ``cuda_graph``: compile the model's norms and its RoPE, each once for all layers. Each is then one kernel,
-        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are compiled too. Under
-        tensor parallelism, small sums over the GPUs of one machine are made by one kernel that reads their memory. The
-        first call of a process waits some seconds for the compiler.
+        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are made by
+        :func:`hf_sparse_attn_kernels.one_row_linear`. Under tensor parallelism, small sums over the GPUs of one machine
+        are made by one kernel that reads their memory. The first call of a process waits some seconds for the compiler.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Norms, RoPE and products of one row as kernels of their own: parts of a model compiled each by itself."""
+"""Norms, RoPE and products of one row as kernels of their own, in place of many small or less suitable ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from hf_sparse_attn_kernels import one_row_linear
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
@@ -19,15 +20,18 @@ BACKEND = "inductor"
 """Compiler of the parts, one of torch's backends."""
 ROPE = "apply_rotary_pos_emb"
 """The name that Transformers' models give to the function by which they rotate queries and keys."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What the kernel for products of one row multiplies."""
 
 
 @contextmanager
 def fused(model: torch.nn.Module) -> Iterator[None]:
-    """Compile a model's norms, its RoPE and products with one row while in force, each once for all layers.
+    """Compile a model's norms and its RoPE while in force, each once for all layers.
 
     Uncompiled, a norm takes eight kernels and RoPE ten, each a few numbers for a decode step. Modules whose
     ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are, but for the
-    products in them. Sums over processes go through :func:`~hf_sparse_attn.patch.one_shot.all_reduce`.
+    products in them: those of one row are made by :func:`hf_sparse_attn_kernels.one_row_linear`. Sums over processes
+    go through :func:`~hf_sparse_attn.patch.one_shot.all_reduce`.
     """
     changed = []
     forwards = {kind: _fused_forward(kind) for kind in {type(module) for module in model.modules()}}
@@ -57,7 +61,7 @@ def _fused_forward(kind: Any) -> Callable[..., Any] | None:
 
 
 class _OneRow(TorchFunctionMode):
-    """Multiply a single row with a matrix by reductions over its rows, and add up over processes by one kernel.
+    """Multiply a single row with a matrix by a kernel for that, and add up over processes by one kernel.
 
     A decode step of one text reads every weight for one row, so it is bound by memory. cuBLAS computes a tile of many
     rows, and may split a sum over two kernels. The mode has no state: Dynamo compares what the functions compiled under
@@ -65,39 +69,36 @@ class _OneRow(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is one_shot.ALL_REDUCE:
-            func = one_shot.all_reduce
-        elif func is linear and _has_one_row(*args[:2]):
-            func = _reduction(tuple(args[1].shape), args[1].dtype, args[1].device, BACKEND)
-        return func(*args, **(kwargs or {}))
+            return one_shot.all_reduce(*args, **kwargs)
+        if func is linear and _is_of_one_row(*args, **kwargs):
+            return _one_row_linear(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 ONE_ROW = _OneRow()
 
 
-def _has_one_row(*tensors: torch.Tensor) -> bool:
-    """Whether ``linear`` was given, by position, plain tensors of which the input is a single row."""
-    is_plain = len(tensors) == 2 and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors)
-    return is_plain and tensors[0].numel() == tensors[0].shape[-1]
+def _is_of_one_row(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether ``linear`` was given plain tensors of which the input is a single row, and as they are is to use them."""
+    given = [input, weight] if bias is None else [input, weight, bias]
+    return (
+        all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in given)
+        and weight.dim() == 2
+        and 0 < weight.numel() == weight.shape[0] * input.numel()
+        and input.shape[-1:] == weight.shape[1:]
+        and all(each.stride(-1) == 1 for each in given)
+        and all(each.dtype == input.dtype and each.device == input.device for each in given)
+        and input.dtype in DTYPES
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch.is_grad_enabled()
+    )
 
 
-@cache
-def _reduction(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: str
-) -> Callable[..., torch.Tensor]:
-    """Return ``linear`` compiled for the weights of a shape, a dtype and a device."""
-    # Dynamo counts the compilations of each code object, and soon stops: so each shape has its own.
-    code = _linear.__code__.replace()
-    product = FunctionType(code, _linear.__globals__, _linear.__name__, _linear.__defaults__)
-    # Under this option alone Inductor makes sums of products on CUDA, and tries more tiles.
-    options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
-    compiled: Callable[..., torch.Tensor] = torch.compile(product, backend=backend, dynamic=False, options=options)
-    return compiled
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product = linear(input, weight)
-    return product if bias is None else product + bias  # by itself, or Inductor would leave both to cuBLAS
+def _one_row_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # Parameters were written long before the step. Other weights may be the result of the kernel before.
+    return one_row_linear(input, weight, bias=bias, weight_is_ready=isinstance(weight, torch.nn.Parameter))
 
 
 @cache

@@ -84,7 +84,7 @@ def tensor_parallel() -> list[str]:
         f"GPUs, and {large_fused:.1f} ms with norms, RoPE and products fused.",
         f"The shape of 8B takes {small:.1f} ms, {small_ratio:.1f} times as fast, and {small_fused:.1f} ms fused. On "
         f"one H200 of that machine the same step takes {one_graph:.1f} ms as a CUDA graph, and {one_fused:.1f} ms with "
-        f"the same parts fused: two GPUs are {one_fused / small_fused:.1f} times as fast as one, where 1.5 was the "
+        f"the same parts fused: two GPUs are {one_fused / small_fused:.2f} times as fast as one, where 1.5 was the "
         "goal.",
         f"takes {layers[0]:.0f} to {layers[1]:.0f} ms a token with KeyCodes and Quest at 128K tokens, and "
         f"{layers[2]:.0f} without a patch",

@@ -30,6 +30,7 @@ from tests.ops.pages import test_append_and_select as append_and_select
 from tests.ops.pages import test_int8_bounds as int8_bounds
 from tests.ops.pages import test_page_bounds as page_bounds
 from tests.ops.pages import test_page_scores as page_scores
+from tests.ops.products import test_one_row_linear as one_row_linear
 from tests.ops.progressive import inputs as progressive
 from tests.ops.progressive import test_progressive_decode as progressive_decode
 from tests.ops.psa import test_append_and_attend_progressively as psa_step
@@ -306,6 +307,19 @@ def test_lookup_runs(max_tokens, drawn):
 )
 def test_mean_query(**drawn):
     mean_query.test_is_the_mean_of_the_rotated_queries(**drawn)
+
+
+@few
+@given(
+    impl=st.sampled_from(IMPLS),
+    weight_is_ready=st.booleans(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    with_bias=st.booleans(),
+    out_features=st.integers(1, 600),
+    in_features=st.integers(1, 5000),
+)
+def test_one_row_linear(**drawn):
+    one_row_linear.check_product(**drawn)
 
 
 @few

@@ -13,6 +13,7 @@ from .kmeans.ops import cluster_sums, nearest_centres
 from .offload.ops import keep_chosen, load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
 from .pages.step_ops import append_and_rank, append_and_select
+from .products.ops import one_row_linear
 from .progressive.ops import progressive_decode, rank_blocks
 from .psa.ops import append_and_attend_progressively
 from .quest.ops import append_and_attend
@@ -38,6 +39,7 @@ __all__ = [
     "lookup_runs",
     "mean_query",
     "nearest_centres",
+    "one_row_linear",
     "page_bounds",
     "page_scores",
     "progressive_decode",

@@ -1,0 +1,1 @@
+"""Products of a single row, as of a decode step of one text."""
