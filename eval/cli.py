@@ -202,7 +202,7 @@ def speed(
         str | None,
         typer.Option(
             "--way",
-            help="How the methods' steps run, comma-separated: compiled, ahead, graph, fused, uncompiled.",
+            help="How the methods' steps run, comma-separated: compiled, ahead, ahead-fused, graph, fused, uncompiled.",
             show_default="all that the device has",
         ),
     ] = None,

@@ -22,6 +22,7 @@ from eval.speed_check import check_if_it_fits
 from eval.speed_config import SpeedConfig
 from eval.speed_runs import (
     AHEAD,
+    AHEAD_FUSED,
     DYNAMIC,
     FUSED,
     GRAPH,
@@ -118,10 +119,10 @@ def measure_model(
         An entry has ``weights_and_kv_bytes``, ``checked`` (see :func:`check_if_it_fits`), ``rounds`` (those measured so
         far), ``sides``, and ``skipped``: with ``kv_storage="host"``, the names of the sides that do not fit on the
         device. Dense attention has three sides: over Transformers' dynamic cache, a preallocated one, and Transformers'
-        static one. Each method and budget has one side, on CUDA five: compiled, the same with
-        :class:`~hf_sparse_attn.DecodeAhead`, with ``DecodeAhead(cuda_graph=True)``, with ``fuse=True`` too, and not
-        compiled; ``config.ways`` can leave some out. Of a model that is split over GPUs none is compiled. With
-        ``kv_storage="host"`` it has one more.
+        static one. Each method and budget has one side, on CUDA six: compiled, the same with
+        :class:`~hf_sparse_attn.DecodeAhead`, with ``DecodeAhead(fuse=True)``, with ``DecodeAhead(cuda_graph=True)``,
+        with ``fuse=True`` too, and not compiled; ``config.ways`` can leave some out. Of a model that is split over GPUs
+        none is compiled. With ``kv_storage="host"`` it has one more.
 
         A side has ``tokens`` (the first row's new ones), ``compiled``, ``ttft_ms`` and ``tpot_ms`` (medians and
         quartiles), ``kv_fraction``, ``realised_budget`` (tokens), ``traffic`` (see
@@ -324,7 +325,7 @@ def _entries(
 
 def _tokens_in_common(side: Side, probes: Mapping[str, _Probe]) -> int | None:
     name = side.name
-    for way in (AHEAD, GRAPH, FUSED):
+    for way in (AHEAD, AHEAD_FUSED, GRAPH, FUSED):
         name = name.removesuffix(way)
     uncompiled = probes.get(name + UNCOMPILED)
     if uncompiled is None:

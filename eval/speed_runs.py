@@ -48,8 +48,8 @@ UNCOMPILED = ", not compiled"
 ON_HOST = ", in host memory"
 AHEAD = ", ahead"
 GRAPH = ", CUDA graph"
-FUSED = f"{GRAPH}, fused"
-WAYS = ("compiled", "ahead", "graph", "fused", "uncompiled")
+AHEAD_FUSED, FUSED = f"{AHEAD}, fused", f"{GRAPH}, fused"
+WAYS = ("compiled", "ahead", "ahead-fused", "graph", "fused", "uncompiled")
 """How a method's decode steps can run: see :attr:`Side.way`."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -91,7 +91,7 @@ class Side:
     cuda_graph: bool = False
     """Whether its passes are recorded as CUDA graphs, without compilation of the model."""
     fuse: bool = False
-    """Whether its norms and RoPE are compiled for that."""
+    """Whether products of one row have their own kernel, and norms and RoPE of recorded passes are compiled."""
 
     @property
     def way(self) -> str:
@@ -99,7 +99,7 @@ class Side:
         if self.cuda_graph:
             return "fused" if self.fuse else "graph"
         if self.ahead:
-            return "ahead"
+            return "ahead-fused" if self.fuse else "ahead"
         return "compiled" if self.compiled else "uncompiled"
 
     def described(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Work:
         return numbers * bits // 8 // head_shard_of(self.model).size
 
     def sides(self, methods: Sequence[SparseMethod], ways: Collection[str] = WAYS) -> list[Side]:
-        """Return dense attention over three caches, then each method; on CUDA in each of five ways to run its steps.
+        """Return dense attention over three caches, then each method; on CUDA in each of six ways to run its steps.
 
         Of a model that is split no side is compiled. A CUDA graph is that of one device.
 
@@ -233,6 +233,8 @@ class Work:
             if on_cuda and is_resident:
                 ahead = replace(side, name=f"{name}{AHEAD}", ahead=True)  # the same code, over the same cache
                 sides.append(ahead)
+                if side.compiled:
+                    sides.append(replace(ahead, name=f"{name}{AHEAD_FUSED}", fuse=True))
                 if not by_layers:
                     graph = replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True)
                     sides += [graph, replace(graph, name=f"{name}{FUSED}", fuse=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.cache_argument import CACHE
+from hf_sparse_attn.patch.fused import ONE_ROW
 from hf_sparse_attn.patch.generation import MODE_OF_CALL
 from hf_sparse_attn.patch.pass_graph import PassGraph
 from hf_sparse_attn.patched import get_patch
@@ -56,6 +58,8 @@ class Answer:
         """Tokens that a cache with ``max_cache_len`` has room for after the prompt; None for no limit."""
         self._steps: PassGraph | None = None
         """Decode steps recorded as a CUDA graph; None to run them as ``generate()`` does."""
+        self._fuses = False
+        """Whether products of one row have their own kernel in compiled steps."""
 
     @property
     def generated(self) -> int:
@@ -89,6 +93,21 @@ class Answer:
     def record_steps(self, fuse: bool) -> None:
         """Repeat all further decode steps by a CUDA graph. Call it after the prompt, and :func:`check_recordable`."""
         self._steps = PassGraph(self.cache, self.model, fuse)
+
+    def fuse_steps(self) -> None:
+        """Make the products of all further decode steps, if they are of one row, by the kernel for that.
+
+        Raises
+        ------
+        ValueError
+            Steps are not compiled.
+        """
+        if not self.compiles:
+            raise ValueError(
+                "fuse=True needs decode steps that are compiled or recorded, and this call compiles none: give "
+                "cuda_graph=True too, or leave it out"
+            )
+        self._fuses = True
 
     def check_room(self) -> None:
         """Raise ``ValueError`` if the cache is full before the answer is: a CUDA graph cannot tell."""
@@ -152,7 +171,8 @@ class Answer:
         if self._steps is not None:
             return self.exact(self._steps(inputs)[:, -1])
         forward = self._compiled if self.compiles else self.model.__call__
-        return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
+        with ONE_ROW if self._fuses else nullcontext():
+            return self.exact(forward(**inputs, return_dict=True).logits[:, -1])
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the next tokens by their scores, [batch]."""

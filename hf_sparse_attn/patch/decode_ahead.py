@@ -41,15 +41,10 @@ class DecodeAhead:
         waits for a compiler, but the model's small kernels are not fused. Needs a static cache on one CUDA device, as
         patched models have there by default.
     fuse
-        With ``cuda_graph``: compile the model's norms and its RoPE, each once for all layers. Each is then one kernel,
-        not ten, and rounds as in compiled steps. Products with the single row of a batch of one are made by
-        :func:`hf_sparse_attn_kernels.one_row_linear`. Under tensor parallelism, small sums over the GPUs of one machine
-        are made by one kernel that reads their memory. The first call of a process waits some seconds for the compiler.
-
-    Raises
-    ------
-    ValueError
-        ``fuse`` is given without ``cuda_graph``.
+        Make products with the single row of a batch of one by :func:`hf_sparse_attn_kernels.one_row_linear`. With
+        ``cuda_graph``, also compile the model's norms and its RoPE, each once for all layers: each is then one kernel,
+        not ten, and rounds as in compiled steps. The first call of a process waits some seconds for the compiler. Under
+        tensor parallelism, small sums over the GPUs of one machine are made by one kernel that reads their memory.
 
     Examples
     --------
@@ -83,7 +78,7 @@ class DecodeAhead:
         ValueError
             The model is not patched, its method evicts tokens, or the generation mode or an output is not supported.
             With ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is not static or too
-            small.
+            small. With ``fuse`` alone: steps are not compiled.
         """
         method = patched_method(model)
         check_call("DecodeAhead", model, generation_config)
@@ -98,6 +93,8 @@ class DecodeAhead:
         if self.cuda_graph:
             check_recordable(model, input_ids.device, cache)
         answer = Answer(model, cache, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if self.fuse and not self.cuda_graph:
+            answer.fuse_steps()
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:

@@ -28,15 +28,11 @@ def check_loop(streamer: BaseStreamer | None, cuda_graph: bool, fuse: bool) -> N
     ------
     TypeError
         ``streamer`` is no streamer, or another argument no bool.
-    ValueError
-        Nothing is recorded that could be fused.
     """
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise TypeError(f"streamer must have the methods put and end, or be None, got {streamer!r}")
     boolean("cuda_graph", cuda_graph)
     boolean("fuse", fuse)
-    if fuse and not cuda_graph:
-        raise ValueError("fuse=True needs cuda_graph=True: steps that are compiled are fused, others are not")
 
 
 def check_recordable(model: PreTrainedModel, device: torch.device, cache: SparseCache) -> None:

@@ -86,7 +86,8 @@ class SelfSpeculation:
         Record drafts' steps and dense passes as two CUDA graphs instead of compiling them, as
         :class:`~hf_sparse_attn.DecodeAhead` does.
     fuse
-        With ``cuda_graph``: give the model's norms, its RoPE and products of one row kernels of their own, as there.
+        Give products of one row a kernel of their own, and with ``cuda_graph`` the model's norms and its RoPE too, as
+        there.
 
     Attributes
     ----------
@@ -98,7 +99,7 @@ class SelfSpeculation:
     TypeError
         ``draft_tokens`` is not a whole number.
     ValueError
-        ``draft_tokens`` is below 1, or ``fuse`` is given without ``cuda_graph``.
+        ``draft_tokens`` is below 1.
 
     Examples
     --------
@@ -145,7 +146,7 @@ class SelfSpeculation:
             mode, an output or a logits processor is not supported; ``max_length`` exceeds the model's positions, or a
             length at which its RoPE changes; a single token is given without the text before it, and the cache has no
             second place for it. With ``cuda_graph``: the model or its cache is not on one CUDA device, or the cache is
-            not static.
+            not static. With ``fuse`` alone: steps are not compiled.
         """
         method = patched_method(model)
         check_method(method)
@@ -163,6 +164,8 @@ class SelfSpeculation:
         )
         longest = _longest(answer, text_model(model).config)
         answer.check_single_token()
+        if self.fuse and not self.cuda_graph:
+            answer.fuse_steps()
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         try:

@@ -17,10 +17,11 @@ from eval import speed, speed_check, speed_runs
 from eval.cli import app
 from eval.errors import EvalError
 from eval.speed import SpeedConfig, measure, measure_model, save, speed_table
-from eval.speed_runs import AHEAD, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, WAYS, Work
+from eval.speed_runs import AHEAD, AHEAD_FUSED, DYNAMIC, FUSED, GRAPH, PREALLOCATED, STATIC, UNCOMPILED, WAYS, Work
 from eval.speed_shapes import SHAPES, build_model
 from hf_sparse_attn import SparseCache
 from hf_sparse_attn.cli.models import load_model
+from hf_sparse_attn.patch.answer import Answer
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
 from tests.tiny import save_bloom, save_model, save_model_of
@@ -249,30 +250,33 @@ def test_on_cuda_the_patched_side_is_static_and_runs_in_every_way(monkeypatch: p
     tapes = use_tape(monkeypatch)
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
     monkeypatch.setattr(speed, "is_cuda", lambda model: True)
+    monkeypatch.setattr(Answer, "fuse_steps", lambda answer: None)  # a CPU compiles no steps
     model = tiny_model()
     seen, generate = [], model.generate
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         custom = kwargs["custom_generate"]
-        way = None if custom is None else "fused" if custom.fuse else "graph" if custom.cuda_graph else "ahead"
+        way = None if custom is None else (custom.cuda_graph, custom.fuse)
         seen.append((kwargs["past_key_values"].is_compileable, kwargs["disable_compile"], way))
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(model, "generate", spied)
     calls: list[tuple[str, int, int]] = []
     [result] = measure_model(model, config(), lambda *call: calls.append(call))["results"]
-    ahead, graph, fused, uncompiled = ("quest, 64" + way for way in (AHEAD, GRAPH, FUSED, UNCOMPILED))
-    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, graph, fused, uncompiled]
-    assert [side["compiled"] for side in result["sides"]] == [False, False, True, True, True, False, False, False]
+    ways = ("quest, 64" + way for way in (AHEAD, AHEAD_FUSED, GRAPH, FUSED, UNCOMPILED))
+    ahead, ahead_fused, graph, fused, uncompiled = ways
+    assert [side["name"] for side in result["sides"]] == [*SIDES, ahead, ahead_fused, graph, fused, uncompiled]
+    assert [side["compiled"] for side in result["sides"]] == [False, False, *[True] * 4, *[False] * 3]
     compiled = {side["name"] for side in result["sides"] if side["compile_seconds"] is not None}
-    assert compiled == {STATIC, "quest, 64", ahead}
+    assert compiled == {STATIC, "quest, 64", ahead, ahead_fused}
     assert all(side["memory_ratio"] > 0 for side in result["sides"])
-    assert [side["tokens_in_common"] for side in result["sides"]] == [None] * 3 + [NEW_TOKENS] * 4 + [None]
-    dynamic, growing, static, patched, run_ahead, as_graph, as_fused, eager, check = seen[:9]
+    assert [side["tokens_in_common"] for side in result["sides"]] == [None] * 3 + [NEW_TOKENS] * 5 + [None]
+    dynamic, growing, static, patched, run_ahead, ahead_and_fused, as_graph, as_fused, eager, check = seen[:10]
     assert static == patched == (True, False, None)
-    assert run_ahead == (True, False, "ahead")
-    assert as_graph == (True, True, "graph")
-    assert as_fused == (True, True, "fused")
+    assert run_ahead == (True, False, (False, False))
+    assert ahead_and_fused == (True, False, (False, True))
+    assert as_graph == (True, True, (True, False))
+    assert as_fused == (True, True, (True, True))
     assert growing == (False, True, None)
     assert eager == check == (True, True, None)
     assert tapes
@@ -513,6 +517,7 @@ def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(m
     """Of compiled sides, of recorded and fused ones, and of those that prepare nothing; a faster first run is none."""
     use_tape(monkeypatch)
     monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    monkeypatch.setattr(Answer, "fuse_steps", lambda answer: None)  # a CPU compiles no steps
     generate, calls = speed.generate, dict[str, int]()
     first_seconds = {STATIC: 9.0, "quest, 64": 8.0, f"quest, 64{GRAPH}": 4.0, f"quest, 64{FUSED}": 7.0, DYNAMIC: 1.0}
 
@@ -548,7 +553,10 @@ def test_the_extra_time_of_the_first_run_is_that_over_the_median_of_the_others(m
         ({"repeats": 0}, "repeats=0"),
         ({"warmup": 0}, "warmup=0"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; known: float32"),
-        ({"ways": ("ahead", "eager")}, "ways='eager' is unknown; known: compiled, ahead, graph, fused, uncompiled"),
+        (
+            {"ways": ("ahead", "eager")},
+            "ways='eager' is unknown; known: compiled, ahead, ahead-fused, graph, fused, uncompiled",
+        ),
         ({"ways": ()}, "ways is empty; known: compiled"),
         ({"compile_options": {"tune": True}}, "compile_options: 'tune' is unknown; known are those of torch._inductor"),
         ({"compile_options": {"max_autotune": 1}}, "compile_options: max_autotune=1 is not allowed: bool, got int"),

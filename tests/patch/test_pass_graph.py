@@ -27,6 +27,7 @@ from hf_sparse_attn import (
 from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.pass_graph import PassGraph
+from tests.compared import compile_config
 from tests.graph_tape import use_tape
 from tests.models import SPARSE, VOCABULARY, make_model, random_ids
 from tests.patch.test_decode_ahead import GREEDY, KEEPING, assert_same_turns, padded_batch, patched
@@ -252,10 +253,43 @@ def test_a_rope_that_was_replaced_since_is_the_one_that_is_compiled(monkeypatch)
     assert not torch.allclose(expected, before)
 
 
+@on_cpu
 @pytest.mark.parametrize("loop", [DecodeAhead, SelfSpeculation])
-def test_nothing_is_fused_without_a_recording(loop):
-    with pytest.raises(ValueError, match="fuse=True needs cuda_graph=True"):
-        loop(fuse=True)
+def test_nothing_is_fused_in_steps_that_are_neither_compiled_nor_recorded(loop):
+    model, ids = patched(), random_ids(1, 40)
+    cache = SparseCache.for_model(model, max_cache_len=80)
+    with pytest.raises(ValueError, match="fuse=True needs decode steps that are compiled or recorded"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, custom_generate=loop(fuse=True))
+    assert cache.length == 0
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("loop", "passes"), [(DecodeAhead, 1), (partial(SelfSpeculation, 4), 2)], ids=["ahead", "draft"]
+)
+def test_products_of_compiled_steps(loop, passes, family):
+    """In a step of one row all have the kernel, and wait for no weights; a dense pass and a batch have none."""
+    graphs = []
+
+    def backend(graph, inputs):
+        own = torch.ops.hf_sparse_attn_kernels.one_row_linear
+        graphs.append([node.kwargs["weight_is_ready"] for node in graph.graph.nodes if node.target is own])
+        return graph.forward
+
+    model = make_model(family, dtype=torch.float64, num_hidden_layers=2)
+    linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    patch_model(model, "quest", token_budget=4096, dense_layers=0)  # drafts are those of dense attention
+    compiled = {**GREEDY, "disable_compile": False, "compile_config": compile_config(backend=backend)}
+    for batch, fuse in ((1, False), (1, True), (1, True), (2, True)):
+        ids, before = random_ids(batch, 60), len(graphs)
+        actual = model.generate(ids, **compiled, custom_generate=loop(fuse=fuse))
+        assert torch.equal(actual, model.generate(ids, **GREEDY))
+        if batch == 1:
+            assert graphs[before:] in ([[True] * linears] if fuse else [[]] * passes, [])
+        else:
+            assert not any(graphs[before:])
+    assert sum(map(bool, graphs)) == 1
 
 
 @on_cpu
