@@ -210,7 +210,8 @@ class Work:
     def sides(self, methods: Sequence[SparseMethod], ways: Collection[str] = WAYS) -> list[Side]:
         """Return dense attention over three caches, then each method; on CUDA in each of six ways to run its steps.
 
-        Of a model that is split no side is compiled. A CUDA graph is that of one device.
+        Of a model that is split no side is compiled. A CUDA graph is that of one device. Steps over sliding windows are
+        neither compiled nor recorded.
 
         Raises
         ------
@@ -219,6 +220,8 @@ class Work:
         """
         copies, on_cuda, by_layers = self.is_cached, is_cuda(self.model), is_split_by_layers(self.model)
         compiles = on_cuda and not by_layers and head_shard_of(self.model).is_whole
+        repeats = SparseCache(self.model.config, DENSE, max_cache_len=1).is_compileable  # False over sliding windows
+        compiles_sparse = compiles and repeats
         sides = [
             Side(DYNAMIC, None, self.new_dynamic_cache, copies_cache=copies),
             Side(PREALLOCATED, None, self.new_growing_cache, copies_cache=copies),
@@ -228,21 +231,21 @@ class Work:
             is_resident = method.offloading is None
             name = f"{method.name}, {setting(method)}" + ("" if is_resident else ", offloaded")
             new_cache = partial(self.new_cache, method)
-            side = Side(name, method, self.kept(new_cache), compiled=compiles and is_resident)
+            side = Side(name, method, self.kept(new_cache), compiled=compiles_sparse and is_resident)
             sides.append(side)
             if on_cuda and is_resident:
                 ahead = replace(side, name=f"{name}{AHEAD}", ahead=True)  # the same code, over the same cache
                 sides.append(ahead)
                 if side.compiled:
                     sides.append(replace(ahead, name=f"{name}{AHEAD_FUSED}", fuse=True))
-                if not by_layers:
+                if repeats and not by_layers:
                     graph = replace(ahead, name=f"{name}{GRAPH}", compiled=False, cuda_graph=True)
                     sides += [graph, replace(graph, name=f"{name}{FUSED}", fuse=True)]
             if side.compiled:
                 sides.append(Side(f"{name}{UNCOMPILED}", method, self.kept(new_cache)))
             if self.kv_storage == "host" and is_resident:
                 on_host = self.kept(partial(self.new_cache, method, "host"))
-                sides.append(Side(f"{name}{ON_HOST}", method, on_host, compiled=compiles, kv_storage="host"))
+                sides.append(Side(f"{name}{ON_HOST}", method, on_host, compiled=compiles_sparse, kv_storage="host"))
         wanted = [side for side in sides if side.method is None or side.way in ways]
         for method in methods:
             possible = dict.fromkeys(side.way for side in sides if side.method == method)

@@ -20,6 +20,7 @@ from op_bench.shapes import Settings, Shape
 from op_bench.token_oracle import chunk_attention
 
 from eval import speed, speed_runs, speed_shapes
+from hf_sparse_attn.patch.answer import Answer
 from tests.graph_tape import use_tape
 
 SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, batch=2, length=96)
@@ -246,6 +247,7 @@ def test_the_end_to_end_part_stores_the_results_of_each_context(monkeypatch, tmp
     monkeypatch.setattr(speed_shapes, "build_model", lambda shape, dtype, device, seed: build(shape, dtype, cpu, seed))
     for module in (speed, speed_runs):
         monkeypatch.setattr(module, "is_cuda", lambda model: True)
+    monkeypatch.setattr(Answer, "fuse_steps", lambda answer: None)  # a CPU compiles no steps
     use_tape(monkeypatch)
     options = argparse.Namespace(
         model_shape="tiny", out=out, context="160,320", method=method, token_budget=budget, repeats=1

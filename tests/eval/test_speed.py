@@ -24,6 +24,7 @@ from hf_sparse_attn.cli.models import load_model
 from hf_sparse_attn.patch.answer import Answer
 from hf_sparse_attn.patched import is_patched
 from tests.graph_tape import use_tape
+from tests.models import make_model
 from tests.tiny import save_bloom, save_model, save_model_of
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -292,6 +293,13 @@ def test_methods_run_in_the_ways_that_are_asked_for(monkeypatch: pytest.MonkeyPa
     found = [side.name for side in work.sides(methods, ("fused", "compiled"))]
     assert found == SIDES[:3] + [name + way for name in names for way in ("", FUSED)]
     assert [side.way for side in work.sides(methods[:1])[3:]] == list(WAYS)
+
+
+def test_steps_over_sliding_windows_are_neither_compiled_nor_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_runs, "is_cuda", lambda model: True)
+    model = make_model("qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    work = Work.start(model, config(), CONTEXT, ())
+    assert [side.way for side in work.sides(config().methods())[3:]] == ["uncompiled", "ahead"]
 
 
 @pytest.mark.parametrize(
