@@ -9,7 +9,7 @@ import triton.language as tl
 from .._triton import cdiv, launch_options, next_power_of_2, wait_for_previous_kernel
 
 FEW = 512  # outputs
-LONG = 8192  # bytes of an output's weights from which on a program has one output, and takes smaller steps
+LONG = 8192  # bytes of an output's weights beyond which a program has one output, and takes smaller steps
 
 
 @triton.jit
