@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eval.errors import EvalError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+Value = TypeVar("Value")
 
 _LONGEST_WAIT = timedelta(days=7)
 _hand_outs = itertools.count()
@@ -79,15 +81,18 @@ class Processes:
             yield
         except EvalError as raised:
             error = raised
-        errors: list[EvalError | None] = [error]
+        for found in self.gathered(error):
+            if found is not None:
+                raise found
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return the values of all processes by their ranks. Every process must call it."""
+        values = [value] * self.world_size
         if self.world_size > 1:
             from torch.distributed import all_gather_object
 
-            errors *= self.world_size
-            all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise found
+            all_gather_object(values, value)
+        return values
 
 
 @cache

@@ -113,12 +113,7 @@ def _times_of_all(model_seconds: float, seconds: float, processes: Processes) ->
 
     Every process must call it, with its own seconds in the model and in total.
     """
-    own = (model_seconds, seconds)
-    each = [own] * processes.world_size
-    if processes.world_size > 1:
-        from torch.distributed import all_gather_object
-
-        all_gather_object(each, own)
+    each = processes.gathered((model_seconds, seconds))
     in_model = sum(model for model, _ in each)
     return {"model_seconds": in_model, "harness_seconds": sum(whole for _, whole in each) - in_model}
 

@@ -228,10 +228,30 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether the frequencies of a model's RoPE are those of the longest sequence so far (dynamic NTK)."""
+    return any(rope.get("rope_type") == "dynamic" for rope in _ropes(config))
+
+
+def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
+    """Return each RoPE whose frequencies depend on the length: its type, and the positions before they change.
+
+    Those of LongRoPE change once, those of dynamic NTK with every further token.
+    """
+    own = config.max_position_embeddings
+    changes = []
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings") or own
+        if rope.get("rope_type") == "longrope":
+            changes.append(("longrope", original))
+        elif rope.get("rope_type") == "dynamic":
+            changes.append(("dynamic", min(original, own)))
+    return changes
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the settings of RoPE: of each kind of layers that has its own, or of all layers."""
     settings = getattr(config, "rope_parameters", None) or {}
     # Transformers 5.16 puts a rope_type of its own beside those of the kinds, if no layer has one of them.
-    kinds = [kind for kind in settings.values() if isinstance(kind, dict)] or [settings]
-    return any(kind.get("rope_type") == "dynamic" for kind in kinds)
+    return [kind for kind in settings.values() if isinstance(kind, dict)] or [settings]
 
 
 def has_rope_by_kind(config: PreTrainedConfig) -> bool:

@@ -17,7 +17,7 @@ from hf_sparse_attn.patch.answer import check_call
 from hf_sparse_attn.patch.draft_and_verify import VerifiedAnswer
 from hf_sparse_attn.patch.pass_graph import check_loop, check_recordable
 from hf_sparse_attn.patched import patched_method, text_model
-from hf_sparse_attn.rope import max_positions
+from hf_sparse_attn.rope import max_positions, rope_changes
 
 if TYPE_CHECKING:
     from transformers import (
@@ -208,7 +208,7 @@ def _longest(answer: VerifiedAnswer, config: PreTrainedConfig) -> int:
             f"max_new_tokens must leave the text within the model's {longest} positions, since self-speculation "
             f"verifies by passes over several tokens, got a text of up to {answer.most_tokens} tokens"
         )
-    changes = _rope_changes(config)
+    changes = rope_changes(config)
     if not changes:
         return longest
     tokens, positions = answer.prompt_tokens, answer.prompt_positions  # these differ by padding, images, or the user's
@@ -226,24 +226,6 @@ def _longest(answer: VerifiedAnswer, config: PreTrainedConfig) -> int:
             )
         longest = min(longest, original - ahead)
     return longest
-
-
-def _rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Return each RoPE whose frequencies depend on the length: its type, and the positions before they change.
-
-    Those of LongRoPE change once, those of dynamic NTK with every further token.
-    """
-    settings = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind in settings.values() if isinstance(kind, dict)] or [settings]
-    own = config.max_position_embeddings
-    changes = []
-    for kind in kinds:
-        original = kind.get("original_max_position_embeddings") or own
-        if kind.get("rope_type") == "longrope":
-            changes.append(("longrope", original))
-        elif kind.get("rope_type") == "dynamic":
-            changes.append(("dynamic", min(original, own)))
-    return changes
 
 
 def _check_processors(processors: LogitsProcessorList) -> None:
