@@ -37,6 +37,7 @@ from tests.ops.psa import test_append_and_attend_progressively as psa_step
 from tests.ops.quest import test_append_and_attend as quest_step
 from tests.ops.runs import test_runs_decode as runs_decode
 from tests.ops.runs import test_runs_prefill as runs_prefill
+from tests.ops.sums import test_one_shot_all_reduce as one_shot_all_reduce
 from tests.ops.tokens import test_mean_query as mean_query
 from tests.ops.tokens import test_select_tokens as select_tokens
 from tests.ops.tokens import test_token_votes as token_votes
@@ -320,6 +321,30 @@ def test_mean_query(**drawn):
 )
 def test_one_row_linear(**drawn):
     one_row_linear.check_product(**drawn)
+
+
+@few
+@given(
+    impl=st.sampled_from(IMPLS),
+    by=st.sampled_from(("add", "mul")),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    out_features=st.integers(1, 600),
+    in_features=st.integers(1, 2000),
+)
+def test_combined_one_row_linear(**drawn):
+    one_row_linear.check_combination(**drawn)
+
+
+@few
+@given(
+    impl=st.sampled_from(IMPLS),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    processes=st.integers(2, 8),
+    data=st.data(),
+    count=st.integers(1, 600).map(lambda half: 2 * half),
+)
+def test_one_shot_all_reduce(data, processes, **drawn):
+    one_shot_all_reduce.check_sum(processes=processes, rank=data.draw(st.integers(0, processes - 1)), **drawn)
 
 
 @few

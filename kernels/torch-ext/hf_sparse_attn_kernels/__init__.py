@@ -13,11 +13,12 @@ from .kmeans.ops import cluster_sums, nearest_centres
 from .offload.ops import keep_chosen, load_blocks
 from .pages.ops import page_bounds, page_scores, select_blocks
 from .pages.step_ops import append_and_rank, append_and_select
-from .products.ops import one_row_linear
+from .products.ops import combined_one_row_linear, one_row_linear
 from .progressive.ops import progressive_decode, rank_blocks
 from .psa.ops import append_and_attend_progressively
 from .quest.ops import append_and_attend
 from .runs.ops import runs_decode, runs_prefill
+from .sums.ops import one_shot_all_reduce
 from .tokens.ops import mean_query, select_tokens, token_votes
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "centroid_weights",
     "cluster_sums",
     "code_scores",
+    "combined_one_row_linear",
     "dense_decode",
     "dense_prefill",
     "encode_keys",
@@ -40,6 +42,7 @@ __all__ = [
     "mean_query",
     "nearest_centres",
     "one_row_linear",
+    "one_shot_all_reduce",
     "page_bounds",
     "page_scores",
     "progressive_decode",

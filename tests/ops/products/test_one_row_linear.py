@@ -1,12 +1,13 @@
-"""one_row_linear against float64, and its errors."""
+"""one_row_linear against float64, combined_one_row_linear against it and torch, and their errors."""
 
 import pytest
 import torch
-from hf_sparse_attn_kernels import one_row_linear
+from hf_sparse_attn_kernels import combined_one_row_linear, one_row_linear
+from hf_sparse_attn_kernels.products.ops import OPERATIONS
 
 from tests.ops.helpers import IMPLS, check_schema, device, grid
 
-SHAPES = [(1, 1), (5, 24), (7, 129), (130, 2048), (33, 3072), (6, 4100), (4099, 40)]
+SHAPES = [(1, 1), (5, 24), (7, 129), (130, 2048), (33, 3072), (6, 4100), (1027, 40)]
 
 
 def make_arguments(out_features, in_features, dtype, with_bias, seed=0):
@@ -58,6 +59,25 @@ def check_product(impl, weight_is_ready, dtype, with_bias, out_features, in_feat
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("by", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, grid(torch.float16), torch.float64], ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(5, 24), grid(130, 2048), (33, 3072)])
+def test_is_combined_with_another_tensor_as_torch_would(impl, by, dtype, out_features, in_features):
+    check_combination(impl, by, dtype, out_features, in_features)
+
+
+def check_combination(impl, by, dtype, out_features, in_features):
+    row, weight, bias = make_arguments(out_features, in_features, dtype, True)
+    other = torch.randn(1, 1, out_features, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    plain = one_row_linear(row, weight, bias=bias, impl=impl)
+    out, combined = combined_one_row_linear(row, weight, other, by=by, bias=bias, impl=impl)
+    assert torch.equal(out, plain)
+    expected = getattr(plain, by)(other)
+    truncates = impl == "triton" and device.type == "cpu" and dtype == torch.bfloat16  # Triton's interpreter does
+    torch.testing.assert_close(combined, expected, rtol=torch.finfo(dtype).eps if truncates else 0, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_is_the_same_from_call_to_call(impl):
     row, weight, bias = make_arguments(70, 5000, torch.bfloat16, True)
     first = one_row_linear(row, weight, bias=bias, impl=impl)
@@ -74,6 +94,7 @@ def test_takes_a_row_of_any_number_of_dimensions(impl):
 
 
 ROW, WEIGHT = torch.zeros(1, 8, device=device), torch.zeros(3, 8, device=device)
+THREE = torch.zeros(1, 3, device=device)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -99,9 +120,28 @@ def test_bad_input(impl, changes, error, message):
         one_row_linear(arguments.pop("input"), arguments.pop("weight"), **arguments, impl=impl)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"by": "div"}, ValueError, "by='div'; allowed: 'add', 'mul'"),
+        ({"other": THREE.view(3)}, ValueError, r"other has shape \[3\]; allowed: \[..., out_features\] = \[1, 3\]"),
+        ({"other": THREE.half()}, TypeError, "other has dtype torch.float16; allowed: torch.float32"),
+        ({"other": THREE.repeat(1, 2)[:, ::2]}, ValueError, r"other has strides \[6, 2\]; allowed: contiguous"),
+        ({"input": ROW.expand(2, 8)}, ValueError, r"input has shape \[2, 8\]; allowed: one row \[..., 8\]"),
+    ],
+)
+def test_bad_input_of_a_combination(impl, changes, error, message):
+    arguments = {"input": ROW, "weight": WEIGHT, "other": THREE, "by": "add", **changes}
+    with pytest.raises(error, match=message):
+        combined_one_row_linear(**arguments, impl=impl)
+
+
 def test_is_one_node_under_compile():
     row, weight, bias = make_arguments(5, 24, torch.float32, True)
     check_schema("one_row_linear", {"input": row, "weight": weight, "bias": bias, "weight_is_ready": True})
+    combined = {"other": row.new_ones(1, 1, 5), "by": "mul"}
+    check_schema("combined_one_row_linear", {"input": row, "weight": weight, **combined})
     compiled = torch.compile(one_row_linear, fullgraph=True, backend="eager")
     for each in (bias, None):
         assert torch.equal(compiled(row, weight, bias=each), one_row_linear(row, weight, bias=each))

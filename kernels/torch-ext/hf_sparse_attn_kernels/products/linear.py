@@ -26,11 +26,14 @@ def one_row_linear_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    other_ptr,
+    combined_ptr,
     out_features,
     weight_stride,
     IN_FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_IS_READY: tl.constexpr,
+    COMBINE_BY: tl.constexpr,
     SUM_DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -47,6 +50,8 @@ def one_row_linear_kernel(
     weight = _load_step(weight_at, feature[None, :], 0, IN_FEATURES, BLOCK_K, "evict_first")
     if WEIGHT_IS_READY:
         wait_for_previous_kernel(PDL)
+    if COMBINE_BY is not None:
+        other = tl.load(other_ptr + row).to(SUM_DTYPE)
     total = tl.zeros((BLOCK_N, BLOCK_K), SUM_DTYPE)
     for begin in tl.static_range(0, IN_FEATURES, BLOCK_K):
         if begin > 0:
@@ -57,33 +62,69 @@ def one_row_linear_kernel(
     result = tl.sum(total, axis=1)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row).to(SUM_DTYPE)
-    tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=out < out_features)
+    rounded = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out, rounded, mask=out < out_features)
+    if COMBINE_BY is not None:
+        rounded = rounded.to(SUM_DTYPE)
+        combined = rounded + other if COMBINE_BY == "add" else rounded * other
+        tl.store(combined_ptr + out, combined.to(out_ptr.dtype.element_ty), mask=out < out_features)
 
 
 def one_row_linear(
     input: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None, weight_is_ready: bool
 ) -> torch.Tensor:
     """Launch `one_row_linear_kernel`."""
+    out = input.new_empty((*input.shape[:-1], weight.shape[0]))
+    _launch(input, weight, bias, weight_is_ready, out)
+    return out
+
+
+def combined_one_row_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    other: torch.Tensor,
+    *,
+    by: str,
+    bias: torch.Tensor | None,
+    weight_is_ready: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch `one_row_linear_kernel`."""
+    out, combined = torch.empty_like(other), torch.empty_like(other)
+    _launch(input, weight, bias, weight_is_ready, out, other, by, combined)
+    return out, combined
+
+
+def _launch(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_is_ready: bool,
+    out: torch.Tensor,
+    other: torch.Tensor | None = None,
+    by: str | None = None,
+    combined: torch.Tensor | None = None,
+) -> None:
     out_features, in_features = weight.shape
-    out = input.new_empty((*input.shape[:-1], out_features))
     block_n, block_k, warps = tiles(out_features, in_features, weight.itemsize)
     one_row_linear_kernel[(cdiv(out_features, block_n),)](
         input,
         weight,
         bias,
         out,
+        other,
+        combined,
         out_features,
         weight.stride(0),
         IN_FEATURES=in_features,
         HAS_BIAS=bias is not None,
         WEIGHT_IS_READY=weight_is_ready,
+        COMBINE_BY=by,
         SUM_DTYPE=tl.float64 if input.dtype == torch.float64 else tl.float32,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
         **launch_options(input.device),
     )
-    return out
 
 
 def tiles(out_features: int, in_features: int, itemsize: int) -> tuple[int, int, int]:

@@ -1,9 +1,11 @@
-"""The op that multiplies a single row with a matrix."""
+"""The ops that multiply a single row with a matrix."""
 
 import torch
 
-from .._check import check_dims, check_float, check_last_stride, check_like, check_shape
+from .._check import check_contiguous, check_dims, check_float, check_last_stride, check_like, check_shape
 from .._op import op, output
+
+OPERATIONS = ("add", "mul")
 
 
 @op(launcher="linear")
@@ -49,6 +51,60 @@ def one_row_linear(
     RuntimeError
         impl="triton" cannot run here.
     """
+    shape = _check_product(input, weight, bias)
+    return output(input, shape, input.dtype)
+
+
+@op(launcher="linear")
+def combined_one_row_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    other: torch.Tensor,
+    *,
+    by: str,
+    bias: torch.Tensor | None = None,
+    weight_is_ready: bool = False,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply a single row with a matrix as `one_row_linear` does, and combine the result with another row.
+
+    A residual connection adds such a row, and a gated activation multiplies with one. The kernel that has the numbers
+    at hand saves a launch for them.
+
+    Parameters
+    ----------
+    input, weight, bias, weight_is_ready, impl
+        As for `one_row_linear`.
+    other : torch.Tensor
+        [..., out_features], contiguous, like `input`.
+    by : str
+        "add" or "mul".
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        The result of `one_row_linear`, to the bit, and that + `other`, or * `other`, rounded again.
+
+    Raises
+    ------
+    TypeError
+        Unsupported dtype.
+    ValueError
+        Invalid shape, stride, device or operation.
+    RuntimeError
+        impl="triton" cannot run here.
+    """
+    shape = _check_product(input, weight, bias)
+    check_shape("other", other, "..., out_features", shape)
+    check_like("other", other, "input", input)
+    check_contiguous("other", other)
+    if by not in OPERATIONS:
+        raise ValueError(f"by={by!r}; allowed: {', '.join(map(repr, OPERATIONS))}")
+    return output(input, shape, input.dtype), output(input, shape, input.dtype)
+
+
+def _check_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
+    """Check the arguments of a product; return its shape."""
     check_dims("weight", weight, "out_features, in_features")
     out_features, in_features = weight.shape
     if input.numel() != in_features or input.shape[-1:] != (in_features,):
@@ -61,4 +117,4 @@ def one_row_linear(
         check_shape("bias", bias, "out_features", (out_features,))
         check_like("bias", bias, "input", input)
         check_last_stride("bias", bias)
-    return output(input, (*input.shape[:-1], out_features), input.dtype)
+    return (*input.shape[:-1], out_features)
