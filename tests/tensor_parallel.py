@@ -36,6 +36,7 @@ from hf_sparse_attn import (
 )
 from hf_sparse_attn.patch import fused as fusing
 from hf_sparse_attn.patch import one_shot, tensor_parallel
+from hf_sparse_attn.patch.combinations import Combinations
 from hf_sparse_attn.patched import get_patch, is_patched, patched_method
 from tests.compared import compile_config
 from tests.families import tiny_model
@@ -281,7 +282,7 @@ def sums(model: PreTrainedModel, rank: int) -> dict[str, Any]:
     """Return, for a kernel that adds up and for what may hinder it, whether logits stay equal and how often it adds."""
     obstacles: dict[str, dict[str, Any]] = {
         "by a kernel": {},
-        "unreachable": {"_place": lambda device: {"host": "one", "device": str(rank), "readable": "01"[rank]}},
+        "unreachable": {"_place": lambda device: {"host": "one", "device": str(rank), "reached": "01"[rank]}},
         "unreserved": {"_shared_memory": (reserved, not_reserved)[rank]},
     }
     ids, found = prompts()["input_ids"], {}
@@ -300,36 +301,42 @@ def summed(
     obstacle: dict[str, Any],
     is_recorded: bool = False,
 ) -> dict[str, Any]:
-    """Return whether fused parts compute the expected logits, and how many sums a stand-in for the kernel made."""
-    rank, count = torch.distributed.get_rank(), 0
+    """Return whether fused parts compute the expected logits twice, and what a stand-in for the kernel made of it."""
+    rank, count, with_addend = torch.distributed.get_rank(), 0, 0
 
-    def add_up(buffer: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
-        nonlocal count
+    def add_up(tensor: torch.Tensor, *others: Any, rank: int, addend: Any, combined: Any) -> None:
+        nonlocal count, with_addend
         count += 1
-        torch.distributed.all_reduce(tensor, group=group)
+        torch.distributed.all_reduce(tensor)
+        if combined is not None:
+            with_addend += 1
+            combined.copy_(tensor + addend)
 
     stand_ins = {
         "_is_served": lambda tensor, group: True,
-        "_place": lambda device: {"host": "one", "device": str(rank), "readable": "10"[rank]},
+        "_place": lambda device: {"host": "one", "device": str(rank), "reached": "10"[rank]},
         "_shared_memory": reserved,
-        "_add_up": add_up,
-        "_buffers": {},
+        "one_shot_all_reduce": add_up,
+        "_memory": {},
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(one_shot, **{**stand_ins, **obstacle}))
         stack.enter_context(patch("torch.cuda.is_current_stream_capturing", return_value=is_recorded))
         stack.enter_context(patch.object(fusing, "BACKEND", "eager"))
-        stack.enter_context(fusing.fused(model))
-        logits = model(ids).logits
-    return {"logits are equal": torch.equal(logits, expected), "sums": count}
+        combinations, logits = Combinations(), []
+        for _ in range(2):
+            with fusing.fused(model, combinations):
+                logits.append(model(ids).logits)
+    are_equal = all(torch.equal(each, expected) for each in logits)
+    return {"logits are equal": are_equal, "sums": count, "with addend": with_addend}
 
 
-def reserved(group: Any, device: torch.device) -> torch.Tensor:
-    """Stand in for memory that other processes can read."""
-    return torch.empty(0)
+def reserved(group: Any, ranks: Any, device: torch.device) -> one_shot.SharedMemory:
+    """Stand in for memory that other processes can write."""
+    return one_shot.SharedMemory([], torch.empty(0), ranks.rank, held=None)
 
 
-def not_reserved(group: Any, device: torch.device) -> torch.Tensor:
+def not_reserved(group: Any, ranks: Any, device: torch.device) -> one_shot.SharedMemory:
     """Fail, as where a driver does not share memory."""
     raise RuntimeError("not supported")
 

@@ -105,9 +105,13 @@ def test_scenarios(runs, scenario):
 
 
 def test_sums_of_fused_steps_by_a_kernel(runs):
-    """A stand-in for the kernel, which needs two GPUs: all sums of a step reach it, and without it torch makes them."""
-    expected = {"logits are equal": True, "sums": 2 * worker.OVERRIDES["num_hidden_layers"]}
-    hindered = {key: {**expected, "sums": 0} for key in ("unreachable", "unreserved", "recording")}
+    """A stand-in for the kernel, which needs two GPUs: all sums of two passes reach it, and torch makes none.
+
+    The second pass knows what is added to the sums.
+    """
+    sums = 2 * worker.OVERRIDES["num_hidden_layers"]
+    expected = {"logits are equal": True, "sums": 2 * sums, "with addend": sums}
+    hindered = {key: {**expected, "sums": 0, "with addend": 0} for key in ("unreachable", "unreserved", "recording")}
     for rank in runs[2]:
         assert rank["sums"] == {"by a kernel": expected, **hindered}
 

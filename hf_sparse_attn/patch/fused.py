@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from hf_sparse_attn_kernels import one_row_linear
+from hf_sparse_attn_kernels import combined_one_row_linear, one_row_linear
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from hf_sparse_attn.patch import one_shot
+from hf_sparse_attn.patch.combinations import OPERATIONS, Combinations
 
 BACKEND = "inductor"
 """Compiler of the parts, one of torch's backends."""
@@ -25,13 +26,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @contextmanager
-def fused(model: torch.nn.Module) -> Iterator[None]:
+def fused(model: torch.nn.Module, combinations: Combinations | None = None) -> Iterator[None]:
     """Compile a model's norms and its RoPE while in force, each once for all layers.
 
     Uncompiled, a norm takes eight kernels and RoPE ten, each a few numbers for a decode step. Modules whose
     ``forward`` is not that of their class, such as those with hooks of accelerate, run as they are, but for the
     products in them: those of one row are made by :func:`hf_sparse_attn_kernels.one_row_linear`. Sums over processes
     go through :func:`~hf_sparse_attn.patch.one_shot.all_reduce`.
+
+    Parameters
+    ----------
+    model
+        The model.
+    combinations
+        What its passes add to products and sums, or multiply them with, kept from pass to pass; None to make each such
+        combination when it is asked for.
     """
     changed = []
     forwards = {kind: _fused_forward(kind) for kind in {type(module) for module in model.modules()}}
@@ -41,9 +50,11 @@ def fused(model: torch.nn.Module) -> Iterator[None]:
             if forward is not None and "forward" not in vars(module):
                 module.forward = MethodType(forward, module)
                 changed.append(module)
-        with ONE_ROW:
+        with _OneRow(combinations):
             yield
     finally:
+        if combinations is not None:
+            combinations.end()
         for module in changed:
             del module.forward
 
@@ -64,17 +75,42 @@ class _OneRow(TorchFunctionMode):
     """Multiply a single row with a matrix by a kernel for that, and add up over processes by one kernel.
 
     A decode step of one text reads every weight for one row, so it is bound by memory. cuBLAS computes a tile of many
-    rows, and may split a sum over two kernels. The mode has no state: Dynamo compares what the functions compiled under
-    it may see.
+    rows, and may split a sum over two kernels.
+
+    Parameters
+    ----------
+    combinations
+        Of a pass that is not compiled as a whole: they change while it runs, and Dynamo would compare what compiled
+        functions have seen.
     """
+
+    def __init__(self, combinations: Combinations | None = None) -> None:
+        super().__init__()
+        self._combinations = combinations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._combinations is not None:
+            return self._combined(self._combinations, func, args, kwargs)
         if func is one_shot.ALL_REDUCE:
             return one_shot.all_reduce(*args, **kwargs)
         if func is linear and _is_of_one_row(*args, **kwargs):
             return _one_row_linear(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _combined(self, combinations: Combinations, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, or return its result if that is made."""
+        combinations.begin_call()
+        if func is one_shot.ALL_REDUCE:
+            return _all_reduce(combinations, *args, **kwargs)
+        if func is linear and _is_of_one_row(*args, **kwargs):
+            return _product(combinations, *args, **kwargs)
+        by = OPERATIONS.get(func)
+        result = None if by is None or kwargs else combinations.take(by, args)
+        if result is None:
+            result = func(*args, **kwargs)
+        combinations.keep(result)
+        return result
 
 
 ONE_ROW = _OneRow()
@@ -97,14 +133,57 @@ def _is_of_one_row(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _one_row_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # Parameters were written long before the step. Other weights may be the result of the kernel before.
-    return one_row_linear(input, weight, bias=bias, weight_is_ready=isinstance(weight, torch.nn.Parameter))
+    return one_row_linear(input, weight, bias=bias, weight_is_ready=_is_ready(weight))
+
+
+def _is_ready(weight: torch.Tensor) -> bool:
+    """Whether weights were written long before a step. Others may be the result of the kernel before."""
+    return isinstance(weight, torch.nn.Parameter)
+
+
+def _product(
+    combinations: Combinations, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply a single row with a matrix, and combine the result with what it will be combined with."""
+    other = combinations.other((*input.shape[:-1], weight.shape[0]), input.dtype, input.device)
+    if other is None:
+        result = _one_row_linear(input, weight, bias)
+    else:
+        result, combined = combined_one_row_linear(
+            input, weight, other.tensor, by=other.by, bias=bias, weight_is_ready=_is_ready(weight)
+        )
+        combinations.add_made(result, other, combined)
+    combinations.keep(result, is_product=True)
+    return result
+
+
+def _all_reduce(
+    combinations: Combinations, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> Any:
+    """Add up over processes, and add what the sum will be added to."""
+    if not one_shot.serves(tensor, op, group, async_op):
+        return one_shot.all_reduce(tensor, op, group, async_op)
+    other = combinations.other(tensor.shape, tensor.dtype, tensor.device)
+    if other is None or other.by != "add":
+        one_shot.all_reduce(tensor, op, group)
+    else:
+        combined = torch.empty_like(other.tensor)
+        one_shot.all_reduce(tensor, op, group, addend=other.tensor, combined=combined)
+        combinations.add_made(tensor, other, combined)
+    combinations.keep(tensor, is_product=True)
+    return None
 
 
 @cache
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function, backend=backend)
-    return compiled
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # what is compiled has no product, and Dynamo would see the mode's state
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _with_decorated(function: Any, decorated: FunctionType, value: FunctionType) -> FunctionType | None:

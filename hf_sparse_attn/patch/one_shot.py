@@ -1,14 +1,16 @@
-"""Small sums over the processes of one machine by one kernel, in which each GPU reads the others' memory."""
+"""Small sums over the processes of one machine by one kernel, in which each GPU writes into the others' memory."""
 
 from __future__ import annotations
 
 import socket
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from hf_sparse_attn_kernels import one_shot_all_reduce
 
 from hf_sparse_attn.head_shard import HeadShard
 from hf_sparse_attn.patch.tensor_parallel import texts_of_all
@@ -17,108 +19,150 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LARGEST_SUM = 256 * 1024
-"""Bytes of a tensor up to which its sum is made here. Each GPU reads the others' tensors whole: no gain for larger."""
-PROCESSES = (2, 4, 8)
-"""Numbers of processes for which torch's kernel adds in the order of the ranks, so that all get the same bits."""
-DTYPES = (torch.float32, torch.bfloat16)
-"""What torch's kernel adds."""
-ALIGNMENT = 16
-"""Bytes that torch's kernel reads at once."""
+"""Bytes of a tensor up to which its sum is made here. Each GPU sends its tensor whole to all others, with a count for
+every 32 bits: no gain for larger ones."""
+PROCESSES = range(2, 9)
+"""Numbers of processes that the kernel adds up over."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernel adds."""
+WORD = 4
+"""Bytes for which the kernel has a count."""
+PROGRAM_WORDS = 256
+"""Words that a program of the kernel has."""
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others at the first sum, as over NCCL: their compilers may take longer."""
 ALL_REDUCE = getattr(torch.distributed, "all_reduce", None)
 """torch's function that is replaced; None in a build of torch without collectives."""
 
-_buffers: WeakKeyDictionary[ProcessGroup, torch.Tensor | None] = WeakKeyDictionary()
-"""Memory that the other processes of a group can read, as bytes; None where they cannot."""
+
+class SharedMemory(NamedTuple):
+    """Memory of a group's processes that all of them can write."""
+
+    buffers: list[torch.Tensor]
+    """Each process's, in the order of the ranks: int64 [2, processes, words]."""
+    counts: torch.Tensor
+    """int32 [words / PROGRAM_WORDS], of this process alone."""
+    rank: int
+    held: object
+    """What keeps all processes' memory mapped here."""
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = None, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+_memory: WeakKeyDictionary[ProcessGroup, SharedMemory | None] = WeakKeyDictionary()
+"""The memory of a group; None where its processes do not reach each other's."""
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Any = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    addend: torch.Tensor | None = None,
+    combined: torch.Tensor | None = None,
+) -> Any:
     """Add up the tensors of a group's processes, in place, as ``torch.distributed.all_reduce`` does.
 
     NCCL adds on a stream of its own, and its steps over the link are made for large tensors: a decode step waits for
-    it twice in each layer. Small tensors of GPUs that reach each other's memory are added by torch's kernel for
-    symmetric memory instead. Whether they do is found out at a group's first sum. All others are left to torch.
+    it twice in each layer. Small tensors of GPUs that reach each other's memory are added up by
+    :func:`hf_sparse_attn_kernels.one_shot_all_reduce` instead. Whether they do is found out at a group's first
+    sum. All others are left to torch, and so are sums in compiled code. ``addend`` and ``combined``, which the kernel
+    takes too, are for sums that :func:`serves`.
     """
-    distributed = torch.distributed
-    op = distributed.ReduceOp.SUM if op is None else op
-    group = distributed.group.WORLD if group is None else group
-    if group is not None and op == distributed.ReduceOp.SUM and not async_op and _is_served(tensor, group):
-        buffer = _buffer_of(group, tensor.device)
-        if buffer is not None:
-            _add_up(buffer, tensor, group)
-            return None
-    return distributed.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    if serves(tensor, op, group, async_op):
+        memory = _memory_of(_group(group), tensor.device)
+        assert memory is not None
+        one_shot_all_reduce(tensor, memory.buffers, memory.counts, rank=memory.rank, addend=addend, combined=combined)
+        return None
+    op = torch.distributed.ReduceOp.SUM if op is None else op
+    return torch.distributed.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def serves(tensor: torch.Tensor, op: Any = None, group: ProcessGroup | None = None, async_op: bool = False) -> bool:
+    """Return whether a sum is made by the kernel; the same on each process of the group."""
+    is_sum = op is None or op == torch.distributed.ReduceOp.SUM
+    return (
+        is_sum
+        and not async_op
+        and not torch.compiler.is_compiling()
+        and _is_served(tensor, _group(group))
+        and _memory_of(_group(group), tensor.device) is not None
+    )
+
+
+def _group(group: ProcessGroup | None) -> ProcessGroup:
+    """Return a group, by default that of all processes."""
+    group = torch.distributed.group.WORLD if group is None else group
+    assert group is not None  # else there is nothing to add up
+    return group
 
 
 def _is_served(tensor: torch.Tensor, group: ProcessGroup) -> bool:
-    """Whether torch's kernel adds up a tensor over a group; the same on each of its processes."""
+    """Whether the kernel adds up a tensor over a group; the same on each of its processes."""
     return (
         tensor.is_cuda
         and tensor.dtype in DTYPES
         and tensor.is_contiguous()
         and 0 < tensor.nbytes <= LARGEST_SUM
-        and tensor.nbytes % ALIGNMENT == 0
-        and tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0
+        and tensor.nbytes % WORD == 0
+        and tensor.storage_offset() * tensor.itemsize % WORD == 0
         and group.size() in PROCESSES
     )
 
 
-def _add_up(buffer: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """Copy a tensor into the memory that the others read, add up what all have there, and write the sum over it."""
-    shared = buffer[: tensor.nbytes].view(tensor.dtype)
-    flat = tensor.view(-1)
-    torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, flat, "sum", group.group_name, flat)
-
-
-def _buffer_of(group: ProcessGroup, device: torch.device) -> torch.Tensor | None:
-    """Return the memory of a group that all of its processes can read, which its first call reserves."""
-    if group not in _buffers:
+def _memory_of(group: ProcessGroup, device: torch.device) -> SharedMemory | None:
+    """Return the memory of a group that all of its processes can write, which its first call reserves."""
+    if group not in _memory:
         if torch.cuda.is_current_stream_capturing():  # the processes cannot meet in a recording
             return None
-        _buffers[group] = _reserve(group, device)
-    return _buffers[group]
+        _memory[group] = _reserve(group, device)
+    return _memory[group]
 
 
-def _reserve(group: ProcessGroup, device: torch.device) -> torch.Tensor | None:
-    """Reserve memory that all processes of a group can read; None on all of them if it fails on one."""
+def _reserve(group: ProcessGroup, device: torch.device) -> SharedMemory | None:
+    """Reserve memory that all processes of a group can write; None on all of them if it fails on one."""
     ranks = HeadShard(torch.distributed.get_rank(group), group.size(), group)
     places = texts_of_all(ranks, _place(device), TIMEOUT)
     if not _reach_each_other(places):
         return None
-    buffer = None
+    memory = None
     with suppress(Exception):  # what it raises depends on the version, the driver and the machine
-        buffer = _shared_memory(group, device)
-    reserved = texts_of_all(ranks, {"reserved": str(buffer is not None)}, TIMEOUT)
-    return buffer if all(text["reserved"] == "True" for text in reserved) else None
+        memory = _shared_memory(group, ranks, device)
+    # None begins a sum before the memory of all is 0.
+    reserved = texts_of_all(ranks, {"reserved": str(memory is not None)}, TIMEOUT)
+    return memory if all(text["reserved"] == "True" for text in reserved) else None
 
 
 def _place(device: torch.device) -> dict[str, str]:
-    """Return where a process computes, and which other devices of its machine its own one can read."""
+    """Return where a process computes, and which other devices of its machine its own one reaches."""
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    readable = [other for other in others if torch.cuda.can_device_access_peer(device, other)]
-    has_kernel = hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out")
+    reached = [other for other in others if torch.cuda.can_device_access_peer(device, other)]
     return {
         "host": socket.gethostname(),
         "device": str(device.index),
-        "readable": " ".join(map(str, readable)) if has_kernel else "",
+        "reached": " ".join(map(str, reached)) if find_spec("triton") is not None else "",
     }
 
 
 def _reach_each_other(places: list[dict[str, str]]) -> bool:
-    """Whether the processes have a device each, of one machine, and each device can read all others."""
+    """Whether the processes have a device each, of one machine, and each device reaches all others."""
     devices = {place["device"] for place in places}
     return (
         len({place["host"] for place in places}) == 1
         and len(devices) == len(places)
-        and all(devices <= {place["device"], *place["readable"].split()} for place in places)
+        and all(devices <= {place["device"], *place["reached"].split()} for place in places)
     )
 
 
-def _shared_memory(group: ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return bytes on a device that the other processes of a group can read."""
+def _shared_memory(group: ProcessGroup, ranks: HeadShard, device: torch.device) -> SharedMemory:
+    """Reserve memory on the devices of a group, all of it 0."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    buffer: torch.Tensor = symmetric.empty(LARGEST_SUM, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(buffer, group.group_name)
-    return buffer
+    words = LARGEST_SUM // WORD
+    shape = (2, ranks.size, words)
+    buffer = symmetric.empty(shape, dtype=torch.int64, device=device)
+    handle = symmetric.rendezvous(buffer, group.group_name)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    buffers = [handle.get_buffer(rank, shape, torch.int64) for rank in range(ranks.size)]
+    counts = torch.zeros(words // PROGRAM_WORDS, dtype=torch.int32, device=device)
+    return SharedMemory(buffers, counts, ranks.rank, held=(buffer, handle))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_sparse_attn.cache.cache import SparseCache
 from hf_sparse_attn.checks import boolean
+from hf_sparse_attn.patch.combinations import Combinations
 from hf_sparse_attn.patch.fused import fused
 from hf_sparse_attn.patch.generation import is_step_one_graph
 from hf_sparse_attn.patched import get_patch
@@ -86,6 +87,7 @@ class PassGraph:
         """The values in the arguments, at any depth."""
         self._logits: torch.Tensor | None = None
         self._replay: Callable[[], object] | None = None
+        self._combinations = Combinations()
 
     def __call__(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Run a pass by the model's arguments; return its logits, which the next pass overwrites.
@@ -124,7 +126,7 @@ class PassGraph:
             ) from error
 
     def _run(self) -> torch.Tensor:
-        with self._cache.captured(), fused(self._model) if self._fuse else nullcontext():
+        with self._cache.captured(), fused(self._model, self._combinations) if self._fuse else nullcontext():
             logits: torch.Tensor = self._model(**self._inputs, return_dict=True).logits
         return logits
 

@@ -29,15 +29,18 @@ def row(count=64, **changes):
         (row(dtype=torch.float32), PAIR, True),
         (row(one_shot.LARGEST_SUM // 2), PAIR, True),
         (row(one_shot.LARGEST_SUM // 2 + 8), PAIR, False),
-        (row(dtype=torch.float16), PAIR, False),
+        (row(dtype=torch.float16), PAIR, True),
+        (row(dtype=torch.float64), PAIR, False),
+        (row(6), PAIR, True),
         (row(7), PAIR, False),
         (row(0), PAIR, False),
-        (row(storage_offset=lambda: 4), PAIR, False),
-        (row(storage_offset=lambda: 8), PAIR, True),
+        (row(storage_offset=lambda: 3), PAIR, False),
+        (row(storage_offset=lambda: 4), PAIR, True),
         (row(is_contiguous=lambda: False), PAIR, False),
         (row(is_cuda=False), PAIR, False),
         (row(), SimpleNamespace(size=lambda: 4), True),
-        (row(), SimpleNamespace(size=lambda: 3), False),
+        (row(), SimpleNamespace(size=lambda: 8), True),
+        (row(), SimpleNamespace(size=lambda: 9), False),
     ],
 )
 def test_what_the_kernel_serves(tensor, group, is_served):
@@ -49,15 +52,15 @@ def test_what_the_kernel_serves(tensor, group, is_served):
     [
         ({}, True),
         ({"host": "two"}, False),
-        ({"device": "0", "readable": "1"}, False),
-        ({"readable": ""}, False),
-        ({"readable": "0 2 3"}, True),
-        ({"readable": "2 3"}, False),
+        ({"device": "0", "reached": "1"}, False),
+        ({"reached": ""}, False),
+        ({"reached": "0 2 3"}, True),
+        ({"reached": "2 3"}, False),
     ],
 )
 def test_devices_that_reach_each_other(change, reach):
-    first = {"host": "one", "device": "0", "readable": "1"}
-    second = {"host": "one", "device": "1", "readable": "0"}
+    first = {"host": "one", "device": "0", "reached": "1"}
+    second = {"host": "one", "device": "1", "reached": "0"}
     assert one_shot._reach_each_other([first, {**second, **change}]) is reach
 
 

@@ -457,6 +457,17 @@ def test_fused_on_cuda(family, seed, method):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["quest", "keycodes"])
+def test_fused_products_of_compiled_steps_on_cuda(method):
+    model = make_model("llama", num_hidden_layers=3)
+    patch_model(model, method, token_budget=48, **SPARSE.get(method, {}))
+    inputs, arguments = {"input_ids": random_ids(1, 120)}, {"max_new_tokens": 40, "do_sample": False}
+    expected = model.generate(**inputs, **arguments, disable_compile=True)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **arguments, custom_generate=DecodeAhead(fuse=True)), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("method", DRAFTING)
 def test_lossless_decoding_on_cuda(method):
     model, inputs = make_model("llama", num_hidden_layers=2), padded_batch()

@@ -1,0 +1,144 @@
+"""Results that are combined ahead of the call for it: where, with the same bits, and only if nothing has changed."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.nn.functional import linear, silu
+
+from hf_sparse_attn.patch import fused as fusing
+from hf_sparse_attn.patch.combinations import Combinations
+from hf_sparse_attn.patch.fused import fused
+from tests.families import tiny_model
+from tests.models import make_model, random_ids
+
+WEIGHTS = [Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+SCALE = torch.randn(8)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The operations that products have made with their results."""
+    operations, combined = [], fusing.combined_one_row_linear
+
+    def observed(*arguments, **options):
+        operations.append(options["by"])
+        return combined(*arguments, **options)
+
+    monkeypatch.setattr(fusing, "combined_one_row_linear", observed)
+    monkeypatch.setattr(fusing, "BACKEND", "eager")
+    return operations
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_residual_connections_and_gates_of_a_model(family, made):
+    model, combinations = make_model(family, dtype=torch.float64), Combinations()
+    for index in range(3):
+        ids = random_ids(1, 1, seed=index)
+        with fused(model):
+            expected = model(ids).logits
+        with fused(model, combinations):
+            actual = model(ids).logits
+        assert torch.equal(actual, expected)
+    assert made == ["add", "mul", "add"] * 2 * model.config.num_hidden_layers  # of the second and the third pass
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi3"]
+)
+@torch.no_grad()
+def test_models_with_other_connections_keep_their_results(model_type, made):
+    model, combinations = tiny_model(model_type), Combinations()
+    for index in range(3):
+        ids = random_ids(1, 1, seed=index)
+        with fused(model):
+            expected = model(ids).logits
+        with fused(model, combinations):
+            actual = model(ids).logits
+        assert torch.equal(actual, expected)
+
+
+class Toy(torch.nn.Module):
+    """Passes of a few calls, which may differ from one to the next."""
+
+    def forward(self, row, change=None):
+        residual = row.clone()
+        result = linear(residual * SCALE, WEIGHTS[0])
+        if change == "result":
+            result.mul_(2)
+        if change == "residual":
+            residual.add_(1)
+        if change == "another":
+            residual = residual + 0.0
+        if change == "order":
+            total = result + residual
+        elif change == "operation":
+            total = residual * result
+        elif change == "scaled":
+            total = torch.add(residual, result, alpha=2)
+        else:
+            total = residual + result
+        return silu(linear(total, WEIGHTS[1])) * linear(total, WEIGHTS[2]), result, residual
+
+
+@pytest.mark.parametrize(
+    ("change", "operations"),
+    [
+        (None, ["add", "mul"]),
+        ("order", ["add", "mul"]),
+        ("operation", ["add", "mul"]),
+        ("scaled", ["add", "mul"]),
+        ("result", ["add"]),
+        ("residual", ["add"]),
+        ("another", ["add"]),
+    ],
+)
+@torch.no_grad()
+def test_what_has_changed_since_is_computed_again(change, operations, made):
+    """An additional call moves the numbers of all later ones, so that nothing after it is made ahead."""
+    toy, combinations, (first, second) = Toy(), Combinations(), torch.randn(2, 1, 8)
+    with fused(toy, combinations):
+        toy(first)
+    assert made == []
+    with fused(toy, combinations):
+        actual = toy(second, change)
+    assert made == operations
+    for each, expected in zip(actual, toy(second, change), strict=True):
+        torch.testing.assert_close(each, expected)
+
+
+@torch.no_grad()
+def test_other_shapes_and_several_rows_are_not_combined(made):
+    toy, combinations = Toy(), Combinations()
+    for rows in (1, 2, 1):
+        row = torch.randn(rows, 8)
+        with fused(toy, combinations):
+            actual = toy(row)
+        for each, expected in zip(actual, toy(row), strict=True):
+            torch.testing.assert_close(each, expected)
+    assert made == ["add", "mul"]
+
+
+@torch.inference_mode()
+def test_tensors_that_do_not_tell_whether_they_changed_are_not_combined(made):
+    toy, combinations = Toy(), Combinations()
+    for _ in range(2):
+        with fused(toy, combinations):
+            toy(torch.randn(1, 8))
+    assert made == []
+
+
+@torch.no_grad()
+def test_a_pass_that_fails_leaves_nothing_behind(made):
+    toy, combinations, row = Toy(), Combinations(), torch.randn(1, 8)
+    with fused(toy, combinations):
+        toy(row)
+    wider = torch.randn(1, 9)
+    with pytest.raises(RuntimeError, match="size"), fused(toy, combinations):
+        toy(wider)
+    assert not combinations._tensors
+    with fused(toy, combinations):
+        actual = toy(row)
+    assert made == ["add", "mul"]
+    for each, expected in zip(actual, toy(row), strict=True):
+        torch.testing.assert_close(each, expected)
