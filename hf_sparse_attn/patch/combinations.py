@@ -8,6 +8,8 @@ import torch
 
 OPERATIONS = {torch.Tensor.add: "add", torch.Tensor.mul: "mul"}
 """What ``+`` and ``*`` call, by their names in the kernels."""
+LARGEST = 1 << 20
+"""Bytes of a result that is kept for a later call: a few rows. The first pass keeps them all."""
 
 
 class Other(NamedTuple):
@@ -47,7 +49,7 @@ class Combinations:
         self._call = 0
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._tensors: dict[int, torch.Tensor] = {}
-        """Results by the numbers of their calls: all in the first pass, so that none takes the memory of another."""
+        """Results by the numbers of their calls; in the first pass all, so that none takes the memory of another."""
         self._products: set[int] = set()
         self._made: list[_Made] = []
 
@@ -77,7 +79,7 @@ class Combinations:
 
     def keep(self, result: Any, is_product: bool = False) -> None:
         """Note the result of this call, if a later call may be combined with it."""
-        if not isinstance(result, torch.Tensor) or result.is_inference():
+        if type(result) is not torch.Tensor or result.is_inference() or result.untyped_storage().nbytes() > LARGEST:
             return
         if self._is_first:
             if is_product:

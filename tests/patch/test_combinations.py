@@ -129,6 +129,17 @@ def test_tensors_that_do_not_tell_whether_they_changed_are_not_combined(made):
 
 
 @torch.no_grad()
+def test_the_first_pass_keeps_rows_alone(made):
+    toy, combinations, row = Toy(), Combinations(), torch.randn(1, 8)
+    with fused(toy, combinations):
+        toy(row)
+        torch.zeros(1 << 20)[:8].clone()
+        kept = list(combinations._tensors.values())
+        assert sum(tensor.untyped_storage().nbytes() for tensor in kept) < 1 << 12
+    assert not combinations._tensors
+
+
+@torch.no_grad()
 def test_a_pass_that_fails_leaves_nothing_behind(made):
     toy, combinations, row = Toy(), Combinations(), torch.randn(1, 8)
     with fused(toy, combinations):
