@@ -283,14 +283,16 @@ def sums(model: PreTrainedModel, rank: int) -> dict[str, Any]:
     obstacles: dict[str, dict[str, Any]] = {
         "by a kernel": {},
         "unreachable": {"_place": lambda device: {"host": "one", "device": str(rank), "reached": "01"[rank]}},
-        "unreserved": {"_shared_memory": (reserved, not_reserved)[rank]},
+        "unreserved": {"_allocate": (allocated, not_supported)[rank]},
+        "unmapped": {"_mapped": (mapped, not_supported)[rank]},
     }
     ids, found = prompts()["input_ids"], {}
     with sparse_attention(model, "quest", token_budget=48):
-        expected = model(ids).logits
-        for name, obstacle in obstacles.items():
-            found[name] = summed(model, ids, expected, obstacle)
-        found["recording"] = summed(model, ids, expected, {}, is_recorded=True)
+        for form, tokens in {"": ids, ", one row": ids[:1, -1:]}.items():
+            expected = model(tokens).logits
+            for name, obstacle in obstacles.items():
+                found[name + form] = summed(model, tokens, expected, obstacle)
+            found["recording" + form] = summed(model, tokens, expected, {}, is_recorded=True)
     return found
 
 
@@ -315,7 +317,8 @@ def summed(
     stand_ins = {
         "_is_served": lambda tensor, group: True,
         "_place": lambda device: {"host": "one", "device": str(rank), "reached": "10"[rank]},
-        "_shared_memory": reserved,
+        "_allocate": allocated,
+        "_mapped": mapped,
         "one_shot_all_reduce": add_up,
         "_memory": {},
     }
@@ -327,16 +330,21 @@ def summed(
         for _ in range(2):
             with fusing.fused(model, combinations):
                 logits.append(model(ids).logits)
-    are_equal = all(torch.equal(each, expected) for each in logits)
+    are_equal = all(torch.allclose(each, expected, rtol=0, atol=1e-12) for each in logits)
     return {"logits are equal": are_equal, "sums": count, "with addend": with_addend}
 
 
-def reserved(group: Any, ranks: Any, device: torch.device) -> one_shot.SharedMemory:
-    """Stand in for memory that other processes can write."""
+def allocated(ranks: Any, device: torch.device) -> torch.Tensor:
+    """Stand in for memory that can be mapped on other devices."""
+    return torch.empty(0)
+
+
+def mapped(buffer: torch.Tensor, ranks: Any, group: Any) -> one_shot.SharedMemory:
+    """Stand in for the memory of all processes."""
     return one_shot.SharedMemory([], torch.empty(0), ranks.rank, held=None)
 
 
-def not_reserved(group: Any, ranks: Any, device: torch.device) -> one_shot.SharedMemory:
+def not_supported(*arguments: Any) -> Any:
     """Fail, as where a driver does not share memory."""
     raise RuntimeError("not supported")
 

@@ -8,8 +8,8 @@ import torch
 
 OPERATIONS = {torch.Tensor.add: "add", torch.Tensor.mul: "mul"}
 """What ``+`` and ``*`` call, by their names in the kernels."""
-LARGEST = 1 << 20
-"""Bytes of a result that is kept for a later call: a few rows. The first pass keeps them all."""
+LARGEST = 256 * 1024
+"""Bytes of a result that is kept for a later call: a few rows. The first pass keeps all that are no larger."""
 
 
 class Other(NamedTuple):
@@ -36,12 +36,14 @@ class Combinations:
     multiplies the two. The kernel that makes the result can do so too, and saves a launch that would read and write a
     single row. Calls have numbers in a pass. In the first one is learned which results are combined with a tensor from
     an earlier call. Later passes make these results and the combinations at once; a call then takes what is made if its
-    tensors are those, and unchanged since.
+    tensors are those, and unchanged since, as far as PyTorch knows.
     """
 
     def __init__(self) -> None:
         self._learned: dict[int, tuple[str, int]] = {}
         """By the number of the call that makes a result: the operation, and the call that made the other tensor."""
+        self._others: set[int] = set()
+        """The calls that make these other tensors."""
         self._is_first = True
         self._begin()
 
@@ -54,7 +56,7 @@ class Combinations:
         self._made: list[_Made] = []
 
     def end(self) -> None:
-        """End a pass."""
+        """End a pass. After one that called nothing, the next one is the first."""
         self._is_first = self._is_first and not self._tensors
         self._begin()
 
@@ -79,7 +81,7 @@ class Combinations:
 
     def keep(self, result: Any, is_product: bool = False) -> None:
         """Note the result of this call, if a later call may be combined with it."""
-        if type(result) is not torch.Tensor or result.is_inference() or result.untyped_storage().nbytes() > LARGEST:
+        if not _is_plain(result) or result.is_inference() or result.untyped_storage().nbytes() > LARGEST:
             return
         if self._is_first:
             if is_product:
@@ -88,8 +90,14 @@ class Combinations:
                 return
             self._tensors[self._call] = result
             self._numbers[_place(result)] = self._call
-        elif any(self._call == number for _, number in self._learned.values()):
+        elif self._call in self._others:
             self._tensors[self._call] = result
+
+    def note_written(self, tensor: Any) -> None:
+        """Note that this call writes a tensor in place, which neither NCCL nor a kernel tells PyTorch."""
+        if _is_plain(tensor) and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+            self._numbers.pop(_place(tensor), None)
 
     def add_made(self, result: torch.Tensor, other: Other, combined: torch.Tensor) -> None:
         """Note a combination that was made with the result of this call."""
@@ -98,7 +106,7 @@ class Combinations:
 
     def take(self, by: str, operands: tuple[Any, ...]) -> torch.Tensor | None:
         """Return the combination of two tensors if it is made; in the first pass, learn that it is asked for."""
-        if len(operands) != 2 or not all(type(operand) is torch.Tensor for operand in operands):
+        if len(operands) != 2 or not all(map(_is_plain, operands)):
             return None
         if self._is_first:
             self._learn(by, *operands)
@@ -117,7 +125,18 @@ class Combinations:
             return
         earlier, later = sorted(number for number in known if number is not None)
         if later in self._products and earlier < later:
-            self._learned.setdefault(later, (by, earlier))
+            _, other = self._learned.setdefault(later, (by, earlier))
+            self._others.add(other)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that has memory of its own: none of another kind, layout, or of a transformation."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

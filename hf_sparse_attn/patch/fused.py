@@ -91,6 +91,8 @@ class _OneRow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._combinations is not None:
+            if torch.compiler.is_compiling():  # a part of the model that is compiled by itself
+                return func(*args, **kwargs)
             return self._combined(self._combinations, func, args, kwargs)
         if func is one_shot.ALL_REDUCE:
             return one_shot.all_reduce(*args, **kwargs)
@@ -161,10 +163,11 @@ def _all_reduce(
     combinations: Combinations, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
     """Add up over processes, and add what the sum will be added to."""
+    combinations.note_written(tensor)
     if not one_shot.serves(tensor, op, group, async_op):
         return one_shot.all_reduce(tensor, op, group, async_op)
     other = combinations.other(tensor.shape, tensor.dtype, tensor.device)
-    if other is None or other.by != "add":
+    if other is None or other.by != "add" or not one_shot.is_aligned(other.tensor):
         one_shot.all_reduce(tensor, op, group)
     else:
         combined = torch.empty_like(other.tensor)

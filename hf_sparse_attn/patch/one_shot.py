@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,7 @@ from hf_sparse_attn.patch.tensor_parallel import texts_of_all
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 LARGEST_SUM = 256 * 1024
 """Bytes of a tensor up to which its sum is made here. Each GPU sends its tensor whole to all others, with a count for
 every 32 bits: no gain for larger ones."""
@@ -73,6 +75,8 @@ def all_reduce(
         assert memory is not None
         one_shot_all_reduce(tensor, memory.buffers, memory.counts, rank=memory.rank, addend=addend, combined=combined)
         return None
+    if addend is not None or combined is not None:
+        raise ValueError("addend and combined are given for a sum that the kernel does not make; allowed: None")
     op = torch.distributed.ReduceOp.SUM if op is None else op
     return torch.distributed.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
@@ -80,20 +84,25 @@ def all_reduce(
 def serves(tensor: torch.Tensor, op: Any = None, group: ProcessGroup | None = None, async_op: bool = False) -> bool:
     """Return whether a sum is made by the kernel; the same on each process of the group."""
     is_sum = op is None or op == torch.distributed.ReduceOp.SUM
+    group = _group(group)
     return (
         is_sum
+        and isinstance(group, torch.distributed.ProcessGroup)  # else this process is not in it
         and not async_op
         and not torch.compiler.is_compiling()
-        and _is_served(tensor, _group(group))
-        and _memory_of(_group(group), tensor.device) is not None
+        and _is_served(tensor, group)
+        and _memory_of(group, tensor.device) is not None
     )
 
 
-def _group(group: ProcessGroup | None) -> ProcessGroup:
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor begins with a word."""
+    return tensor.storage_offset() * tensor.itemsize % WORD == 0
+
+
+def _group(group: ProcessGroup | None) -> Any:
     """Return a group, by default that of all processes."""
-    group = torch.distributed.group.WORLD if group is None else group
-    assert group is not None  # else there is nothing to add up
-    return group
+    return torch.distributed.group.WORLD if group is None else group
 
 
 def _is_served(tensor: torch.Tensor, group: ProcessGroup) -> bool:
@@ -104,7 +113,7 @@ def _is_served(tensor: torch.Tensor, group: ProcessGroup) -> bool:
         and tensor.is_contiguous()
         and 0 < tensor.nbytes <= LARGEST_SUM
         and tensor.nbytes % WORD == 0
-        and tensor.storage_offset() * tensor.itemsize % WORD == 0
+        and is_aligned(tensor)
         and group.size() in PROCESSES
     )
 
@@ -124,12 +133,18 @@ def _reserve(group: ProcessGroup, device: torch.device) -> SharedMemory | None:
     places = texts_of_all(ranks, _place(device), TIMEOUT)
     if not _reach_each_other(places):
         return None
-    memory = None
+    # None waits for the mapping of a process that has no memory, or begins a sum before the memory of all is 0.
+    buffer = _of_all(ranks, lambda: _allocate(ranks, device))
+    return None if buffer is None else _of_all(ranks, lambda: _mapped(buffer, ranks, group))
+
+
+def _of_all(ranks: HeadShard, reserve: Callable[[], T]) -> T | None:
+    """Return what a function reserves; None on all processes if it fails on one."""
+    reserved = None
     with suppress(Exception):  # what it raises depends on the version, the driver and the machine
-        memory = _shared_memory(group, ranks, device)
-    # None begins a sum before the memory of all is 0.
-    reserved = texts_of_all(ranks, {"reserved": str(memory is not None)}, TIMEOUT)
-    return memory if all(text["reserved"] == "True" for text in reserved) else None
+        reserved = reserve()
+    texts = texts_of_all(ranks, {"reserved": str(reserved is not None)}, TIMEOUT)
+    return reserved if all(text["reserved"] == "True" for text in texts) else None
 
 
 def _place(device: torch.device) -> dict[str, str]:
@@ -153,16 +168,21 @@ def _reach_each_other(places: list[dict[str, str]]) -> bool:
     )
 
 
-def _shared_memory(group: ProcessGroup, ranks: HeadShard, device: torch.device) -> SharedMemory:
-    """Reserve memory on the devices of a group, all of it 0."""
+def _allocate(ranks: HeadShard, device: torch.device) -> torch.Tensor:
+    """Allocate memory that can be mapped on other devices, all of it 0."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    words = LARGEST_SUM // WORD
-    shape = (2, ranks.size, words)
-    buffer = symmetric.empty(shape, dtype=torch.int64, device=device)
-    handle = symmetric.rendezvous(buffer, group.group_name)
+    buffer: torch.Tensor = symmetric.empty((2, ranks.size, LARGEST_SUM // WORD), dtype=torch.int64, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
-    buffers = [handle.get_buffer(rank, shape, torch.int64) for rank in range(ranks.size)]
-    counts = torch.zeros(words // PROGRAM_WORDS, dtype=torch.int32, device=device)
+    return buffer
+
+
+def _mapped(buffer: torch.Tensor, ranks: HeadShard, group: ProcessGroup) -> SharedMemory:
+    """Map the memory of all processes of a group on this one's device."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    handle = symmetric.rendezvous(buffer, group.group_name)
+    buffers = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(ranks.size)]
+    counts = torch.zeros(buffer.shape[2] // PROGRAM_WORDS, dtype=torch.int32, device=buffer.device)
     return SharedMemory(buffers, counts, ranks.rank, held=(buffer, handle))

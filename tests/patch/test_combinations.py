@@ -128,6 +128,52 @@ def test_tensors_that_do_not_tell_whether_they_changed_are_not_combined(made):
     assert made == []
 
 
+@pytest.mark.usefixtures("made")
+@torch.no_grad()
+def test_what_a_part_compiles_by_itself_is_left_to_it():
+    """Dynamo would trace the mode, whose state changes from call to call."""
+    gated = torch.compile(lambda first, second: (first + second) * torch.sin(second * 2 + first), backend="eager")
+    toy, combinations = Toy(), Combinations()
+    for row in torch.randn(3, 1, 8):
+        with fused(toy, combinations):
+            result, *_ = toy(row)
+            actual = gated(result, row)
+        torch.testing.assert_close(actual, (result + row) * torch.sin(row * 2 + result))
+
+
+@pytest.mark.usefixtures("made")
+@torch.no_grad()
+def test_tensors_without_memory_of_their_own_pass_through():
+    toy, combinations, rows = Toy(), Combinations(), torch.randn(3, 8)
+    for _ in range(2):
+        with fused(toy, combinations):
+            mapped = torch.vmap(lambda row: row * 2 + row)(rows)
+            sparse = (rows.to_sparse() + rows.to_sparse()).to_dense()
+            nested = torch.nested.nested_tensor([rows, rows[:1]]) * 2.0
+        torch.testing.assert_close(mapped, rows * 3)
+        torch.testing.assert_close(sparse, rows * 2)
+        torch.testing.assert_close(nested[1], rows[:1] * 2)
+
+
+@torch.no_grad()
+def test_what_a_kernel_writes_is_no_longer_what_a_product_made(made):
+    """As sums over processes do, of which PyTorch learns nothing."""
+    toy, combinations, row = Toy(), Combinations(), torch.randn(1, 8)
+
+    def run():
+        residual = row.clone()
+        result = linear(residual * SCALE, WEIGHTS[0])
+        result.data.mul_(2)
+        combinations.note_written(result)
+        return residual + result
+
+    for _ in range(3):
+        with fused(toy, combinations):
+            actual = run()
+        torch.testing.assert_close(actual, row + 2 * linear(row * SCALE, WEIGHTS[0]))
+    assert made == []
+
+
 @torch.no_grad()
 def test_the_first_pass_keeps_rows_alone(made):
     toy, combinations, row = Toy(), Combinations(), torch.randn(1, 8)

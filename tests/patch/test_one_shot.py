@@ -64,6 +64,12 @@ def test_devices_that_reach_each_other(change, reach):
     assert one_shot._reach_each_other([first, {**second, **change}]) is reach
 
 
+def test_an_addend_of_another_sum_is_refused():
+    tensor = torch.zeros(4)
+    with pytest.raises(ValueError, match="addend and combined are given for a sum that the kernel does not make"):
+        one_shot.all_reduce(tensor, group=object(), addend=tensor, combined=tensor)
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_sums_on_several_gpus(processes):
