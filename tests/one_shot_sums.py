@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from hf_sparse_attn_kernels.sums.ops import DTYPES
 
 from hf_sparse_attn.patch import one_shot
 
@@ -22,7 +23,7 @@ def check(rank: int, size: int, port: int) -> None:
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=size)
     group: Any = torch.distributed.group.WORLD
     try:
-        for dtype in one_shot.DTYPES:
+        for dtype in DTYPES:
             for count in COUNTS:
                 of_all = torch.randn(size, count, generator=torch.Generator().manual_seed(count)).to(dtype).to(device)
                 check_sum(of_all, rank, group)

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from hf_sparse_attn_kernels import one_shot_all_reduce
+from hf_sparse_attn_kernels.sums import HALVES, MOST_PROCESSES, PROGRAM_WORDS
+from hf_sparse_attn_kernels.sums.ops import DTYPES
 
 from hf_sparse_attn.head_shard import HeadShard
 from hf_sparse_attn.patch.tensor_parallel import texts_of_all
@@ -23,14 +25,8 @@ T = TypeVar("T")
 LARGEST_SUM = 256 * 1024
 """Bytes of a tensor up to which its sum is made here. Each GPU sends its tensor whole to all others, with a count for
 every 32 bits: no gain for larger ones."""
-PROCESSES = range(2, 9)
-"""Numbers of processes that the kernel adds up over."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernel adds."""
 WORD = 4
 """Bytes for which the kernel has a count."""
-PROGRAM_WORDS = 256
-"""Words that a program of the kernel has."""
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others at the first sum, as over NCCL: their compilers may take longer."""
 ALL_REDUCE = getattr(torch.distributed, "all_reduce", None)
@@ -41,7 +37,7 @@ class SharedMemory(NamedTuple):
     """Memory of a group's processes that all of them can write."""
 
     buffers: list[torch.Tensor]
-    """Each process's, in the order of the ranks: int64 [2, processes, words]."""
+    """Each process's, in the order of the ranks: int64 [HALVES, processes, words]."""
     counts: torch.Tensor
     """int32 [words / PROGRAM_WORDS], of this process alone."""
     rank: int
@@ -66,9 +62,14 @@ def all_reduce(
 
     NCCL adds on a stream of its own, and its steps over the link are made for large tensors: a decode step waits for
     it twice in each layer. Small tensors of GPUs that reach each other's memory are added up by
-    :func:`hf_sparse_attn_kernels.one_shot_all_reduce` instead. Whether they do is found out at a group's first
-    sum. All others are left to torch, and so are sums in compiled code. ``addend`` and ``combined``, which the kernel
-    takes too, are for sums that :func:`serves`.
+    :func:`hf_sparse_attn_kernels.one_shot_all_reduce` instead. Whether they do is found out at a group's first sum. All
+    others are left to torch, and so are sums in compiled code. ``addend`` and ``combined``, which the kernel takes too,
+    are for sums that it makes.
+
+    Raises
+    ------
+    ValueError
+        ``addend`` or ``combined`` is given for another sum.
     """
     if serves(tensor, op, group, async_op):
         memory = _memory_of(_group(group), tensor.device)
@@ -114,7 +115,7 @@ def _is_served(tensor: torch.Tensor, group: ProcessGroup) -> bool:
         and 0 < tensor.nbytes <= LARGEST_SUM
         and tensor.nbytes % WORD == 0
         and is_aligned(tensor)
-        and group.size() in PROCESSES
+        and 2 <= group.size() <= MOST_PROCESSES
     )
 
 
@@ -172,7 +173,7 @@ def _allocate(ranks: HeadShard, device: torch.device) -> torch.Tensor:
     """Allocate memory that can be mapped on other devices, all of it 0."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    buffer: torch.Tensor = symmetric.empty((2, ranks.size, LARGEST_SUM // WORD), dtype=torch.int64, device=device)
+    buffer: torch.Tensor = symmetric.empty((HALVES, ranks.size, LARGEST_SUM // WORD), dtype=torch.int64, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
     return buffer

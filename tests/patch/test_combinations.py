@@ -29,10 +29,9 @@ def made(monkeypatch):
     return operations
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@torch.no_grad()
-def test_residual_connections_and_gates_of_a_model(family, made):
-    model, combinations = make_model(family, dtype=torch.float64), Combinations()
+def check_three_passes(model):
+    """Compare passes with those that combine nothing ahead, to the bit."""
+    combinations = Combinations()
     for index in range(3):
         ids = random_ids(1, 1, seed=index)
         with fused(model):
@@ -40,22 +39,23 @@ def test_residual_connections_and_gates_of_a_model(family, made):
         with fused(model, combinations):
             actual = model(ids).logits
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.no_grad()
+def test_residual_connections_and_gates_of_a_model(family, made):
+    model = make_model(family, dtype=torch.float64)
+    check_three_passes(model)
     assert made == ["add", "mul", "add"] * 2 * model.config.num_hidden_layers  # of the second and the third pass
 
 
 @pytest.mark.parametrize(
     "model_type", ["gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi3"]
 )
+@pytest.mark.usefixtures("made")
 @torch.no_grad()
-def test_models_with_other_connections_keep_their_results(model_type, made):
-    model, combinations = tiny_model(model_type), Combinations()
-    for index in range(3):
-        ids = random_ids(1, 1, seed=index)
-        with fused(model):
-            expected = model(ids).logits
-        with fused(model, combinations):
-            actual = model(ids).logits
-        assert torch.equal(actual, expected)
+def test_models_with_other_connections_keep_their_results(model_type):
+    check_three_passes(tiny_model(model_type))
 
 
 class Toy(torch.nn.Module):
