@@ -75,7 +75,8 @@ def sanitizer(
     tool: Annotated[str, typer.Option(help="Tools of compute-sanitizer, comma-separated.")] = ",".join(TOOLS),
     file: Annotated[str, typer.Option(help="Files below tests/ops, comma-separated.", show_default="all")] = "",
     jobs: Annotated[int, typer.Option(help="Processes at once.")] = 4,
-    minutes: Annotated[float, typer.Option(help="End a file after this time.")] = 30.0,
+    parts: Annotated[int, typer.Option(min=1, help="Processes that share the tests of a file.")] = 1,
+    minutes: Annotated[float, typer.Option(help="End a process after this time.")] = 30.0,
     out: Annotated[Path, typer.Option(help="The file to write.")] = RESULTS / "sanitizer.json",
 ) -> None:
     """Run the tests of the kernels under compute-sanitizer on a GPU, and count what it reports."""
@@ -83,7 +84,7 @@ def sanitizer(
     for option, given, known in (("tool", tool.split(","), TOOLS), ("file", files, op_tests())):
         if unknown := set(given) - set(known):
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not among {', '.join(known)}", param_hint=option)
-    outcomes = check(tool.split(","), files, logs, jobs, 60 * minutes)
+    outcomes = check(tool.split(","), files, logs, jobs, 60 * minutes, parts)
     write_json(out, {"machine": machine(), "outcomes": as_json(outcomes)})
     harm = [each for each in outcomes if each.reports or each.failed]
     for each in harm:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ def outcome(tool: str, file: str, log: str) -> Outcome | None:
     return Outcome(tool, file, int(passed or 0), int(failed or 0), int("".join(reports[-1])), float(seconds))
 
 
-def check(tools: Sequence[str], files: Sequence[str], logs: Path, jobs: int, seconds: float) -> list[Outcome]:
+def check(
+    tools: Sequence[str], files: Sequence[str], logs: Path, jobs: int, seconds: float, parts: int = 1
+) -> list[Outcome]:
     """Run tools over files, several at once, and return the outcomes of those that came to an end.
 
-    A file whose log has its summaries already is not run again.
+    A file, or a part of it, whose log has its summaries already is not run again.
 
     Parameters
     ----------
@@ -70,7 +72,9 @@ def check(tools: Sequence[str], files: Sequence[str], logs: Path, jobs: int, sec
     jobs
         Processes at once.
     seconds
-        A file that takes longer is ended.
+        A file, or a part of it, that takes longer is ended.
+    parts
+        Processes that share the tests of a file.
 
     Raises
     ------
@@ -80,14 +84,17 @@ def check(tools: Sequence[str], files: Sequence[str], logs: Path, jobs: int, sec
     logs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         runs = [
-            pool.submit(_checked, tool, file, log_of(tool, file, logs), seconds) for tool in tools for file in files
+            [pool.submit(_checked, tool, file, f"{part}/{parts}", logs, seconds) for part in range(1, parts + 1)]
+            for tool in tools
+            for file in files
         ]
-        return [found for run in runs if (found := run.result()) is not None]
+        return [whole for parts_of_file in runs if (whole := _whole([run.result() for run in parts_of_file]))]
 
 
-def log_of(tool: str, file: str, logs: Path) -> Path:
-    """Return the log of a tool's run over a file."""
-    return logs / f"{tool}-{file.replace('/', '-').removesuffix('.py')}.log"
+def log_of(tool: str, file: str, logs: Path, part: str = "1/1") -> Path:
+    """Return the log of a tool's run over a file, or over a part of it such as ``"2/4"``."""
+    end = "" if part == "1/1" else f"-{part.replace('/', '-of-')}"
+    return logs / f"{tool}-{file.replace('/', '-').removesuffix('.py')}{end}.log"
 
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -95,7 +102,20 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [asdict(each) for each in outcomes]
 
 
-def _checked(tool: str, file: str, log: Path, seconds: float) -> Outcome | None:
+def _whole(parts: Sequence[Outcome | None]) -> Outcome | None:
+    """Return the outcome of a file from those of its parts; None if one of them did not come to an end."""
+    ended = [part for part in parts if part is not None]
+    if len(ended) < len(parts):
+        return None
+    counts = {
+        name: round(sum(getattr(part, name) for part in ended), 2)
+        for name in ("passed", "failed", "reports", "seconds")
+    }
+    return replace(ended[0], **counts)
+
+
+def _checked(tool: str, file: str, part: str, logs: Path, seconds: float) -> Outcome | None:
+    log = log_of(tool, file, logs, part)
     done = outcome(tool, file, log.read_text(encoding="utf-8")) if log.exists() else None
     if done is not None:
         return done
@@ -104,6 +124,7 @@ def _checked(tool: str, file: str, log: Path, seconds: float) -> Outcome | None:
         raise FileNotFoundError("compute-sanitizer is not on PATH and not in /usr/local/cuda/bin; it comes with CUDA")
     command = [program, "--tool", tool, "--target-processes", "application-only", sys.executable, "-m", "pytest"]
     command += [f"tests/ops/{file}", "-m", SELECTED, "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.reliability.part", "--part", part]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if tool == "memcheck":
         command += ["-k", WITHOUT_GRAPHS]

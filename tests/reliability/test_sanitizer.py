@@ -1,9 +1,11 @@
 """Kernels under compute-sanitizer: what is read from its logs, and what is run."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -62,9 +64,35 @@ def test_each_tool_runs_each_file_once(tool: Path, tmp_path: Path) -> None:
     memory, races = (log_of(name, FILE, logs).read_text() for name in ("memcheck", "racecheck"))
     assert f"--tool memcheck --target-processes application-only {sys.executable} -m pytest tests/ops/{FILE}" in memory
     assert "-k not cuda_graph no cache: 1 interpreter: \n" in memory
-    assert "-p no:cacheprovider no cache:  interpreter: \n" in races
+    assert "-p no:cacheprovider -p tests.reliability.part --part 1/1 no cache:  interpreter: \n" in races
     tool.write_text("#!/bin/sh\nexit 1\n")
     assert check(("memcheck", "racecheck"), [FILE], logs, jobs=1, seconds=60) == found
+
+
+def test_parts_of_a_file_are_one_outcome(tool: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    assert check(("racecheck",), [FILE], logs, jobs=2, seconds=60, parts=3) == [
+        Outcome("racecheck", FILE, 9, 0, 0, 4.5)
+    ]
+    assert [f"--part {part}/3 " in log_of("racecheck", FILE, logs, f"{part}/3").read_text() for part in (1, 2, 3)]
+    log_of("racecheck", FILE, logs, "2/3").write_text("")
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    assert check(("racecheck",), [FILE], logs, jobs=2, seconds=60, parts=3) == []
+
+
+def test_parts_have_each_test_once(tmp_path: Path) -> None:
+    tests = "import pytest\n@pytest.mark.parametrize('n', range(7))\ndef test_a(n): pass\ndef test_b(): pass\n"
+    (tmp_path / "test_it.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", str(tmp_path), "-c", "/dev/null", "-p", "tests.reliability.part"]
+    command += ["-p", "no:cacheprovider", "-k", "test_a", "-v", "--part"]
+    said = [
+        subprocess.run([*command, f"{part}/3"], cwd=sanitizer.ROOT, capture_output=True, text=True, check=True).stdout
+        for part in (1, 2, 3)
+    ]
+    ran = [re.findall(r"test_a\[(\d)\] PASSED", each) for each in said]
+    assert [len(each) for each in ran] == [3, 2, 2]
+    assert sorted(chain.from_iterable(ran)) == list("0123456")
+    assert "3 passed, 5 deselected" in said[0]
 
 
 def test_a_file_that_takes_too_long_is_ended(tool: Path, tmp_path: Path) -> None:
