@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ from eval.store import write_json
 from hf_sparse_attn import METHODS
 from tests.models import DEVICE
 from tests.reliability.runner import run_faults
-from tests.reliability.sanitizer import TOOLS, as_json, check, op_tests
+from tests.reliability.sanitizer import TOOLS, check, op_tests, with_run
 from tests.reliability.soak import soak as run_soak
 
 RESULTS = Path(__file__).with_name("results")
@@ -79,13 +80,17 @@ def sanitizer(
     minutes: Annotated[float, typer.Option(help="End a process after this time.")] = 30.0,
     out: Annotated[Path, typer.Option(help="The file to write.")] = RESULTS / "sanitizer.json",
 ) -> None:
-    """Run the tests of the kernels under compute-sanitizer on a GPU, and count what it reports."""
+    """Run the tests of the kernels under compute-sanitizer on a GPU, and count what it reports.
+
+    Files and tools that have not run keep the rows that the file to write has of them.
+    """
     files = file.split(",") if file else op_tests()
     for option, given, known in (("tool", tool.split(","), TOOLS), ("file", files, op_tests())):
         if unknown := set(given) - set(known):
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not among {', '.join(known)}", param_hint=option)
     outcomes = check(tool.split(","), files, logs, jobs, 60 * minutes, parts)
-    write_json(out, {"machine": machine(), "outcomes": as_json(outcomes)})
+    earlier = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.exists() else []
+    write_json(out, {"runs": with_run(earlier, machine(), outcomes)})
     harm = [each for each in outcomes if each.reports or each.failed]
     for each in harm:
         typer.echo(f"{each.tool} {each.file}: {each.reports} reports, {each.failed} failed tests; see {logs}")

@@ -97,9 +97,27 @@ def log_of(tool: str, file: str, logs: Path, part: str = "1/1") -> Path:
     return logs / f"{tool}-{file.replace('/', '-').removesuffix('.py')}{end}.log"
 
 
-def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return outcomes as JSON has them."""
-    return [asdict(each) for each in outcomes]
+def with_run(
+    runs: Sequence[dict[str, Any]], machine: dict[str, Any], outcomes: Sequence[Outcome]
+) -> list[dict[str, Any]]:
+    """Add outcomes to those of earlier runs, as JSON has them.
+
+    Parameters
+    ----------
+    runs
+        Each has ``"machine"``, and ``"outcomes"``: rows with the fields of :class:`Outcome`. Rows of a tool and a file
+        that have run again are left out of the result.
+    machine
+        The machine, its versions and the date.
+    outcomes
+        What :func:`check` returned.
+    """
+    again = {(each.tool, each.file) for each in outcomes}
+    kept = [
+        {**run, "outcomes": [row for row in run["outcomes"] if (row["tool"], row["file"]) not in again]} for run in runs
+    ]
+    kept.append({"machine": machine, "outcomes": [asdict(each) for each in outcomes]})
+    return [run for run in kept if run["outcomes"]]
 
 
 def _whole(parts: Sequence[Outcome | None]) -> Outcome | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.reliability.sanitizer import TOOLS, Outcome, op_tests
 
@@ -65,8 +67,8 @@ def soak_table(results: Path = RESULTS) -> str:
 
 def sanitizer_table(results: Path = RESULTS) -> str:
     """Return the number of tests that passed under each tool, by folder, and what the tools reported."""
-    report = json.loads((results / "sanitizer.json").read_text(encoding="utf-8"))
-    outcomes = [Outcome(**row) for row in report["outcomes"]]
+    runs = json.loads((results / "sanitizer.json").read_text(encoding="utf-8"))["runs"]
+    outcomes = [Outcome(**row) for run in runs for row in run["outcomes"]]
     lines = [_row("folder", *TOOLS), _row("---", *["---:"] * len(TOOLS))]
     folders: dict[str, int] = Counter(file.partition("/")[0] for file in op_tests())
     for folder, number in folders.items():
@@ -77,7 +79,7 @@ def sanitizer_table(results: Path = RESULTS) -> str:
         lines.append(_row(f"`{folder}`", *cells))
     found = [f"{each.tool} in `{each.file}`: {each.reports}" for each in outcomes if each.reports]
     listed = f"Reports: {'; '.join(found)}." if found else "No reports."
-    return "\n".join(lines) + f"\n\n{listed} {_machine(report)}"
+    return "\n".join(lines) + f"\n\n{listed} {_machines([run['machine'] for run in runs])}"
 
 
 def _under_tool(ended: list[Outcome], files: int) -> str:
@@ -97,7 +99,21 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _machine(report: dict[str, dict[str, object]]) -> str:
-    machine = report["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in dict(machine["versions"]).items() if version)
-    return f"Run on {machine['device']}, {machine['date']}, with {versions}."
+def _machine(report: dict[str, dict[str, Any]]) -> str:
+    return _machines([report["machine"]])
+
+
+def _machines(machines: Sequence[dict[str, Any]]) -> str:
+    """Say on which devices, when, and with which versions of libraries results were made."""
+    days: dict[str, list[str]] = {}
+    for machine in machines:
+        days.setdefault(machine["device"], []).append(machine["date"])
+    devices = ", and ".join(
+        f"{device}, {min(dates)}" + (f" to {max(dates)}" if min(dates) < max(dates) else "")
+        for device, dates in days.items()
+    )
+    versions = dict.fromkeys(
+        ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+        for machine in machines
+    )
+    return f"Run on {devices}, with {' or '.join(versions)}."

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.reliability import sanitizer
 from tests.reliability.__main__ import app
-from tests.reliability.sanitizer import Outcome, check, log_of, op_tests, outcome
+from tests.reliability.sanitizer import Outcome, check, log_of, op_tests, outcome, with_run
 from tests.reliability.tables import sanitizer_table
 
 FILE = "codes/test_mass.py"
@@ -129,7 +130,31 @@ def test_the_command_writes_what_the_table_shows(tool: Path, tmp_path: Path) -> 
     assert f"| `codes` | 3 passed, {part} | 28 passed, 1 failed, **3 reports**, {part} | 3 passed, {part} |" in table
     assert "| `quest` | not run | not run | not run |" in table
     assert f"Reports: racecheck in `{FILE}`: 3." in table
-    assert json.loads(out.read_text())["outcomes"][0]["file"] == FILE
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [row["tool"] for row in run["outcomes"]] == ["memcheck", "racecheck", "synccheck"]
+
+
+def test_rows_of_what_has_not_run_are_kept(tool: Path, tmp_path: Path) -> None:
+    old = {"device": "an older GPU", "date": "2026-01-01", "versions": {"torch": "2"}}
+    same_day = {**old, "device": "another GPU"}
+    races, memory = (Outcome(name, FILE, 2, 0, 0, 1.0) for name in ("racecheck", "memcheck"))
+    runs = with_run([], old, [races, memory])
+    runs = with_run(runs, same_day, [replace(memory, tool="synccheck")])
+    out = tmp_path / "sanitizer.json"
+    out.write_text(json.dumps({"runs": runs}))
+    for name in ("memcheck", "racecheck"):
+        arguments = ["sanitizer", "--logs", str(tmp_path / name), "--out", str(out), "--file", FILE, "--tool", name]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    after = json.loads(out.read_text())["runs"]
+    assert [run["machine"]["device"] for run in after[:1]] == ["another GPU"]
+    assert [(row["tool"], row["passed"]) for run in after for row in run["outcomes"]] == [
+        ("synccheck", 2),
+        ("memcheck", 3),
+        ("racecheck", 3),
+    ]
+    table = sanitizer_table(tmp_path)
+    assert "| 3 passed, " in table
+    assert "Run on another GPU, 2026-01-01, and " in table
 
 
 @pytest.mark.parametrize("wrong", [("--tool", "initcheck"), ("--file", "codes/test_nothing.py")])
