@@ -41,8 +41,9 @@ class Outcome:
 
 
 def op_tests() -> list[str]:
-    """Return the files of the ops' tests that launch kernels, below ``tests/ops``."""
-    return sorted(path.relative_to(OPS).as_posix() for path in OPS.glob("*/test_*.py"))
+    """Return the files of tests that launch kernels, below ``tests/ops``: those of the ops, and their random shapes."""
+    of_ops = (path.relative_to(OPS).as_posix() for path in OPS.glob("*/test_*.py"))
+    return [*sorted(of_ops), "test_random_shapes.py"]
 
 
 def outcome(tool: str, file: str, log: str) -> Outcome | None:

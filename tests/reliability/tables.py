@@ -74,7 +74,7 @@ def sanitizer_table(results: Path = RESULTS) -> str:
     for folder, number in folders.items():
         cells = []
         for tool in TOOLS:
-            ended = [each for each in outcomes if each.tool == tool and each.file.startswith(f"{folder}/")]
+            ended = [each for each in outcomes if each.tool == tool and each.file.partition("/")[0] == folder]
             cells.append(_under_tool(ended, number))
         lines.append(_row(f"`{folder}`", *cells))
     found = [f"{each.tool} in `{each.file}`: {each.reports}" for each in outcomes if each.reports]

@@ -170,4 +170,5 @@ def test_the_files_are_those_of_the_ops() -> None:
     )
     tracked = {line.removeprefix("tests/ops/") for line in listed.stdout.splitlines()}
     assert FILE in op_tests()
+    assert "test_random_shapes.py" in op_tests()
     assert not tracked or {file for file in tracked if file.count("/") == 1 and "/test_" in file} <= set(op_tests())
