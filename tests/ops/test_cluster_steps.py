@@ -125,7 +125,7 @@ def _changes(family: Family) -> list[tuple[str, Callable[[dict[str, Any]], dict[
             (f"{change.__name__} {name}", lambda now, name=name, change=change: now | {name: change(now[name])}, error)
             for change, names in ((_shifted, (*strided, *contiguous)), (_padded, strided))
             for name in names
-            for error in (f"{name} has strides .* from address .* multiples of 16 bytes",)
+            for error in (f"{name} has strides .* and begins .* multiples of 16 bytes",)
         ),
     ]
 
@@ -189,6 +189,18 @@ def test_clusters_that_do_not_all_run_at_once_are_launched_by_name_alone(family,
 
 
 @families
+def test_a_cache_that_cannot_be_loaded_is_logged_once_wherever_it_moves(family, standing_in, caplog):
+    standing_in(family, 1024)
+    arguments = family.arguments()
+    padded = [arguments | {"keys": _padded(arguments["keys"])} for _ in range(2)]  # at two addresses
+    with caplog.at_level(logging.DEBUG, logger=_op.__name__):
+        for each in padded:
+            family(each)
+    (said,) = caplog.messages
+    assert f"keys has strides {list(padded[0]['keys'].stride())} and begins 0 bytes past a multiple of 16" in said
+
+
+@families
 def test_clusters_that_the_device_has_no_room_for_are_an_error_by_name(family, standing_in, caplog):
     kernel = standing_in(family, 0)
     arguments = family.arguments()
@@ -244,10 +256,15 @@ def test_the_devices_shared_memory_limits_a_row(family, standing_in, caplog):
 
 
 class Driver:
-    """Stands in for the CUDA driver of a device with so much shared memory, or that fails with a code."""
+    """Stands in for the CUDA driver of a device, or of a part of one (MIG).
 
-    def __init__(self, most_shared: int = MOST_SHARED, code: int = 0) -> None:
-        self.most_shared, self.code = most_shared, code
+    It has so much shared memory, runs so many clusters of each size at once, and may fail with a code.
+    """
+
+    def __init__(
+        self, most_shared: int = MOST_SHARED, code: int = 0, max_clusters: dict[int, int] | None = None
+    ) -> None:
+        self.most_shared, self.code, self.max_clusters = most_shared, code, max_clusters or {}
         self.attributes: dict[int, int] = {}
         self.launched = b""
 
@@ -271,6 +288,14 @@ class Driver:
 
     def cuFuncSetAttribute(self, function, attribute, value):  # noqa: N802
         self.attributes[attribute] = value
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, count, function, launch):  # noqa: N802
+        asked = launch._obj
+        assert asked.shared == 1000
+        attributes = asked.attributes[: asked.num_attributes]
+        (size,) = (each.value[0] for each in attributes if each.id == _cluster.CLUSTER_DIMENSION)
+        count._obj.value = self.max_clusters[size]
         return 0
 
     def cuLaunchKernelEx(self, launch, function, parameters, extra):  # noqa: N802
@@ -303,6 +328,27 @@ def test_a_kernel_may_have_the_shared_memory_of_its_device(driver):
     assert found.attributes == {8: 101_376}  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     kernel((2, 1), 1000, 0, b"ab\0\0cd")
     assert found.launched == b"ab\0\0cd"
+
+
+def test_the_driver_says_which_clusters_a_part_of_a_device_runs(driver, monkeypatch):
+    """A small slice has too few multiprocessors in a group for 16 blocks, or for any cluster."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def planned(**max_clusters):
+        driver(max_clusters={int(size[1:]): number for size, number in max_clusters.items()})
+        return _cluster.plan_launch(
+            torch.device("cuda", 3),
+            16,
+            256,
+            lambda size, most: _cluster.Room(shared=1000, local_pages=1),
+            lambda size: _cluster.ClusterKernel(("a.cu",), (), "step", cluster=size, threads=256),
+        )
+
+    plan = planned(_16=0, _8=3)
+    assert (plan.cluster, plan.max_clusters) == (8, 3)
+    refused = planned(_16=0, _8=0, _4=0)
+    assert isinstance(refused, RuntimeError)
+    assert str(refused) == "impl='cluster': cuda:3 has no room for a cluster of 4 blocks"
 
 
 def test_a_driver_that_does_not_say_its_shared_memory_has_no_plan(driver, monkeypatch):
