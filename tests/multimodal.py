@@ -83,6 +83,16 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "granite_docling": {"scale_factor": 2, "deepstack_visual_indexes": [0]},
     "muse_spark": {"patch_sizes": [16, 6], "hidden_sizes": [16, 16], "depths": [1, 1]},
     "ovis2": {"vocab_size": 16},
+    "apertus1p5": {
+        "codebook_size": 16,
+        "codebook_dim": 32,
+        "latent_channels": 32,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "num_res_blocks": 1,
+        "resolution": 8,
+        "num_filters": 4,
+    },
     "janus": {
         "projection_dim": TINY["hidden_size"],
         "image_token_embed_dim": 32,
@@ -120,6 +130,7 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 """Settings of text decoders, beside those of their model types."""
 OUTER: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 56},
     "ovis2": {
         "hidden_size": TINY["hidden_size"],
         "vocab_size": TINY["vocab_size"],
@@ -246,7 +257,7 @@ def _pixels(config: Any, parameters: list[str], generator: torch.Generator) -> d
             "image_grids": torch.tensor([[1, 2, 0, 0]] * rows),
             "image_num_crops": torch.ones(rows, dtype=torch.long),
         }
-    size = getattr(vision, "sam_config", vision).image_size
+    size = _first(getattr(vision, "sam_config", vision), "image_size", "resolution", otherwise=28)
     size = size if isinstance(size, int) else size[0]
     if "image_sizes" in parameters:
         parts = (2,) if hasattr(config, "image_grid_pinpoints") else ()  # the whole image, and its only part

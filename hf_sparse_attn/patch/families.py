@@ -43,7 +43,8 @@ def _families(
 FAMILIES: dict[str, Family] = {
     **_families("llama mistral qwen2 qwen3"),
     **_families(
-        "apertus arcee aria_text bitnet cwm dots1 gemma gpt_oss granite granitemoe granitemoeshared hy_v3 hyperclovax"
+        "apertus apertus1p5_text arcee aria_text bitnet cwm dots1 exaone gemma gpt_oss granite granitemoe "
+        "granitemoeshared hy_v3 hyperclovax"
     ),
     **_families("internlm3 iquestcoder jais2 ministral mixtral phimoe qwen2_moe qwen3_moe seed_oss starcoder2"),
     **_families("cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium", INTERLEAVED, INTERLEAVED),
@@ -57,7 +58,7 @@ FAMILIES: dict[str, Family] = {
     **_families("olmo3", ROPE_BY_KIND, NORM_OF_ALL_HEADS),
     **_families("ministral3", SCALED_BY_POSITION, SCALED_BY_POSITION),
     **_families("flex_olmo minimax_m2 olmo2 olmoe", rehearsal=NORM_OF_ALL_HEADS),
-    **_families("glm4_moe phi solar_open", rehearsal=PARTIAL),
+    **_families("glm4_moe phi sarvam_moe solar_open", rehearsal=PARTIAL),
     **_families("olmo", rehearsal=CLIPPED),
     **_families("phi3", rehearsal=FUSED),
     **_families("laguna", ROPE_BY_KIND, PARTIAL),
@@ -78,7 +79,7 @@ DECODERS: dict[str, Family] = {
 """Supported text decoders that exist only inside multimodal models."""
 
 _MULTIMODAL = (
-    "aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
+    "apertus1p5 aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid "
     "ernie4_5_vl_moe exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite_docling hunyuan_vl "
     "hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava llava_next llava_next_video "
     "llava_onevision mistral3 molmo2 muse_glimmer muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr "
@@ -92,13 +93,14 @@ REFUSED: dict[str, str] = {
     "its attention scores are capped": "gemma2 vaultgemma",
     "its latent attention has keys and values of different head dimensions, or caches something else": (
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm4_moe_lite glm5_next "
-        "glm_moe_dsa hy_v4 longcat_flash minicpm3 mistral4 mistral_large4 youtu"
+        "glm_moe_dsa hy_v4 hy_v4_vl_text longcat_flash minicpm3 mistral4 mistral_large4 sarvam_mla youtu"
     ),
     "its keys and values have different head dimensions": "mimo_v2_flash",
     "some of its layers keep a state instead of keys and values, or beside them": (
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear "
-        "lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_loop_text inkling2_text inkling_text "
+        "jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 "
+        "qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm "
+        "zamba zamba2 zaya"
     ),
     "some of its layers read the keys and values of others": (
         "gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant "
@@ -118,7 +120,7 @@ REFUSED: dict[str, str] = {
         "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta "
         "xlm-roberta-xl xmod"
     ),
-    "it runs its layers several times for a token": "hrm_text",
+    "it runs its layers several times for a token": "dory hrm_text",
     "it does not call Transformers' attention interface": (
         "big_bird codegen cpmant falcon gpt_neo gpt_neox_japanese gptj megatron-bert openai-gpt reformer rembert "
         "roformer xglm xlm xlnet"

@@ -43,7 +43,7 @@ from tests.ops.tokens import test_select_tokens as select_tokens
 from tests.ops.tokens import test_token_votes as token_votes
 
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.float16))
-HEAD_DIMS = st.sampled_from((16, 24, 64, 80, 96, 128, 256))
+HEAD_DIMS = st.sampled_from((16, 24, 64, 80, 96, 128, 160, 192, 256))
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=3).filter(any)
 REDUCTIONS = ("softmax", "mean", "max")
 few = settings(max_examples=6, deadline=None, derandomize=True)  # tolerances are those of the numbers drawn
