@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +32,15 @@ class ModelIdentity(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelIdentity:
-        """Identify a model."""
+        """Identify a model, whether its weights are loaded or offloaded by accelerate.
+
+        Offloaded parameters are read one after the other, so memory need not hold the whole model.
+
+        Raises
+        ------
+        ValueError
+            A parameter is on the ``meta`` device, and accelerate does not keep its values.
+        """
         settings = {
             name: value
             for name, value in model.config.to_dict().items()
@@ -63,13 +72,78 @@ class ModelIdentity(NamedTuple):
 
 def _hash_weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
+    parameters = dict(model.named_parameters())
+    samples = {name: _sample(model, name, parameter) for name, parameter in parameters.items()}
+    for name in sorted(parameters.keys() - _tied_to_earlier(model, parameters, samples)):
+        parameter = parameters[name]
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if sample.device.type != "meta":  # offloaded by accelerate
-            digest.update(sample.to("cpu", torch.float64).numpy().astype("<f8").tobytes())
+        digest.update(samples[name])
     return digest.hexdigest()
+
+
+def _sample(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> bytes:
+    values = _offloaded_values(model, name) if parameter.is_meta else parameter
+    flat = values.detach().flatten()
+    sample = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
+    # A map may have the checkpoint's dtype: accelerate casts to the parameter's when the layer runs.
+    content: bytes = sample.to(parameter.dtype).to("cpu", torch.float64).numpy().astype("<f8").tobytes()
+    return content
+
+
+def _offloaded_values(model: PreTrainedModel, name: str) -> torch.Tensor:
+    for hook, local_name in offload_hooks(model, name):
+        value: torch.Tensor | None = (getattr(hook, "weights_map", None) or {}).get(local_name)
+        if value is not None and not value.is_meta:
+            return value
+    # Left out, it would make models with other weights equal, and each would take the other's files for its own.
+    raise ValueError(
+        f"model must have its weights: {name} is on the meta device, and no hook of accelerate has its values, so they "
+        "cannot be compared with those of another model"
+    )
+
+
+def offload_hooks(model: torch.nn.Module, name: str) -> Iterator[tuple[Any, str]]:
+    """Yield the hooks of accelerate that may load a parameter, each with the name by which it knows the parameter.
+
+    They are those of its module and, because of ``preload_module_classes``, of the modules around it, the nearest
+    first. Each has the name within its own module.
+    """
+    path = name.split(".")
+    for depth in reversed(range(len(path))):
+        module = model.get_submodule(".".join(path[:depth]))
+        for hook in _single_hooks(getattr(module, "_hf_hook", None)):
+            yield hook, ".".join(path[depth:])
+
+
+def _single_hooks(hook: Any) -> Iterator[Any]:
+    if hook is None:
+        return
+    yield hook
+    for inner in getattr(hook, "hooks", ()):  # of a SequentialHook
+        yield from _single_hooks(inner)
+
+
+def _tied_to_earlier(
+    model: PreTrainedModel, parameters: dict[str, torch.Tensor], samples: dict[str, bytes]
+) -> set[str]:
+    """Return the names that only an offloaded model's ``named_parameters`` has: of weights that are tied to others.
+
+    accelerate replaces each parameter by one of its own on ``meta``, so a weight with two names becomes two parameters.
+    The two need not be one tensor where they lie, so the model says which are tied. The samples are compared too, since
+    a model may be untied by hand.
+    """
+    source_of = {
+        ".".join(filter(None, (prefix, target))): ".".join(filter(None, (prefix, source)))
+        for prefix, module in model.named_modules()
+        for target, source in (getattr(module, "all_tied_weights_keys", None) or {}).items()
+    }
+    first: dict[tuple[str, bytes], str] = {}
+    again = set()
+    for name, parameter in parameters.items():
+        earlier = first.setdefault((source_of.get(name, name), samples[name]), name)
+        if earlier != name and (parameter.is_meta or parameters[earlier].is_meta):
+            again.add(name)
+    return again
 
 
 def _sha256(content: bytes) -> str:

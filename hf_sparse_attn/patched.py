@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_sparse_attn.cache.lengths import Shared
 from hf_sparse_attn.head_shard import WHOLE, HeadShard
+from hf_sparse_attn.identity import offload_hooks
 from hf_sparse_attn.methods import SparseMethod
 from hf_sparse_attn.rope import RopeTables
 from hf_sparse_attn.stats import LayerCounter, SparseAttentionStats
@@ -107,13 +108,25 @@ def configs_of_layers(text: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def layer_devices(model: PreTrainedModel) -> list[torch.device]:
-    """Return the device of each layer's parameters, in the order of the layers' numbers."""
+    """Return the device that runs each layer, that of its parameters, in the order of the layers' numbers."""
     devices: dict[int, torch.device] = {}
-    for module in base_model(model).get_decoder().modules():  # decoders have different names for their layers
-        number, parameter = module.__dict__.get("layer_idx"), next(module.parameters(), None)
-        if isinstance(number, int) and parameter is not None:
-            devices.setdefault(number, parameter.device)
+    whole = base_model(model)
+    of_decoder = set(whole.get_decoder().modules())  # decoders have different names for their layers
+    for path, module in whole.named_modules():
+        number, named = module.__dict__.get("layer_idx"), next(module.named_parameters(path), None)
+        if isinstance(number, int) and named is not None and module in of_decoder:
+            devices.setdefault(number, _running_device(whole, *named))
     return [devices[number] for number in sorted(devices)]
+
+
+def _running_device(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> torch.device:
+    """Return the device of a parameter, or that to which accelerate loads an offloaded one."""
+    if parameter.is_meta:
+        for hook, _ in offload_hooks(model, name):
+            device = getattr(hook, "execution_device", None)
+            if getattr(hook, "offload", False) and device is not None:
+                return torch.device(device)
+    return parameter.device
 
 
 def is_patched(model: PreTrainedModel) -> bool:

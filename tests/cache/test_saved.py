@@ -5,9 +5,13 @@ import json
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
+from transformers import AutoModelForCausalLM
 
 from hf_sparse_attn import (
     H2O,
+    FixedContext,
     KeyCodes,
     Quest,
     SparseCache,
@@ -22,6 +26,7 @@ from hf_sparse_attn.cache import saved as saved_caches
 from hf_sparse_attn.cache.contents import method_text
 from hf_sparse_attn.cache.host import room
 from hf_sparse_attn.cache.offload.storage import OffloadStorage
+from hf_sparse_attn.identity import ModelIdentity
 from tests.models import DEVICE, make_model, random_ids, shared_model
 from tests.test_contracts import METHOD_CLASSES, padded_batch, sparse
 
@@ -175,6 +180,140 @@ def test_what_does_not_belong_together_is_refused(saved, model):
         other = make_model(family, seed=1, dtype=torch.float64)
         with sparse_attention(other, QUEST), pytest.raises(ValueError, match=f"written by a model with {differs}"):
             SparseCache.load(path, other)
+
+
+def in_memory(model, folder):
+    return cpu_offload(model)
+
+
+def on_disk(model, folder):
+    return disk_offload(model, folder)
+
+
+def as_one_module(model, folder):
+    """The model has two hooks, one of which has the weights of all modules, by their full names."""
+    return cpu_offload(model, preload_module_classes=[type(model).__name__])
+
+
+def with_hooks_of_a_user(model, folder):
+    disk_offload(model, folder)
+    for module in (model.model.embed_tokens, model.lm_head):
+        for _ in range(2):
+            add_hook_to_module(module, ModelHook(), append=True)
+    return model
+
+
+def half_on_disk(model, folder):
+    """Tied embeddings are loaded as ``lm_head``, and from then on offloaded as ``embed_tokens``."""
+    places = {"model.rotary_emb": DEVICE, "model.norm": DEVICE, "lm_head": DEVICE, "model.embed_tokens": "disk"}
+    places |= {f"model.layers.{layer}": DEVICE if layer < 2 else "disk" for layer in range(4)}
+    return dispatch_model(model, places, main_device=DEVICE, offload_dir=folder, force_hooks=True)
+
+
+def from_a_checkpoint_in_another_dtype(model, folder):
+    """The map has the checkpoint's tensors, in float64."""
+    dtype = model.dtype
+    model.to(torch.float64).save_pretrained(folder / "checkpoint")
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "checkpoint", device_map={"": "disk"}, offload_folder=folder, dtype=dtype
+    ).eval()
+
+
+OFFLOADS = [in_memory, on_disk, as_one_module, with_hooks_of_a_user, half_on_disk, from_a_checkpoint_in_another_dtype]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@torch.no_grad()
+def test_offloaded_weights_are_those_of_the_whole_model(offload, tied, tmp_path):
+    whole = make_model("llama", tie_word_embeddings=tied)
+    offloaded = offload(make_model("llama", tie_word_embeddings=tied), tmp_path)
+    for _ in range(2):
+        assert any(parameter.is_meta for parameter in offloaded.parameters())
+        assert ModelIdentity.of(offloaded).weights_hash == ModelIdentity.of(whole).weights_hash
+        offloaded(random_ids(1, 5))  # which replaces parameters, and so may untie them
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_each_offloaded_parameter_counts(offload, name, tmp_path):
+    changed = make_model("llama")
+    with torch.no_grad():
+        changed.get_parameter(name).neg_()
+    whole = ModelIdentity.of(make_model("llama"))
+    assert ModelIdentity.of(offload(changed, tmp_path)).weights_hash != whole.weights_hash
+
+
+@torch.no_grad()
+def test_output_weights_untied_by_hand_count_when_offloaded(tmp_path):
+    """The configuration still calls them tied."""
+    hashes = []
+    for offload in (lambda model, folder: model, in_memory, on_disk):
+        model = make_model("llama", tie_word_embeddings=True)
+        model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight)
+        hashes.append(ModelIdentity.of(offload(model, tmp_path)).weights_hash)
+    assert len(set(hashes)) == 1
+    assert hashes[0] != ModelIdentity.of(make_model("llama", tie_word_embeddings=True)).weights_hash
+
+
+@pytest.fixture(params=[in_memory, on_disk])
+def offloaded(request, tmp_path):
+    """Two offloaded models: one with the weights of ``model``, and one with others."""
+    offload, models = request.param, (make_model("llama", seed, torch.float64) for seed in (0, 1))
+    return [offload(model, tmp_path / f"weights {number}") for number, model in enumerate(models)]
+
+
+@torch.inference_mode()
+def test_a_cache_belongs_to_the_same_weights_whole_or_offloaded(offloaded, saved, model, tmp_path):
+    (path, ids), (same, other) = saved, offloaded
+    with sparse_attention(same, QUEST):
+        cache = SparseCache.load(path, same, ids)
+        cache.save(tmp_path / "by offloaded", same, ids)
+        answer, _ = steps(same, cache, torch.ones_like(ids), 3)
+    with sparse_attention(model, QUEST):
+        expected, _ = steps(model, SparseCache.load(tmp_path / "by offloaded", model, ids), torch.ones_like(ids), 3)
+    torch.testing.assert_close(answer, expected, rtol=1e-9, atol=1e-9)
+    for each in (path, tmp_path / "by offloaded"):
+        with sparse_attention(other, QUEST), pytest.raises(ValueError, match="written by a model with other weights"):
+            SparseCache.load(each, other, ids)
+
+
+@torch.inference_mode()
+def test_a_context_belongs_to_the_same_weights_whole_or_offloaded(offloaded, model, tmp_path):
+    path, (same, other) = tmp_path / "context", offloaded
+    context = prepare_context(model, random_ids(1, 90), target_sparsity=0.5, clusters=0.1, window=8)
+    context.save(path)
+    loaded = FixedContext.load(path, same)
+    assert loaded.identity == context.identity
+    assert {layer.keys.device.type for layer in loaded.layers} == {torch.device(DEVICE).type}
+    with pytest.raises(ValueError, match="prepared by a model with other weights"):
+        FixedContext.load(path, other)
+
+
+def test_weights_that_are_nowhere_are_named(saved):
+    path, _ = saved
+    whole = make_model("llama", dtype=torch.float64)
+    cut = cpu_offload(make_model("llama", dtype=torch.float64))
+    del cut.model.layers[2].mlp.up_proj._hf_hook.weights_map.dataset["model.layers.2.mlp.up_proj.weight"]
+    for model, name in ((whole.to("meta"), "model.embed_tokens"), (cut, "model.layers.2.mlp.up_proj")):
+        with sparse_attention(model, QUEST), pytest.raises(ValueError, match=rf"{name}\.weight is on the meta device"):
+            SparseCache.load(path, model)
+
+
+@pytest.mark.parametrize(
+    ("tied", "expected"),
+    [
+        (False, "be4733eb55f37a96c24228f09ab2f96d59c2b63da7a85fb449c5e3796e6dd1f7"),
+        (True, "a77ab9df3cc2a3fb5c1f4cb11a4fc2fb52e6376b95828cdb2c4c305702edc331"),
+    ],
+    ids=["untied", "tied"],
+)
+@torch.no_grad()
+def test_the_hash_of_weights_stays_that_of_files_written_before(tied, expected):
+    model = make_model("llama", tie_word_embeddings=tied)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.copy_(torch.arange(number, number + parameter.numel()).view_as(parameter))
+    assert ModelIdentity.of(model).weights_hash == expected
 
 
 @torch.inference_mode()
