@@ -168,6 +168,12 @@ def generated(model: PreTrainedModel, method: SparseMethod) -> dict[str, Any]:
     }
 
 
+def by_plan(folder: Path) -> dict[str, Any]:
+    """Return what Quest generates with a model that ``tp_plan`` divides over all processes."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float64, tp_plan="auto")
+    return generated(model.eval(), sparse("quest"))
+
+
 def beams(model: PreTrainedModel) -> Any:
     """Return the tokens of a beam search."""
     with sparse_attention(model, "quest", token_budget=48):
@@ -415,6 +421,7 @@ def run(rank: int, size: int, port: int, folder: Path, names: list[str] | None) 
         found["sums"] = attempt(partial(sums, model, rank))
         found["refusals"] = refusals(folder, model, rank)
         found["plans"] = of_plans(folder, size)
+        found["by plan"] = attempt(partial(by_plan, folder))
     (folder / f"rank_{rank}_of_{size}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hf_sparse_attn_kernels import select_tokens
+from packaging.version import Version
 from transformers import CompileConfig
 from transformers.generation import GenerationMode
 
@@ -59,8 +61,11 @@ def runs(folder):
 
 
 def check_case(runs, processes, name):
-    alone, ranks = runs[1]["tokens"][name], [rank["tokens"][name] for rank in runs[processes]]
-    assert [rank["tokens"] for rank in ranks] == [alone["tokens"]] * processes
+    check_ranks([rank["tokens"][name] for rank in runs[processes]], runs[1]["tokens"][name])
+
+
+def check_ranks(ranks, alone):
+    assert [rank["tokens"] for rank in ranks] == [alone["tokens"]] * len(ranks)
     for count in ("kv_bytes", "dense_bytes"):  # each rank counts its own heads
         assert sum(rank[count] for rank in ranks) == alone[count]
 
@@ -74,6 +79,14 @@ def test_tokens_are_those_of_one_process(runs, name):
 @pytest.mark.parametrize("name", worker.ON_EVERY_FAMILY)
 def test_tokens_of_other_families(runs, family, name):
     check_case(runs, 2, f"{family}-{name}")
+
+
+def test_tp_plan_divides_as_a_distributed_config_does(runs):
+    ranks = [rank["by plan"] for rank in runs[2]]
+    if Version(transformers.__version__) < Version("5.17"):  # where only DistributedConfig divides a model
+        assert all("unexpected keyword argument 'tp_plan'" in rank for rank in ranks)
+    else:
+        check_ranks(ranks, runs[1]["tokens"]["llama-quest"])
 
 
 def test_methods_are_sparse(runs):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hf_sparse_attn.cli import options
 from hf_sparse_attn.cli.compare import PasskeyWork, PromptWork, Side, Work, run_side
 from hf_sparse_attn.cli.estimate import expected_seconds
-from hf_sparse_attn.cli.loading import load
+from hf_sparse_attn.cli.loading import load, shown_name
 from hf_sparse_attn.cli.outputs import Outputs
 from hf_sparse_attn.cli.progress import WORTH_SAYING_SECONDS, about, say, stages
 from hf_sparse_attn.cli.report import Comparison, comparison_table
@@ -36,6 +36,7 @@ def compare(
     prompt_file: options.PromptFile = None,
     raw: options.Raw = False,
     max_new_tokens: options.MaxNewTokens = None,
+    revision: options.Revision = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     as_json: options.AsJson = False,
@@ -66,7 +67,7 @@ def compare(
     outputs = Outputs.checked(html, picture, bool(methods))
 
     with _user_errors():
-        model, tokenizer = load(model_name, dtype, device)
+        model, tokenizer = load(model_name, dtype, device, revision)
     _check_patchable(model, methods)
     work: Work
     if text is not None:
@@ -79,7 +80,7 @@ def compare(
 
     with user_errors(ImportError):  # psutil is optional
         sides = _measure(model, methods, work)
-    comparison = Comparison.of(model_name, model, methods, sides, work.facts)
+    comparison = Comparison.of(shown_name(model_name, revision), model, methods, sides, work.facts)
     if as_json:
         sys.stdout.write(json.dumps({**work.settings, **comparison.as_json()}, indent=2) + "\n")
     else:

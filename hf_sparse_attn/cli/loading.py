@@ -15,23 +15,31 @@ if TYPE_CHECKING:
 _HUB_SECONDS = 5.0
 
 
-def load(name: str, dtype: str | None, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str, dtype: str | None, device: str | None, revision: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer as ``load_model`` does; ``dtype`` is the name of a torch dtype."""
     import torch
     from transformers.utils import logging
 
-    from hf_sparse_attn.cli.models import load_model
+    from hf_sparse_attn.cli.models import check_revision, load_model
 
+    check_revision(name, revision)  # before a download is announced
     logging.set_verbosity_error()
-    is_fetched = announce_download(name)
+    is_fetched = announce_download(name, revision)
     if is_fetched and moves_cursor(Console(stderr=True)):  # the hub shows its own progress bars
-        return load_model(name, getattr(torch, dtype) if dtype else None, device)
+        return load_model(name, getattr(torch, dtype) if dtype else None, device, revision)
     logging.disable_progress_bar()
-    with waiting(f"loading {name}"):
-        return load_model(name, getattr(torch, dtype) if dtype else None, device)
+    with waiting(f"loading {shown_name(name, revision)}"):
+        return load_model(name, getattr(torch, dtype) if dtype else None, device, revision)
 
 
-def announce_download(name: str) -> bool:
+def shown_name(name: str, revision: str | None) -> str:
+    """Return a model's name with its revision, as Transformers' server writes it."""
+    return name if revision is None else f"{name}@{revision}"
+
+
+def announce_download(name: str, revision: str | None = None) -> bool:
     """Announce a download with its size and target folder; return whether there was one to announce."""
     from hf_sparse_attn.cli.models import ALIASES, cache_dir
 
@@ -47,24 +55,25 @@ def announce_download(name: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except HFValidationError:
         return False  # not a hub id
     if is_cached or constants.HF_HUB_OFFLINE:
         return False
-    num_bytes = _hub_bytes(name)
+    num_bytes = _hub_bytes(name, revision)
     if num_bytes is None:
         return False  # loading will say why
-    say(f"fetching {name} ({_size(num_bytes)}) from the hub into {constants.HF_HUB_CACHE}")
+    say(f"fetching {shown_name(name, revision)} ({_size(num_bytes)}) from the hub into {constants.HF_HUB_CACHE}")
     return True
 
 
-def _hub_bytes(name: str) -> int | None:
+def _hub_bytes(name: str, revision: str | None) -> int | None:
     """Return the size of a model's weights on the hub, None if unknown."""
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().model_info(name, files_metadata=True, timeout=_HUB_SECONDS).siblings or []
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_HUB_SECONDS)
+        files = info.siblings or []
     except Exception:  # the hub's HTTP errors vary; loading reports the cause
         return None
     for suffix in (".safetensors", ".bin"):

@@ -71,6 +71,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
+    revision: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, in evaluation mode with SDPA attention, and its tokenizer.
 
@@ -83,6 +84,8 @@ def load_model(
         Dtype of the weights. Default: bfloat16 on CUDA, else float32.
     device : str or torch.device, optional
         Default: ``"cuda"`` if available, else ``"cpu"``.
+    revision : str, optional
+        Commit, tag or branch of the hub's repository. Default: its main branch.
 
     Returns
     -------
@@ -91,12 +94,12 @@ def load_model(
     Raises
     ------
     ModelLoadError
-        If the model does not exist, or cannot be fetched, verified or read; weights are missing from its files; or it
-        needs code of its own, which is never run.
+        If the model does not exist, or cannot be fetched, verified or read; weights are missing from its files; it
+        needs code of its own, which is never run; or ``revision`` is given for a model that is not on the hub.
     """
-    source, options = locate(name_or_path)
+    source, options = locate(name_or_path, revision)
     # Weights in pickles, which can run code, are refused.
-    weights = options or {"use_safetensors": True}
+    weights = options if "gguf_file" in options else {**options, "use_safetensors": True}
 
     import torch
     from transformers import AutoTokenizer
@@ -271,14 +274,35 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("hf-sparse-attn"))
 
 
-def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """Return the first argument and the options of ``from_pretrained`` for a name that :func:`load_model` takes.
+def check_revision(name_or_path: str | os.PathLike[str], revision: str | None) -> None:
+    """Refuse a revision of what has none: Transformers ignores it for local files.
 
     Raises
     ------
     ModelLoadError
-        The file does not exist or cannot be fetched, or the package that reads it is missing.
+        The revision is empty, or the model is an alias, a GGUF file or a directory.
     """
+    if revision is None:
+        return
+    given = f"revision={revision!r} (--revision)"
+    if not revision.strip():
+        raise ModelLoadError(f"{given} is empty: name a commit, tag or branch, or leave it out")
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if name in ALIASES or path.suffix.lower() == ".gguf" or path.exists():
+        raise ModelLoadError(f"{given} is for a model id on the hub, and model {name!r} is not one")
+
+
+def locate(name_or_path: str | os.PathLike[str], revision: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the first argument and the options of ``from_pretrained`` for what :func:`load_model` takes.
+
+    Raises
+    ------
+    ModelLoadError
+        The file does not exist or cannot be fetched, the package that reads it is missing, or what is not on the hub
+        has a revision.
+    """
+    check_revision(name_or_path, revision)
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if name in ALIASES or (path.suffix.lower() == ".gguf" and not path.is_dir()):
@@ -304,7 +328,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
         raise ModelLoadError(f"model {name!r} is a directory without a config.json{hint}")
     if path.exists() or not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"model {name!r} does not exist (allowed: {_allowed()})")
-    return name, {}
+    return name, {} if revision is None else {"revision": revision}
 
 
 def _allowed() -> str:

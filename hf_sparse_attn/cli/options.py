@@ -23,6 +23,15 @@ Model = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Commit, tag or branch of a hub id's repository.",
+        metavar="NAME",
+        show_default="main",
+        rich_help_panel=_MODEL,
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(

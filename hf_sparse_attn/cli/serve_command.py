@@ -9,7 +9,7 @@ import typer
 
 from hf_sparse_attn import patch_model, serve_model
 from hf_sparse_attn.cli import options
-from hf_sparse_attn.cli.loading import load
+from hf_sparse_attn.cli.loading import load, shown_name
 from hf_sparse_attn.cli.progress import say
 from hf_sparse_attn.cli.terminal import fail, parse_settings, user_errors
 from hf_sparse_attn.methods import make_method
@@ -60,6 +60,7 @@ def serve(
     method_name: Method = "quest",
     token_budget: TokenBudget = None,
     settings: Settings = None,
+    revision: options.Revision = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     host: Host = "localhost",
@@ -82,8 +83,9 @@ def serve(
         method = make_method(method_name, **parameters)
         check_packages()
     with user_errors(ValueError, TypeError, NotImplementedError, OSError):
-        model, tokenizer = load(model_name, dtype, device)
+        model, tokenizer = load(model_name, dtype, device, revision)
         patch_model(model, method)
+    served_name = shown_name(model_name, revision)
     shown = ", ".join(f"{name}={value}" for name, value in asdict(method).items())
-    say(f"serving {model_name} with {method.name} ({shown}) at http://{host}:{port}/v1")
-    serve_model(model, tokenizer, model_name, host=host, port=port, compile=compile_steps)
+    say(f"serving {served_name} with {method.name} ({shown}) at http://{host}:{port}/v1")
+    serve_model(model, tokenizer, served_name, host=host, port=port, compile=compile_steps)

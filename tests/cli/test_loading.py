@@ -19,17 +19,19 @@ def files(**sizes: int) -> SimpleNamespace:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that sets the hub's answer; nothing is cached."""
+    """Return a function that sets the hub's answer, or that to each revision; nothing is cached."""
 
     def answers(answer: object) -> None:
-        def model_info(*_: object, **__: object) -> object:
+        def model_info(*_: object, revision: str | None, **__: object) -> object:
+            if isinstance(answer, dict):
+                return answer[revision]
             if isinstance(answer, Exception):
                 raise answer
             return answer
 
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
 
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/cache/hub")
     return answers
@@ -71,5 +73,19 @@ def test_a_name_that_is_not_a_hub_id_does_not_ask_the_hub(hub: Any, capsys: Any,
 
 def test_a_cached_model_is_not_announced(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub(AssertionError("the hub was asked"))
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/hub/config.json")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: "/cache/hub/config.json")
     assert not announce_download("owner/model")
+
+
+def test_a_revision_has_its_own_size_and_place_in_the_cache(
+    hub: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    hub({"v1": files(**{"model.safetensors": 1_000_000}), "v2": files(**{"model.safetensors": 2_000_000})})
+
+    def cached(*_: object, revision: str | None) -> str | None:
+        return "/cache/hub/config.json" if revision == "v2" else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert announce_download("owner/model", "v1")
+    assert capsys.readouterr().err == "fetching owner/model@v1 (1 MB) from the hub into /cache/hub\n"
+    assert not announce_download("owner/model", "v2")

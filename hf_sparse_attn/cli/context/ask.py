@@ -13,7 +13,7 @@ from hf_sparse_attn.cli import options as common
 from hf_sparse_attn.cli.context import options
 from hf_sparse_attn.cli.context.answers import Answers, answer_questions, answers_table
 from hf_sparse_attn.cli.context.prompt import encode_question
-from hf_sparse_attn.cli.loading import load
+from hf_sparse_attn.cli.loading import load, shown_name
 from hf_sparse_attn.cli.progress import stages
 from hf_sparse_attn.cli.terminal import fail, print_table, user_errors
 from hf_sparse_attn.context.contents import read_contents
@@ -31,6 +31,7 @@ def ask(
     max_new_tokens: options.MaxNewTokens = 64,
     batch_size: options.BatchSize = 8,
     dense: options.Dense = False,
+    revision: common.Revision = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
     as_json: common.AsJson = False,
@@ -51,7 +52,7 @@ def ask(
         fail(f"FILE {str(file)!r} cannot be read: no such file")
     with user_errors(ValueError, OSError):
         read_contents(file)  # before the model, which takes longer
-        model, tokenizer = load(model_name, dtype, device)
+        model, tokenizer = load(model_name, dtype, device, revision)
         context = FixedContext.load(file, model)
     prompts = [encode_question(tokenizer, question.strip(), context.notes) for question in asked]
     _check_positions(model, context, max(map(len, prompts)) + max_new_tokens)
@@ -67,13 +68,14 @@ def ask(
                 answers[name] = answer_questions(
                     model, tokenizer, side, prompts, max_new_tokens, batch_size, on_step, on_question
                 )
+    full_name = shown_name(model_name, revision)
     if as_json:
-        found = {"model": model_name, "tokens": context.num_tokens, "questions": asked, "batch_size": batch_size}
+        found = {"model": full_name, "tokens": context.num_tokens, "questions": asked, "batch_size": batch_size}
         found |= {"answers": {name: side.as_json() for name, side in answers.items()}}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         dtype_name = str(model.dtype).removeprefix("torch.")
-        print_table(answers_table(f"{file.name}, {model_name} ({dtype_name}, {model.device})", asked, answers))
+        print_table(answers_table(f"{file.name}, {full_name} ({dtype_name}, {model.device})", asked, answers))
 
 
 def _read_questions(path: Path | None) -> Sequence[str]:

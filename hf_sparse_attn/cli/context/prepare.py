@@ -15,7 +15,7 @@ from hf_sparse_attn.cli import options as common
 from hf_sparse_attn.cli.context import options
 from hf_sparse_attn.cli.context.prompt import encode_document
 from hf_sparse_attn.cli.context.report import Facts, budget_as_json, budget_rows, facts_table, layers_table
-from hf_sparse_attn.cli.loading import load
+from hf_sparse_attn.cli.loading import load, shown_name
 from hf_sparse_attn.cli.outputs import may_be_written
 from hf_sparse_attn.cli.progress import Stages, stages
 from hf_sparse_attn.cli.terminal import fail, parse_settings, print_table, user_errors
@@ -39,6 +39,7 @@ def prepare(
     settings: options.Settings = None,
     chat: options.Chat = False,
     chunk_size: options.ChunkSize = 8192,
+    revision: common.Revision = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
     per_layer: options.PerLayer = False,
@@ -71,23 +72,24 @@ def prepare(
         make_method(Squeezed.name, **(hyperparameters | others))  # fails before the model is loaded
 
     with user_errors(ValueError):
-        model, tokenizer = load(model_name, dtype, device)
+        model, tokenizer = load(model_name, dtype, device, revision)
         token_ids, notes = encode_document(tokenizer, text, chat)
     with stages() as progress, user_errors(ValueError, TypeError, NotImplementedError):
         shown = partial(_shown, progress)
         context = prepare_context(model, token_ids, chunk_size=chunk_size, progress=shown, **(hyperparameters | others))
-    context = replace(context, notes=notes, identity=context.identity._replace(model_id=model_name))
+    full_name = shown_name(model_name, revision)
+    context = replace(context, notes=notes, identity=context.identity._replace(model_id=full_name))
     with user_errors(OSError):
         context.save(output)
 
     facts = _facts(context, output)
     if as_json:
-        found = {"model": model_name, **facts.as_json(), "budget": budget_as_json(context.budget)}
+        found = {"model": full_name, **facts.as_json(), "budget": budget_as_json(context.budget)}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     dtype_name = str(model.dtype).removeprefix("torch.")
     rows = budget_rows(context.budget)
-    print_table(facts_table(f"{model_name} ({dtype_name}, {model.device})", facts, rows, context.method))
+    print_table(facts_table(f"{full_name} ({dtype_name}, {model.device})", facts, rows, context.method))
     if per_layer:
         print_table(layers_table(context.budget))
 
