@@ -423,7 +423,7 @@ def test_append_and_select(drawn):
 @few
 @given(
     drawn=st.fixed_dictionaries(STEPS),
-    forced=st.fixed_dictionaries({"sink_blocks": st.integers(0, 3), "recent_blocks": st.integers(0, 3)}),
+    forced=st.fixed_dictionaries({"sink_blocks": st.integers(0, 3), "recent_blocks": st.integers(1, 3)}),
     max_blocks=st.none() | st.integers(6, 20),
 )
 def test_append_and_rank(drawn, forced, max_blocks):

@@ -17,7 +17,8 @@ from hf_sparse_attn_kernels._nvrtc import PACKAGE
 
 HEADER = Path(__file__).with_name("device.h")
 MOST_SHARED = 227 * 1024  # bytes that a block may have on compute capability 9.0
-OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
+OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE")
+"""Fortified, `longjmp` refuses to jump from one stack to another."""
 
 
 class CpuKernel:
@@ -33,10 +34,10 @@ class CpuKernel:
         files = [HEADER, *(PACKAGE / source for source in sources if source != "_cluster.cuh")]
         texts = [file.read_text() for file in files]
         texts.append(f"""
-extern "C" void run(const char* bytes, int clusters_x, int blocks_y) {{
+extern "C" int run(const char* bytes, int clusters_x, int blocks_y) {{
   Arguments arguments;
   memcpy(&arguments, bytes, sizeof(arguments));
-  run_grid({name}, arguments, clusters_x, blocks_y);
+  return run_grid({name}, arguments, clusters_x, blocks_y);
 }}""")
         defined = [f"-D{macro}={value}" for macro, value in macros]
         with TemporaryDirectory() as folder:
@@ -50,8 +51,15 @@ extern "C" void run(const char* bytes, int clusters_x, int blocks_y) {{
         return 1024
 
     def __call__(self, clusters: tuple[int, int], shared: int, stream: int, arguments: bytes) -> None:
-        """Run clusters in x and y."""
-        self._run(ctypes.c_char_p(arguments), *clusters)
+        """Run clusters in x and y.
+
+        Raises
+        ------
+        RuntimeError
+            Threads wait for each other.
+        """
+        if waiting := self._run(ctypes.c_char_p(arguments), *clusters):
+            raise RuntimeError(f"{waiting} threads of a cluster wait for each other")
 
 
 compiled_for_cpu = cache(CpuKernel)

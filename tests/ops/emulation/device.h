@@ -1,15 +1,18 @@
-// Stands in for _cluster.cuh, to run a kernel's clusters on a CPU, one after another: a thread for every thread of a
-// cluster. Macros: THREADS of a block, CLUSTER (1 unless defined).
+// Stands in for _cluster.cuh, to run a kernel's clusters on a CPU, one after another. The threads of a cluster take turns
+// on one thread of the CPU: each runs until it has to wait for others. Every round has them in another order, and leaves
+// out some warps, which fall behind. So a missing barrier shows, and shows again. Macros: THREADS of a block, CLUSTER (1
+// unless defined).
 
 #include <algorithm>
-#include <barrier>
 #include <cmath>
-#include <condition_variable>
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <thread>
+#include <random>
+#include <ucontext.h>
 #include <vector>
 
 using std::max;
@@ -31,44 +34,106 @@ struct alignas(16) Words4 { u32 x[4]; };
 #define CLUSTER 1
 #endif
 
-constexpr int WARPS = THREADS / 32, HEAD_DIM = 128, SHARED_BYTES = 227 * 1024;
+constexpr int WARPS = THREADS / 32, HEAD_DIM = 128, SHARED_BYTES = 227 * 1024, STACK_BYTES = 256 * 1024;
 constexpr float LOW = -3e38f, LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 
+// ---- threads that take turns
+
+struct Block;
+struct Warp;
+
+struct Thread {
+  int index, block_x, block_y;
+  Block* block;
+  Warp* warp;
+  int exchange = 0;                                       // of the warp, even or odd
+  unsigned arrived = 0;                                   // the phase of the cluster's barrier
+  const unsigned* phase = nullptr;                        // what it waits for, as long as it is `seen`
+  unsigned seen = 0;
+  bool started = false, ended = false;
+  jmp_buf place;
+  std::unique_ptr<u8[]> stack{new u8[STACK_BYTES]};
+};
+
+static Thread* self;
+static jmp_buf scheduler;
+static std::function<void()> body;
+static bool progress;                                     // since a round began
+
+// ucontext starts a thread on its stack; from then on jumps are twenty times as fast as its switches.
+static void start() {
+  body();
+  self->ended = progress = true;
+  _longjmp(scheduler, 1);
+}
+
+static void resume(Thread& thread) {
+  self = &thread;
+  if (_setjmp(scheduler)) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = thread.stack.get(), context.uc_stack.ss_size = STACK_BYTES, context.uc_link = nullptr;
+  makecontext(&context, start, 0);
+  setcontext(&context);
+}
+
+static void let_others_run() {
+  if (!_setjmp(self->place)) _longjmp(scheduler, 1);
+}
+
+struct Meeting {
+  int expected, missing = expected;
+  unsigned phase = 0;
+
+  explicit Meeting(int threads) : expected(threads) {}
+  unsigned arrive() {
+    const unsigned own = phase;
+    progress = true;
+    if (--missing == 0) missing = expected, phase++;
+    return own;
+  }
+  void wait(unsigned own) {
+    self->phase = &phase, self->seen = own;
+    while (phase == own) let_others_run();
+    self->phase = nullptr;
+  }
+  void arrive_and_wait() { wait(arrive()); }
+};
+
 struct Warp {
-  std::barrier<> barrier{32};
+  Meeting barrier{32};
+  int pause = 0;                                          // rounds in which its threads do not run
   u32 words[2][32][6];                                    // of one exchange, and of the next
 };
 
 struct Block {
-  std::barrier<> barrier{THREADS};
+  Meeting barrier{THREADS};
   Warp warps[WARPS];
   alignas(128) u8 shared[SHARED_BYTES];
 };
 
 struct Cluster {
-  std::barrier<> barrier{CLUSTER * THREADS};
-  std::mutex mutex;                                       // of the blocks' barriers in shared memory
-  std::condition_variable changed;
+  Meeting barrier{CLUSTER * THREADS};
   Block blocks[CLUSTER];
 };
 
 static Cluster* cluster;
-static thread_local Block* block;
-static thread_local int own_thread, own_block_x, own_block_y, grid_x, exchange;
-static thread_local std::optional<std::barrier<>::arrival_token> arrived;
+static int grid_x;
 
-DEVICE int thread_index() { return own_thread; }
-DEVICE int block_x() { return own_block_x; }
-DEVICE int block_y() { return own_block_y; }
+DEVICE int thread_index() { return self->index; }
+DEVICE int block_x() { return self->block_x; }
+DEVICE int block_y() { return self->block_y; }
 DEVICE int blocks_x() { return grid_x; }
-DEVICE int cluster_rank() { return own_block_x % CLUSTER; }
-DEVICE u8* dynamic_shared() { return block->shared; }
-DEVICE void sync_block() { block->barrier.arrive_and_wait(); }
-DEVICE void sync_warp() { block->warps[own_thread / 32].barrier.arrive_and_wait(); }
-DEVICE void arrive_cluster() { arrived = cluster->barrier.arrive(); }
-DEVICE void wait_cluster() { cluster->barrier.wait(std::move(*arrived)); }
+DEVICE int cluster_rank() { return self->block_x % CLUSTER; }
+DEVICE u8* dynamic_shared() { return self->block->shared; }
+DEVICE void sync_block() { self->block->barrier.arrive_and_wait(); }
+DEVICE void sync_warp() { self->warp->barrier.arrive_and_wait(); }
+DEVICE void arrive_cluster() { self->arrived = cluster->barrier.arrive(); }
+DEVICE void wait_cluster() { cluster->barrier.wait(self->arrived); }
 DEVICE void wait_for_previous_kernel() {}
 DEVICE void let_next_kernel_start() {}
 
@@ -116,9 +181,9 @@ DEVICE MaxSum merge(MaxSum a, MaxSum b) {
 // after the next before all have read these.
 template <int COUNT, class Read>
 static auto in_warp(const u32 (&words)[COUNT], Read read) {
-  Warp& warp = block->warps[own_thread / 32];
-  auto& all = warp.words[exchange ^= 1];
-  memcpy(all[own_thread % 32], words, sizeof(words));
+  Warp& warp = *self->warp;
+  auto& all = warp.words[self->exchange ^= 1];
+  memcpy(all[self->index % 32], words, sizeof(words));
   warp.barrier.arrive_and_wait();
   return read(all);
 }
@@ -147,10 +212,10 @@ static Number shuffle(Number value, int lane) {
   return in_warp({bits_of<u32>(value)}, [=](auto& all) { return bits_of<Number>(all[lane % 32][0]); });
 }
 template <class Number>
-static Number shuffle_xor(Number value, int mask) { return shuffle(value, own_thread % 32 ^ mask); }
+static Number shuffle_xor(Number value, int mask) { return shuffle(value, self->index % 32 ^ mask); }
 template <class Number>
 static Number shuffle_up(Number value, int distance) {
-  const int lane = own_thread % 32;
+  const int lane = self->index % 32;
   return shuffle(value, lane < distance ? lane : lane - distance);
 }
 
@@ -160,7 +225,7 @@ static Number shuffle_up(Number value, int distance) {
 template <class Number, class Multiply>
 static void multiply(Number (&c)[4], const u32 (&words)[6], Multiply product) {
   in_warp(words, [&](auto& all) {
-    const int g = own_thread % 32 / 4, t = own_thread % 4;
+    const int g = self->index % 32 / 4, t = self->index % 4;
     for (int i = 0; i < 4; i++)
       for (int word = 0; word < 8; word++) {
         const u32 of_row = all[4 * g + word % 4][i / 2 + word / 4 * 2];
@@ -210,10 +275,10 @@ DEVICE void load8(float (&r)[2], const float* address, bool exists) {
 
 DEVICE int load_s8(const s8* address, bool exists) { return exists ? *address : 0; }
 DEVICE void prefetch_l2(const void*, u32) {}
-DEVICE void add_global(u64* address, u64 value) { __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
-DEVICE void add_shared(u32* address) { __atomic_fetch_add(address, 1, __ATOMIC_RELAXED); }
-DEVICE int take_place(int* next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
-DEVICE void set_bits(u32* words, u32 i, u32 bits) { __atomic_fetch_or(&words[i / 32], bits << i % 32, __ATOMIC_RELAXED); }
+DEVICE void add_global(u64* address, u64 value) { *address += value; }
+DEVICE void add_shared(u32* address) { ++*address; }
+DEVICE int take_place(int* next) { return (*next)++; }
+DEVICE void set_bits(u32* words, u32 i, u32 bits) { words[i / 32] |= bits << i % 32; }
 
 // ---- barriers in shared memory, and stores to another block's
 
@@ -227,45 +292,59 @@ static void update_barrier(u64* barrier, int missing, u16 armed) {
   phase.missing += missing, phase.armed |= armed;
   if (phase.armed && phase.missing == 0) {
     phase.armed = 0, phase.ended++;
-    cluster->changed.notify_all();
   }
+  progress = true;
   *barrier = bits_of<u64>(phase);
 }
 
 DEVICE void init_barrier(u64* barrier) { *barrier = 0; }
 DEVICE void publish_barriers() {}
-DEVICE void arm_barrier(u64* barrier, u32 bytes) {
-  const std::lock_guard lock(cluster->mutex);
-  update_barrier(barrier, (int)bytes, 1);
-}
+DEVICE void arm_barrier(u64* barrier, u32 bytes) { update_barrier(barrier, (int)bytes, 1); }
 DEVICE void wait_barrier(u64* barrier, int parity) {
-  std::unique_lock lock(cluster->mutex);
-  cluster->changed.wait(lock, [=] { return bits_of<Phase>(*barrier).ended % 2 != parity; });
+  while (bits_of<Phase>(*barrier).ended % 2 == parity) let_others_run();
 }
 
 template <class Value>
 static void send(Value* to, int rank, Value value, u64* barrier) {
-  u8* other = cluster->blocks[rank].shared;
-  const std::lock_guard lock(cluster->mutex);
-  memcpy(other + ((u8*)to - block->shared), &value, sizeof(value));
-  update_barrier((u64*)(other + ((u8*)barrier - block->shared)), -(int)sizeof(value), 0);
+  u8 *own = self->block->shared, *other = cluster->blocks[rank].shared;
+  memcpy(other + ((u8*)to - own), &value, sizeof(value));
+  update_barrier((u64*)(other + ((u8*)barrier - own)), -(int)sizeof(value), 0);
 }
 
+// Return how many threads of a cluster wait for each other, which ends the run; 0 if all have come to an end.
 template <class Kernel, class Arguments>
-static void run_grid(Kernel kernel, const Arguments& arguments, int clusters_x, int blocks_y) {
+static int run_grid(Kernel kernel, const Arguments& arguments, int clusters_x, int blocks_y) {
+  const auto own = std::make_unique<Cluster>();
+  std::vector<Thread> threads(CLUSTER * THREADS);
+  std::vector<Thread*> running;
+  std::mt19937 random;
+  body = [&] { kernel(arguments); };
+  cluster = own.get(), grid_x = clusters_x * CLUSTER;
   for (int y = 0; y < blocks_y; y++)
     for (int x = 0; x < clusters_x; x++) {
-      const auto own = std::make_unique<Cluster>();
-      cluster = own.get();
-      std::vector<std::jthread> threads;
-      for (int rank = 0; rank < CLUSTER; rank++) {
-        memset(cluster->blocks[rank].shared, 0xFF, SHARED_BYTES);            // NaN
-        for (int i = 0; i < THREADS; i++)
-          threads.emplace_back([=] {
-            block = &cluster->blocks[rank];
-            own_thread = i, own_block_x = x * CLUSTER + rank, own_block_y = y, grid_x = clusters_x * CLUSTER;
-            kernel(arguments);
-          });
+      for (int i = 0; i < CLUSTER * THREADS; i++) {
+        Thread& thread = threads[i];
+        const int rank = i / THREADS;
+        thread.index = i % THREADS, thread.block_x = x * CLUSTER + rank, thread.block_y = y;
+        thread.block = &cluster->blocks[rank], thread.warp = &thread.block->warps[thread.index / 32];
+        thread.started = thread.ended = false;
+        running.push_back(&thread);
+      }
+      for (Block& block : cluster->blocks) memset(block.shared, 0xFF, SHARED_BYTES);  // NaN
+      while (!running.empty()) {
+        std::shuffle(running.begin(), running.end(), random);
+        progress = false;
+        for (Block& block : cluster->blocks)
+          for (Warp& warp : block.warps)
+            if (warp.pause > 0) warp.pause--, progress = true;
+            else if (random() % 8 == 0) warp.pause = random() % 32;
+        for (Thread* thread : running) {
+          const bool waits = thread->phase && *thread->phase == thread->seen;
+          if (!waits && thread->warp->pause == 0) resume(*thread);
+        }
+        std::erase_if(running, [](Thread* thread) { return thread->ended; });
+        if (!progress) return (int)running.size();
       }
     }
+  return 0;
 }
