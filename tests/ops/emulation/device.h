@@ -334,16 +334,17 @@ static int run_grid(Kernel kernel, const Arguments& arguments, int clusters_x, i
       while (!running.empty()) {
         std::shuffle(running.begin(), running.end(), random);
         progress = false;
+        bool paused = false;
         for (Block& block : cluster->blocks)
           for (Warp& warp : block.warps)
-            if (warp.pause > 0) warp.pause--, progress = true;
-            else if (random() % 8 == 0) warp.pause = random() % 32;
+            if (warp.pause > 0) warp.pause--, paused = true;
+            else if (random() % 8 == 0) warp.pause = random() % 32, paused = true;
         for (Thread* thread : running) {
           const bool waits = thread->phase && *thread->phase == thread->seen;
           if (!waits && thread->warp->pause == 0) resume(*thread);
         }
         std::erase_if(running, [](Thread* thread) { return thread->ended; });
-        if (!progress) return (int)running.size();
+        if (!progress && !paused) return (int)running.size();
       }
     }
   return 0;
