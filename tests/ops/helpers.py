@@ -66,13 +66,15 @@ def make_rows(
     return Rows(buffers[0], buffers[1], query, int32(starts), int32(ends), lengths)
 
 
-def allowed_error(eager: torch.Tensor, exact: torch.Tensor, head_dim: int) -> float:
+def allowed_error(eager: torch.Tensor, exact: torch.Tensor, head_dim: int, impl: str) -> float:
     """Return twice the greatest error of eager attention, and what float32 may lose on top of it.
 
     Eager attention adds up the products of a query and a key in several sums, a kernel one after the other. Of 256
-    products its float32 result was seen to have four times the error of eager attention's.
+    products its float32 result was seen to have four times the error of eager attention's. Triton's interpreter
+    truncates to bfloat16, which doubles the error.
     """
-    return 2 * (eager.double() - exact).nan_to_num().abs().max().item() + 1e-6 * max(1, head_dim / 128)
+    allowed = 2 * (eager.double() - exact).nan_to_num().abs().max().item() + 1e-6 * max(1, head_dim / 128)
+    return 2 * allowed if impl == "triton" and device.type == "cpu" and eager.dtype == torch.bfloat16 else allowed
 
 
 def int32(values: list[int]) -> torch.Tensor:

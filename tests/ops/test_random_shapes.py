@@ -427,6 +427,8 @@ def test_append_and_select(drawn):
     max_blocks=st.none() | st.integers(6, 20),
 )
 def test_append_and_rank(drawn, forced, max_blocks):
+    pages = -(-max(drawn["lengths"]) // drawn["page_size"])
+    assume(sum(forced.values()) <= (max_blocks or pages))
     append_and_rank.test_equals_its_parts(**drawn, forced={**forced, "max_blocks": max_blocks})
 
 
