@@ -77,6 +77,12 @@ def allowed_error(eager: torch.Tensor, exact: torch.Tensor, head_dim: int, impl:
     return 2 * allowed if impl == "triton" and device.type == "cpu" and eager.dtype == torch.bfloat16 else allowed
 
 
+def read_blocks(indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the blocks that are read, and -1 for what follows them, which has no meaning."""
+    unread = torch.arange(indices.shape[2], device=indices.device) >= counts[..., None]
+    return indices.masked_fill(unread, -1)
+
+
 def int32(values: list[int]) -> torch.Tensor:
     """Put whole numbers on the device."""
     return torch.tensor(values, dtype=torch.int32, device=device)
